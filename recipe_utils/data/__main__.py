@@ -27,7 +27,8 @@ from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_d
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.start import make_order
 from recipe_utils.data.mixture import problems_with_list
-from recipe_utils.data.pairs.collator import SIDES, PairCollator, PairSettings, check_is_pair
+from recipe_utils.data.pairs.collator import PairCollator, PairSettings, check_is_pair
+from recipe_utils.data.pairs.rows import SIDES
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.documents import chains

@@ -130,7 +130,7 @@ def preference(policy, reference, pairs, loss, sft_loss_weight):
     """Returns means over the pairs."""
     loss_fn = config.instantiate(OmegaConf.create(loss))
     rows, chosen_sum, num_chosen = [], 0.0, 0
-    for pair in pairs:
+    for pair in map(tiny.without_shared_turns, pairs):
         sums, numbers = answers(policy, pair)
         with torch.no_grad():
             of_reference, _ = answers(reference, pair)

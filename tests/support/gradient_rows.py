@@ -131,7 +131,7 @@ OBJECTIVES = {
     "ipo": preferred("alike_beginnings", {"_component_": f"{OURS}.IPOLoss", "tau": 0.3}, 0.3),
     "robust": preferred("multi_turn", {"_component_": f"{OURS}.RobustDPOLoss", "beta": 0.3, "label_smoothing": 0.2}),
     "normalized": preferred("alike_beginnings", {"_component_": f"{OURS}.NormalizedDPOLoss", "beta": 3.0}),
-    "simpo": preferred("masked", {"_component_": f"{OURS}.SimPOLoss", "beta": 2.0, "gamma": 0.5}, 0.2),
+    "simpo": preferred("multi_turn", {"_component_": f"{OURS}.SimPOLoss", "beta": 2.0, "gamma": 0.5}, 0.2),
 }  # fmt: skip
 
 

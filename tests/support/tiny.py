@@ -347,6 +347,24 @@ def make_pairs(num_pairs, kind="masked", seed=0):
     return pairs
 
 
+def without_shared_turns(pair):
+    """Returns a pair whose common first turns, but the last turn with targets of a side, have no targets."""
+    turns = []
+    for side in ("chosen", "rejected"):
+        tokens = [*zip(pair[f"{side}_input_ids"], pair[f"{side}_labels"], strict=True)]
+        turns.append([[*of] for _, of in itertools.groupby(tokens, lambda each: each[1] != IGNORE)])
+    num_shared = 0
+    for one, other in zip(*([each[:-1] for each in turns]), strict=False):
+        if one != other:
+            break
+        num_shared += len(one)
+    masked = {
+        f"{s}_labels": [IGNORE] * num_shared + [*pair[f"{s}_labels"]][num_shared:]
+        for s in ("chosen", "rejected")
+    }
+    return pair | masked
+
+
 def tiny_pair_dataset(tokenizer, num_pairs, kind="masked", seed=0):
     return Samples(make_pairs(num_pairs, kind, seed))
 

@@ -26,7 +26,9 @@ _log = get_logger("INFO")
 
 _NUM_REMARKED = 100
 """Maximum number of samples that are read for remarks."""
-_PLACE = re.compile(r"^sample \d+ of [^:]*: (line \d+ of [^:]*: )?(turn \d+ \(\w+\): )?")
+_PLACE = re.compile(
+    r"^sample \d+ of [^:]*: ((line|row) \d+ of [^:]*: )?((chosen|rejected): )?(turn \d+ \(\w+\): )?"
+)
 _MAX_SECONDS = 10.0
 """Time after which no further sample is read for remarks."""
 _NUM_MEASURED = 1000

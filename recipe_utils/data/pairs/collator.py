@@ -24,6 +24,7 @@ from recipe_utils.data.loader.samples import (
     whole_numbers,
 )
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.pairs.rows import SIDES
 from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.collate import (
     Piece,
@@ -41,8 +42,6 @@ from recipe_utils.settings.problems import Problem
 
 IGNORE_INDEX = -100
 """Label of positions without a target in torchtune's preference datasets."""
-
-SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -75,8 +74,8 @@ def check_is_pair(sample: Any) -> None:
     if isinstance(sample, Mapping) and "chosen_input_ids" not in sample:
         raise ValueError(
             f"its samples have {', '.join(sorted(map(str, sample)))} instead of chosen_input_ids, chosen_labels, "
-            "rejected_input_ids and rejected_labels; set it to a preference dataset, such as "
-            "torchtune.datasets.preference_dataset"
+            "rejected_input_ids and rejected_labels; set it to recipe_utils.data.chat_template.pair_dataset, or to a "
+            "preference dataset of torchtune"
         )
 
 
@@ -91,6 +90,27 @@ def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
     if differ.any():
         return max(int(differ.argmax()) - 1, 0)
     return None if chosen.shape == rejected.shape else shorter - 1
+
+
+def mask_shared_turns(pair: Mapping[str, Any]) -> None:
+    """Masks the labels of earlier turns that both sides share: they are a part of the prompt.
+
+    Example: of ``u A v B`` and ``u A v C`` (targets in capitals) A is masked. Of ``u AB`` and ``u AC`` nothing is,
+    because a turn that only begins alike is an answer. Nor is the last run of targets of a side.
+    """
+    tokens, labels = ([pair[f"{side}_{key}"] for side in SIDES] for key in ("input_ids", "labels"))
+    shorter = min(map(len, tokens))
+    differ = tokens[0][:shorter] != tokens[1][:shorter]
+    end = int(differ.argmax()) if differ.any() else shorter
+    # masks[i + 1] is that of position i; runs of targets start where it ends.
+    masks = [np.append(True, each == IGNORE_INDEX) for each in labels]
+    starts = [np.flatnonzero(mask[:-1] & ~mask[1:]) for mask in masks]
+    end = min(end, *(each[-1] for each in starts))
+    # A run that goes on beyond the common tokens is an answer from its start.
+    while inside := [i for i, mask in enumerate(masks) if not mask[end] and not mask[end + 1]]:
+        end = min(starts[i][starts[i] < end][-1] for i in inside)
+    for each in labels:
+        each[:end] = IGNORE_INDEX
 
 
 class PairCollator(RowCollator):
@@ -139,7 +159,7 @@ class PairCollator(RowCollator):
             yield "its two sides have different prompts"
 
     def prepare(self, sample: Sample, name: str) -> Sample:
-        """Returns the pair as arrays, with its name and number of shared tokens.
+        """Returns the pair as arrays, with its name and number of shared tokens; shared turns are masked.
 
         Raises SampleError (see :func:`recipe_utils.data.text.collator.check_sample`);
         SkippedSampleError if a side has no target, or the sides are equal.
@@ -155,6 +175,7 @@ class PairCollator(RowCollator):
             if (labels[1:] == IGNORE_INDEX).all():
                 raise SkippedSampleError(f"{name}: its {side} side has no target")
             pair |= dict(zip(keys, (tokens, labels), strict=True))
+        mask_shared_turns(pair)
         num_shared = num_shared_tokens(pair)
         if num_shared is None:
             raise SkippedSampleError(f"{name}: its sides are equal")

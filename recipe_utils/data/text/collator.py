@@ -36,7 +36,7 @@ from recipe_utils.memory.budget import FIRST_TOKENS, MOST_TOKENS
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
 
-_TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", *OF_LOADER, *OF_TREES}
+_TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", "is_cut", *OF_LOADER, *OF_TREES}
 
 _COMMON = ("the common beginning of samples", "")
 _log = get_logger("INFO")
@@ -80,6 +80,10 @@ class RowCollator(Collator):
         self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
         self.stop_tokens: Sequence[int] = getattr(tokenizer, "stop_tokens", None) or ()
         self._sequences, self._trees = sequences, trees
+        self._end_ids = {
+            getattr(tokenizer, "eos_id", None),
+            *getattr(tokenizer, "stop_tokens", ()),
+        } - {None}
         if (self.max_seq_len or 0) > limits.max_seq_len:
             text = (
                 f"longer samples than {limits.limits_length} max_seq_len={limits.max_seq_len} fail"
@@ -301,11 +305,25 @@ class TextCollator(RowCollator):
         return np.array_equal(np.asarray(sample["tokens"][:num_common]), self._beginning)
 
     def remarks(self, sample: Sample) -> Iterator[str]:
-        """Yields a text if a sample is probably truncated, or needs several ranks; none for packed datasets."""
-        if "seq_lens" in sample or "documents" in sample:
+        """Yields a text if a sample is probably truncated, or needs several ranks.
+
+        torchtune's ``text_completion_dataset`` cuts to ``max_seq_len`` - 1 tokens without an end token, also
+        before it packs; all others to ``max_seq_len``.
+        """
+        if "documents" in sample:
             return
-        if len(sample["tokens"]) == self.max_seq_len:
-            yield f"tokenizer.max_seq_len={self.max_seq_len} tokens, probably truncated"
+        most, tokens, labels = self.max_seq_len or 0, sample["tokens"], sample["labels"]
+        lasts = [most - 2] if len(tokens) == most - 1 else []
+        if "seq_lens" in sample:  # the last document may continue in the next row
+            lasts = (np.cumsum(np.asarray(sample["seq_lens"]))[:-1] - 1).tolist()
+        ends = [int(tokens[i]) for i in lasts if labels[i] == tokens[i]]
+        if self._end_ids and not self._end_ids.issuperset(ends):
+            text = "no end token, probably truncated; a text_pieces_dataset trains all of a text"
+            yield f"{most - 1} tokens (tokenizer.max_seq_len={most}) with {text}"
+        if "seq_lens" in sample:
+            return
+        if len(tokens) == most and sample.get("is_cut", True):
+            yield f"tokenizer.max_seq_len={most} tokens, probably truncated"
         bound = _number(self.settings) or 0
         spans = self.settings.max_ranks_per_row > 1 and not self.first_tokens
         if spans and len(sample["tokens"]) > bound:

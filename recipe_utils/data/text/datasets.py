@@ -1,6 +1,9 @@
-"""Datasets of chat files."""
+"""Datasets of conversations, and of documents that are cut into pieces."""
 
-import json
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -8,23 +11,29 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.samples import SampleError
+from recipe_utils.data.text.files import FileRows, temporary_file
 from recipe_utils.data.text.messages import conversation_of, in_openai_format
 from recipe_utils.data.text.tokenizer import FolderTokenizer
 
+_log = get_logger("INFO")
+_MOST_CHARACTERS = 1 << 24
+"""Longest document; a tokenizer takes 4 GB for it."""
+
 
 class ConversationDataset(Dataset[dict[str, Any]]):
-    """Conversations of a JSON Lines file, with the tool calls and thinking that torchtune's drop.
+    """Conversations of a file, with the tool calls and thinking that torchtune's datasets drop.
 
     Args:
         tokenizer: a :class:`FolderTokenizer`.
-        path: file with an object per line, ``messages`` and ``tools`` in OpenAI's format; kept in memory.
+        path: file of rows with ``messages`` and ``tools`` in OpenAI's format, see :class:`.FileRows`.
         split_turns: makes one sample of each assistant turn, whose history is not trained. ``shared``:
             one of each conversation, whose turns compute common beginnings once.
 
     Raises:
-        ValueError: another tokenizer, or another value of ``split_turns``.
+        ValueError: another tokenizer, another value of ``split_turns``, or a file of another format.
         OSError: ``path`` cannot be read.
     """
 
@@ -35,37 +44,40 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             text = "set it to True, False or shared"
             raise ValueError(f"dataset.split_turns={split_turns}: {text}")
         self.makes_trees = split_turns == "shared"
-        self._path, self._tokenizer = path, tokenizer
-        # Line, content, numbers of messages
-        self._rows: list[tuple[int, bytes, list[int | None]]] = []
-        for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-            ends: list[int | None] = _ends_of_turns(line) if split_turns else [None]
-            of_samples = [ends] if self.makes_trees else [[end] for end in ends]
-            self._rows += [(number, line, ends) for ends in of_samples if line.strip()]
+        self._tokenizer = tokenizer
+        self._rows = rows = FileRows(path)
+        self.content_hash = rows.content_hash
+        # Row, and number of messages, of each sample.
+        self._turns: tuple[array[int], array[int]] | None = None
+        if split_turns is True:
+            self._turns = of_rows, ends = array("q"), array("i")
+            for index in range(len(rows)):
+                ends.extend(ends_of_row := _ends_of_turns(rows, index))
+                of_rows.extend([index] * len(ends_of_row))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) if self._turns is None else len(self._turns[0])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns ``tokens`` and ``labels`` of a conversation, or ``sequences`` with these of each turn.
 
         A SampleError names the line.
         """
-        number, line, ends = self._rows[index]
-        try:
-            row = conversation_of(_object(line))
+        end, rows = _ALL, self._rows
+        if self._turns is not None:
+            index, end = (each[index] for each in self._turns)
+        with rows.naming(index):
+            row = conversation_of(rows[index])
+            messages, tools = row["messages"], row["tools"]
             if self.makes_trees:
-                turns = [end for end in ends if end] or [len(row["messages"])]
-                both = self._tokenizer.tokenize_turns(row["messages"], turns, row["tools"])
+                turns = [end for end in _ends_of_turns(rows, index) if end] or [len(messages)]
+                both = self._tokenizer.tokenize_turns(messages, turns, tools)
                 return {"sequences": list(starmap(_sample, both))}
-            messages = row["messages"][: ends[0]]
-            if ends[0] is not None:
-                messages[:-1] = [{**message, "weight": 0} for message in messages[:-1]]
-            sample = _sample(*self._tokenizer.tokenize_messages(messages, tools=row["tools"]))
+            if end != _ALL:
+                *history, turn = messages[:end]
+                messages = [*({**message, "weight": 0} for message in history), turn]
+            sample = _sample(*self._tokenizer.tokenize_messages(messages, tools=tools))
             return {**sample, "labels": sample["labels"].tolist()}
-        except Exception as error:  # any: a row may have any form
-            kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
-            raise SampleError(f"line {number} of {self._path}: {kind}{error}") from None
 
 
 def _sample(tokens: Any, mask: Any) -> dict[str, Any]:
@@ -73,21 +85,93 @@ def _sample(tokens: Any, mask: Any) -> dict[str, Any]:
     return {"tokens": tokens, "labels": np.where(mask, CROSS_ENTROPY_IGNORE_IDX, tokens)}
 
 
-def _object(line: bytes) -> Any:
-    """Returns the object of a line; raises SampleError with what was found instead."""
-    try:
-        return json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        text = f"byte {error.start} is not UTF-8; convert the file, such as with iconv"
-        raise SampleError(text) from error
-    except json.JSONDecodeError as error:
-        raise SampleError(f"it is not one JSON object per line ({error})") from error
+_ALL = 0
+"""Number of messages of a sample that is not cut."""
 
 
-def _ends_of_turns(line: bytes) -> list[int | None]:
-    """Returns the number of messages up to each trained turn; None for a row that fails on loading."""
+def _ends_of_turns(rows: FileRows, index: int) -> list[int]:
+    """Returns the number of messages up to each trained turn; _ALL for a row that fails on loading."""
     try:
-        pairs = enumerate(map(in_openai_format, conversation_of(_object(line))["messages"]), 1)
-        return [number for number, (_, is_trained) in pairs if is_trained] or [None]
+        messages = enumerate(conversation_of(rows[index])["messages"], 1)
+        return [number for number, each in messages if in_openai_format(each)[1]] or [_ALL]
     except Exception:  # any: reported with the sample
-        return [None]
+        return [_ALL]
+
+
+class TextPiecesDataset(Dataset[dict[str, Any]]):
+    """Documents of a file, cut into pieces of ``tokenizer.max_seq_len`` tokens, for continued pretraining.
+
+    Example: at ``max_seq_len`` 4, the 9 tokens of a document and its end token become pieces of 4, 4 and 2
+    tokens. All are targets but the first of each piece, which is only context. A last piece of one token, which
+    would have no target, takes one of the piece before. Documents are tokenized at the start, to a temporary file.
+
+    Args:
+        tokenizer: has ``encode(text=, add_bos=, add_eos=)`` and ``max_seq_len``; null takes documents as a whole.
+        path: file of rows with a text, see :class:`.FileRows`; or one text, if its name contains ``.txt``.
+        column: key of a row's text.
+        add_eos: adds the end token to each document.
+
+    Raises:
+        ValueError: a file of another format.
+        OSError: ``path`` cannot be read.
+    """
+
+    def __init__(
+        self, tokenizer: Any, path: str, column: str = "text", add_eos: bool = True
+    ) -> None:
+        is_text = ".txt" in Path(path).suffixes
+        self._rows = rows = FileRows(path, is_text)
+        self.content_hash, self._tokenizer, self._add_eos = rows.content_hash, tokenizer, add_eos
+        self._column = "text" if is_text else column
+        self._file, start = temporary_file(self), time.monotonic()
+        bounds, first_pieces, end = array("q", [0]), array("q"), 0
+        with open(self._file, "wb") as file:
+            for index in range(len(rows)):
+                first_pieces.append(len(bounds) - 1)
+                try:
+                    tokens = self._tokens_of(rows[index])
+                except Exception:  # any: raised again for the piece without tokens
+                    tokens = []
+                np.asarray(tokens, dtype=np.uint32).tofile(file)
+                ends = _ends_of_pieces(len(tokens), tokenizer.max_seq_len)
+                bounds.extend(end + each for each in ends)
+                end += len(tokens)
+        self._bounds, self._first_pieces = bounds, first_pieces
+        seconds = time.monotonic() - start
+        text = f"{len(rows):,} documents of {end:,} tokens are {len(self):,} pieces (tokenized in {seconds:.0f} s)"
+        log_rank_zero(_log, f"{path}: {text}")
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns ``tokens``, equal ``labels``, and that none are cut off; a SampleError names the row."""
+        index = range(len(self))[index]
+        start, end = self._bounds[index : index + 2]
+        if start == end:
+            row = bisect_right(self._first_pieces, index) - 1
+            with self._rows.naming(row):
+                self._tokens_of(self._rows[row])
+                raise SampleError("it has no tokens; remove it")
+        read = np.fromfile(self._file, dtype=np.uint32, count=end - start, offset=4 * start)
+        tokens = read.tolist()
+        return {"tokens": tokens, "labels": tokens.copy(), "is_cut": False}
+
+    def _tokens_of(self, row: Mapping[str, Any]) -> list[int]:
+        if not isinstance(text := row.get(self._column), str):
+            found = f"{type(text).__name__}, its keys are {', '.join(row)}"
+            raise SampleError(f"its {self._column} is no text ({found}); set column to its key")
+        if len(text) > _MOST_CHARACTERS:
+            most = f"{_MOST_CHARACTERS:,} characters"
+            raise SampleError(f"it has more than {most}; write its parts to rows of JSON Lines")
+        tokens: list[int] = self._tokenizer.encode(text=text, add_bos=True, add_eos=self._add_eos)
+        return tokens
+
+
+def _ends_of_pieces(num_tokens: int, most: int | None) -> list[int]:
+    """Returns where the pieces of a document end; the last one has two tokens at least, if it can."""
+    most = most or max(num_tokens, 1)
+    ends = [*range(most, num_tokens, most), num_tokens]
+    if num_tokens % most == 1 and len(ends) > 1 and most > 2:
+        ends[-2] -= 1
+    return ends

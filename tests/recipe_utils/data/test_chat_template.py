@@ -1,16 +1,22 @@
 """Targets that chat templates determine: TRL's masks, torchtune's datasets, tool calls, and refusals."""
 
 import json
+import math
 import pickle
 import re
 from collections import Counter
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
+import trl
 from chats import (
     CHATML,
     TOOLS,
@@ -22,7 +28,7 @@ from chats import (
 )
 from forests import mask_of
 from omegaconf import OmegaConf
-from recipe_runs import SFT, run_recipe, slow, tiny_config
+from recipe_runs import DPO, SFT, keep_messages, run_recipe, slow, tiny_config
 from torchtune.data import Message
 from torchtune.datasets import (
     alpaca_dataset,
@@ -33,7 +39,12 @@ from torchtune.datasets import (
 )
 
 from recipe_utils.data.__main__ import report
-from recipe_utils.data.chat_template import conversation_dataset, folder_tokenizer
+from recipe_utils.data.chat_template import (
+    conversation_dataset,
+    folder_tokenizer,
+    pair_dataset,
+    text_pieces_dataset,
+)
 from recipe_utils.data.loader.samples import CheckedDataset, SampleError
 from recipe_utils.data.text.collate import piece_of
 from recipe_utils.data.text.messages import in_openai_format
@@ -379,30 +390,185 @@ def test_datasets_of_torchtune_train_answers(chatml, write):
         used[0]
 
 
+WRONG = say("assistant", "It is 5.")
+LONGER = [*TWO[:3], say("assistant", "6; I guess")]
+PAIRS = {
+    "messages": {"prompt": TWO[:1], "chosen": TWO[1:2], "rejected": [WRONG]},
+    "turns": {"chosen": TWO, "rejected": LONGER},
+    "tools": {"prompt": USE[:1], "chosen": USE[1:2], "rejected": [say("assistant", "Rain.")], "tools": TOOLS},
+    "thinking": {"prompt": TWO[:1], "chosen": THINK[1:2], "rejected": [WRONG]},
+    "texts": {"prompt": "It is sun", "chosen": "ny, it is 4.", "rejected": "set.<|im_end|>"},
+    "texts alone": {"chosen": "Human: 2? AI: It is 4.", "rejected": "Human: 2? AI: 4, I think."},
+}  # fmt: skip
+
+
+@pytest.fixture
+def torchtunes(tmp_path):
+    path = tmp_path / "docstrings.json"
+    path.write_text(json.dumps([(f"What does `f{i}` do?", f"Returns {i} + 2.") for i in range(60)]))
+    return docstring_tokenizer(str(tmp_path / "tokenizer.model"), str(path), 560)
+
+
+def pair_of(tokenizer, write, row):
+    return pair_dataset(tokenizer, write(row, name="pairs.jsonl"))[0]
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_pairs_are_those_of_trl(kind, qwen3, write):
+    """But for the line break behind the end token, which TRL trains, too."""
+    inner, args = qwen3.tokenizer, SimpleNamespace(dataset_num_proc=None, max_length=None)
+    trainer = SimpleNamespace(_tokenizer=inner, _is_vision_dataset=False)
+    row = json.loads(json.dumps(PAIRS[kind]))
+    rows = datasets.Dataset.from_list([row])
+    (theirs,) = trl.DPOTrainer._prepare_dataset(trainer, rows, inner, args, "train")
+    found = pair_of(qwen3, write, row)
+    for side in ("chosen", "rejected"):
+        prompt, answer = theirs["prompt_ids"], theirs[f"{side}_ids"]
+        num_behind = len(answer) - answer.index(qwen3.eos_id) - 1
+        assert found[f"{side}_input_ids"] == prompt + answer
+        kept = answer[: len(answer) - num_behind]
+        assert found[f"{side}_labels"] == [-100] * len(prompt) + kept + [-100] * num_behind
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        PAIRS["messages"],
+        {"prompt": "2 + 2?", "chosen": TWO[1:2], "rejected": [WRONG]},
+        {"prompt": "2 + 2?", "chosen": TWO[:2], "rejected": [TWO[0], WRONG]},
+        {"prompt": TWO[:1], "chosen": TWO[:2], "rejected": [TWO[0], WRONG]},
+        {"prompt": TWO[0], "chosen": TWO[1], "rejected": WRONG},
+        {"prompt": TWO[:1], "chosen": "It is 4.", "rejected": "It is 5.", "tools": None},
+        {"prompt": [], "chosen": TWO[:2], "rejected": [TWO[0], {**WRONG, "tool_calls": None}]},
+    ],
+)
+def test_a_pair_with_its_own_prompt_is_the_joined_pair(row, chatml, torchtunes, write):
+    joined = write({"chosen": TWO[:2], "rejected": [TWO[0], WRONG]}, name="joined.json")
+    for tokenizer in (chatml, torchtunes):
+        (expected,) = preference_dataset(tokenizer, source="json", data_files=joined)
+        assert pair_of(tokenizer, write, row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": TWO[:1], "chosen": TWO[:2]}, r"it has no rejected \(its keys: prompt, chosen\)"),
+        ({"prompt": "3?", "chosen": TWO[:2], "rejected": TWO[:2]}, "chosen begins with a turn of the user"),
+        ({"chosen": 4, "rejected": TWO[:2]}, "messages are '4'; write a text or messages"),
+        ({"prompt": TWO[:1], "chosen": "4", "rejected": USE[1]}, "torchtune's tokenizers lose tool_calls"),
+        (PAIRS["tools"], "take no tools; set tokenizer to a folder_tokenizer"),
+    ],
+)  # fmt: skip
+def test_a_pair_that_is_not_certain_is_named(row, text, torchtunes, write):
+    with pytest.raises(SampleError, match=rf"^line 1 of .*pairs.jsonl: .*{text}"):
+        pair_of(torchtunes, write, row)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PAIRS if kind != "turns"])
+def test_a_pair_that_torchtune_would_train_in_part_is_refused(kind, chatml, write):
+    data = preference_dataset(chatml, source="json", data_files=write(PAIRS[kind], name="a.json"))
+    with pytest.raises(SampleError, match=r"set dataset to a recipe_utils.*pair_dataset$"):
+        data[0]
+    whole = {"prompt": "2 + 2?", "chosen": TWO[:2], "rejected": [TWO[0], WRONG], "tools": None}
+    (pair,) = preference_dataset(chatml, source="json", data_files=write(whole, name="b.json"))
+    assert targets(chatml, pair, ("rejected_input_ids", "rejected_labels")) == [
+        "It is 5.<|im_end|>"
+    ]
+
+
+def config_of(tokenizer, folder, dataset, **changes):
+    model = {**tiny.MODEL, "vocab_size": tokenizer.vocab_size}
+    (folder / "weights").mkdir()
+    torch.save(tiny.tiny_model(model).state_dict(), folder / "weights" / "weights.pt")
+    named = {"_component_": f"{MODULE}.folder_tokenizer", "path": str(tokenizer._path)}
+    named["max_seq_len"] = changes.pop("max_seq_len", 60)
+    config = tiny_config(folder, model=model, tokenizer=named, dataset=dataset, **changes)
+    config["checkpointer"]["checkpoint_files"] = ["weights.pt"]
+    return config
+
+
+@pytest.mark.parametrize(
+    "component", [f"{MODULE}.pair_dataset", "torchtune.datasets.preference_dataset"]
+)
+def test_turns_before_the_answers_are_prompt_in_a_training(component, chatml, write, tmp_path):
+    """SimPO's mean log-probabilities, computed from the rendered text, see the answers alone."""
+    path = write(PAIRS["turns"], name="a.json")
+    data = {"_component_": component, "path": path}
+    if "torchtune" in component:
+        data = {"_component_": component, "source": "json", "data_files": path}
+    loss = {"_component_": "recipe_utils.loss.preference.SimPOLoss", "beta": 2.0, "gamma": 0.5}
+    changes = {"batch_size": 1, "gradient_accumulation_steps": 1, "loss": loss}
+    config = config_of(chatml, tmp_path, data, **changes)
+    (logged,) = run_recipe(config, DPO)
+    means, model = [], tiny.tiny_model(config["model"])
+    for text in ("6, I think.<|im_end|>", "6; I guess<|im_end|>"):
+        prompt = chatml.tokenizer.apply_chat_template(
+            TWO[:3], tokenize=False, add_generation_prompt=True
+        )
+        prompt, whole = (chatml.encode(each, False, False) for each in (prompt, prompt + text))
+        log_probs = F.log_softmax(model(torch.tensor([whole]))[0], dim=-1)
+        places = range(len(prompt), len(whole))
+        means.append(sum(log_probs[i - 1, whole[i]].item() for i in places) / len(places))
+    expected = math.log1p(math.exp(-(2 * means[0] - 2 * means[1] - 0.5)))
+    assert logged["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+DOCUMENTS = ["It is sunny, it is 4. " * 9, "", "It is 4.", "user assistant " * 20]
+
+
+@pytest.mark.parametrize("most", [7, 8, 60, None])
+def test_pieces_of_documents_train_all_of_a_file_once(most, chatml, write):
+    tokenizer = folder_tokenizer(str(chatml._path), most)
+    path = write(*({"body": text} for text in DOCUMENTS))
+    pieces = [each["tokens"] for each in text_pieces_dataset(tokenizer, path, column="body")]
+    expected = [tokenizer.encode(text) for text in DOCUMENTS]
+    assert [*chain(*pieces)] == [*chain(*expected)]
+    lengths = []
+    for document in expected:
+        num, rest = divmod(len(document), most or 1000)
+        moves = rest == 1 and num > 0  # a last piece of one token would have no target
+        lengths += [most] * (num - moves) + ([most - 1, 2] if moves else [rest] * (rest > 0))
+    assert [*map(len, pieces)] == lengths
+    (txt := Path(path).with_suffix(".txt")).write_text("\n".join(DOCUMENTS))
+    whole = text_pieces_dataset(tokenizer, str(txt))
+    assert [*chain(*(each["labels"] for each in whole))] == tokenizer.encode("\n".join(DOCUMENTS))
+
+
+def test_an_epoch_of_pieces_has_every_token_and_a_cut_text_is_remarked(chatml, write, tmp_path):
+    path = write(*({"text": text} for text in DOCUMENTS if text), {"text": None}, name="a.json")
+    data = {"_component_": f"{MODULE}.text_pieces_dataset", "path": path}
+    config = config_of(chatml, tmp_path, data, max_seq_len=8, on_bad_sample="skip", num_workers=2)
+    with keep_messages() as messages:
+        logged = run_recipe(config)
+    num_tokens = [len(chatml.encode(text)) for text in DOCUMENTS if text]
+    num_pieces = sum(math.ceil(each / 8) for each in num_tokens)
+    assert sum(each.get("num_tokens", 0) for each in logged) == sum(num_tokens) - num_pieces
+    assert any("its text is no text (NoneType, its keys are text)" in line for line in messages)
+    assert not any("truncated" in line for line in messages)
+    stock = {"_component_": "torchtune.datasets.text_completion_dataset", "source": "json"}
+    path = write(*({"text": text} for text in DOCUMENTS), name="b.json")
+    for packed, text in ((False, "2 of 4"), (True, " of ")):
+        config["dataset"] = {**stock, "data_files": path, "packed": packed}
+        with keep_messages() as messages:
+            run_recipe({**config, "max_steps_per_epoch": 1})
+        assert any(
+            f"{text}" in line and "7 tokens (tokenizer.max_seq_len=8) with" in line
+            for line in messages
+        )
+
+
 def test_a_recipe_trains_and_samples_with_it(chatml, write, tmp_path, capfd):
     """Workers are forked after the tokenizer was used."""
-    model = {**tiny.MODEL, "vocab_size": chatml.vocab_size}
-    (weights := tmp_path / "weights").mkdir()
-    torch.save(tiny.tiny_model(model).state_dict(), weights / "weights.pt")
-    config = tiny_config(
-        tmp_path,
-        model=model,
-        tokenizer={
-            "_component_": f"{MODULE}.folder_tokenizer",
-            "path": str(chatml._path),
-            "max_seq_len": 60,
-        },
-        dataset={
-            "_component_": f"{MODULE}.conversation_dataset",
-            "path": write(*[{"messages": TWO}] * 8),
-        },
-        sample_prompts=["2 + 2?"],
-        sample_every_n_steps=1,
-        sample_max_new_tokens=3,
-        num_workers=2,
-    )
-    config["checkpointer"]["checkpoint_files"] = ["weights.pt"]
-    logged = run_recipe(config)
+    data = {
+        "_component_": f"{MODULE}.conversation_dataset",
+        "path": write(*[{"messages": TWO}] * 8),
+    }
+    sampling = {
+        "sample_prompts": ["2 + 2?"],
+        "sample_every_n_steps": 1,
+        "sample_max_new_tokens": 3,
+    }
+    logged = run_recipe(config_of(chatml, tmp_path, data, num_workers=2, **sampling))
     assert len([each for each in logged if "loss" in each]) == 2
     assert "forked" not in capfd.readouterr().err
 
@@ -489,13 +655,12 @@ def test_a_generation_prompt_that_training_does_not_show_is_reported_once(
     [
         (b'{"prompt": "Who?", "id": 3}', r"it has no messages \(its keys: prompt, id\)"),
         (b'{"conversations": []}', "conversations is empty; remove the line"),
-        (b'[{"messages": []}]', "it is a list; write one JSON object per line"),
+        (b"3", "it is a int; write one JSON object per line"),
         (b'{"messages": []}', "messages is empty; remove the line"),
         (b'{"messages": "Who?"}', "messages is not a list of objects .*'Who\\?'"),
         (b'{"messages": ["Who?"]}', "messages is not a list of objects"),
         (b'{\n  "messages": []\n}', "it is not one JSON object per line"),
         ('{"messages": "\u00e9"}'.encode("latin-1"), "byte 14 is not UTF-8"),
-        ('{"messages": []}'.encode("utf-16"), "byte 0 is not UTF-8"),
     ],
 )
 def test_a_line_without_messages_is_described_by_what_it_contains(content, text, chatml, tmp_path):

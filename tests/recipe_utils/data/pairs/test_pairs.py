@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
 from recipe_utils.data.loader.samples import SampleError, SkippedSampleError
-from recipe_utils.data.pairs.collator import PairCollator, PairSettings, num_shared_tokens
+from recipe_utils.data.pairs.collator import (
+    PairCollator,
+    PairSettings,
+    mask_shared_turns,
+    num_shared_tokens,
+)
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.limits import ModelLimits, PackedAttention
 
@@ -51,6 +56,20 @@ def test_shared_is_the_longest_common_prefix_but_for_its_last_token(chosen, reje
     assert num_shared_tokens(arrays) == expected
 
 
+@given(answers, answers, st.lists(st.booleans(), min_size=12, max_size=12))
+def test_turns_that_both_sides_share_are_masked_but_for_the_last(chosen, rejected, are_targets):
+    """The answers' common first tokens are targets of both."""
+    sample = pair(chosen, rejected, masked=0)
+    for side in SIDES:
+        ids = sample[f"{side}_input_ids"]
+        masked = [t if m else tiny.IGNORE for t, m in zip(ids[:-1], are_targets, strict=False)]
+        sample[f"{side}_labels"] = [*masked, ids[-1]]
+    arrays = {key: np.array(ids) for key, ids in sample.items()}
+    mask_shared_turns(arrays)
+    expected = tiny.without_shared_turns(sample)
+    assert {key: ids.tolist() for key, ids in arrays.items()} == expected
+
+
 def test_tokens_of_which_only_one_side_is_a_target_are_not_shared():
     sample = pair([1, 2, 3, 4, 5], [1, 2, 3, 4, 6])
     sample["chosen_labels"] = [tiny.IGNORE, tiny.IGNORE, tiny.IGNORE, 4, 5]
@@ -84,6 +103,7 @@ def test_every_target_stands_behind_its_own_tokens(microbatching, sharing, pair_
     pairs = tiny.make_pairs(9, pair_kind)
     collator = collator_of(microbatching, sharing)
     microbatch = collator.collate(prepared(collator, pairs))
+    pairs = map(tiny.without_shared_turns, pairs)
     for sample, of_sides in zip(pairs, targets_read_back(microbatch), strict=True):
         for side, found in zip(SIDES, of_sides, strict=True):
             ids, labels = sample[f"{side}_input_ids"], sample[f"{side}_labels"]
@@ -106,7 +126,11 @@ def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(pai
         of_layouts.append(counts)
     assert of_layouts[0] == of_layouts[1] == of_layouts[2]
     targets = {
-        side: sum(label != tiny.IGNORE for p in pairs for label in p[f"{side}_labels"][1:])
+        side: sum(
+            label != tiny.IGNORE
+            for p in map(tiny.without_shared_turns, pairs)
+            for label in p[f"{side}_labels"][1:]
+        )
         for side in SIDES
     }
     assert of_layouts[0]["chosen_tokens"] == targets["chosen"]
