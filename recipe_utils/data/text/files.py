@@ -114,7 +114,7 @@ class FileRows:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Returns a row; raises SampleError, without its name, if its text is no JSON object."""
         if self._table is not None:
-            row: Mapping[str, Any] = self._table[index]
+            row: Mapping[str, Any] = _without_padding(self._table[index])
             return row
         start, end = self._bounds[index : index + 2]
         data = os.pread(self._open.fileno(), end - start - 1, start)
@@ -236,6 +236,13 @@ class FileRows:
             self._refuse(f"a table that cannot be read ({type(error).__name__}: {error})")
         if len(self._table) == 0:
             self._refuse("empty; it needs at least one row")
+
+
+def _without_padding(value: Any) -> Any:
+    """Removes keys with null, with which Arrow gives all mappings of a column the same keys."""
+    if isinstance(value, Mapping):
+        return {key: _without_padding(each) for key, each in value.items() if each is not None}
+    return [*map(_without_padding, value)] if isinstance(value, list) else value
 
 
 def _head(path: str) -> bytes:
