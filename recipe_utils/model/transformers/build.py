@@ -1,21 +1,20 @@
 """Builds a decoder from a local folder of transformers."""
 
 import difflib
-import os
 import re
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torchtune.utils import get_logger
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from recipe_utils.checkpoint.transformers import WEIGHTS
-from recipe_utils.files import write_atomically
+from recipe_utils.checkpoint.export import WEIGHTS
+from recipe_utils.checkpoint.transformers import check_folder
+from recipe_utils.files import log_once, write_atomically
 from recipe_utils.model.transformers.decoder import Decoder, build
 from recipe_utils.model.transformers.probe import error_on_device, proof_of
 
@@ -89,13 +88,6 @@ def best_plan(path: str, attention: Any = None, config: Any = None, **_: Any) ->
 causal_lm.recipe_defaults = {"microbatching": best_plan}  # type: ignore[attr-defined]
 
 
-@cache
-def log_once(text: str) -> None:
-    """Logs a line on rank 0, also before process groups exist, once in a process."""
-    if os.environ.get("RANK", "0") == "0":
-        get_logger("INFO").info(text)
-
-
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Writes ``config.json``. Raises ValueError if the folder has weights or the type is unknown."""
     if folder.is_dir() and any(path.name.endswith(WEIGHTS) for path in folder.iterdir()):
@@ -127,6 +119,7 @@ def config_of(path: str) -> Any:
                 f", such as that of `tune download {path} --output-dir /models/{Path(path).name}`"
             )
         raise ValueError(f"model.path={path}: no config.json; {hint}")
+    check_folder(Path(path), f"model.path={path}")
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
