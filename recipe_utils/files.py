@@ -1,16 +1,21 @@
 """Atomic writes of files, and safetensors files."""
 
+import errno
 import json
+import logging
 import os
 import secrets
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torchtune.utils import get_logger
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -19,6 +24,11 @@ _SAFETENSORS_DTYPES = {
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _SAFETENSORS_DTYPES.items()}
+
+_UNSUPPORTED = {
+    errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY, errno.EBADF, errno.EPERM, errno.EACCES,
+}  # fmt: skip
+"""Error numbers of filesystems (SMB, FUSE, gcsfuse) that do not support an operation; ENOSPC and EIO are failures."""
 
 
 class CheckpointError(ValueError):
@@ -102,7 +112,8 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> FileFacts:
                 num_bytes += len(part)
                 crc32 = zlib.crc32(part, crc32)
             file.flush()
-            os.fsync(file.fileno())
+            with if_supported("fsync"):
+                os.fsync(file.fileno())
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         # The error of a failed write does not contain the path.
@@ -114,11 +125,31 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> FileFacts:
 
 def fsync_folder(folder: Path) -> None:
     """Writes renames and new files within a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    with if_supported("fsync"):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def if_supported(operation: str) -> Iterator[None]:
+    """Warns once if the filesystem does not support ``operation``, without which files are complete as well."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        text = f"output_dir: its filesystem does not support {operation} ({error.strerror})"
+        log_once(f"{text}; everything is written without it", logging.WARNING)
+
+
+@cache
+def log_once(text: str, level: int = logging.INFO) -> None:
+    """Logs a line on rank 0, also before process groups exist, once in a process."""
+    if os.environ.get("RANK", "0") == "0":
+        get_logger("INFO").log(level, text)
 
 
 def fsync_tree(folder: Path) -> None:
@@ -135,7 +166,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         try:
             self._file = safe_open(str(path), framework="pt")
         except (OSError, SafetensorError) as error:
@@ -151,7 +182,7 @@ class TensorFile:
             part = self._file.get_slice(name)
             return dtype_of(part.get_dtype()), tuple(part.get_shape())
         except SafetensorError as error:
-            raise CheckpointError(f"{self._path}: {name} cannot be read ({error})") from error
+            raise CheckpointError(f"{self.path}: {name} cannot be read ({error})") from error
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         """Returns a tensor, or a part of it."""
@@ -160,4 +191,4 @@ class TensorFile:
                 return self._file.get_tensor(name)
             return self._file.get_slice(name)[slices]
         except (OSError, SafetensorError, IndexError) as error:
-            raise CheckpointError(f"{self._path}: {name} cannot be read ({error})") from error
+            raise CheckpointError(f"{self.path}: {name} cannot be read ({error})") from error

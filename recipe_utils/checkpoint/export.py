@@ -3,20 +3,34 @@
 import copy
 import inspect
 import json
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from omegaconf import OmegaConf
 from torchtune import training
+from torchtune.training.checkpointing import _checkpointer
 
 from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, publish
 from recipe_utils.checkpoint.peft import DESCRIPTION, write_peft
-from recipe_utils.files import fsync_tree
+from recipe_utils.files import fsync_tree, if_supported
 from recipe_utils.settings.components import component_at
 
 _MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
+WEIGHTS = (
+    *_MODEL_FILES, ".index.json", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".onnx.data", ".ot", ".tflite",
+    ".mlmodel", ".ckpt", ".npz", ".pdparams", ".nemo", ".distcp", ".pkl", ".task",
+)  # fmt: skip
+"""Suffixes of weight files of all frameworks."""
+_NOT_COPIED = (*WEIGHTS, ".lock", ".unfinished")
+_NOT_OF_A_MODEL = re.compile(
+    r"\..*|.*\.tmp|(step|epoch|export_step|checkpoint)[_-]\d+|best|before_.*|logs|adapter"
+)
+"""Subfolders of the folder of a model that are caches, or outputs of a training."""
 ADAPTER_FOLDER = "adapter"
 """Subfolder of an exported folder with the adapters.
 
@@ -48,18 +62,19 @@ def export(
     redirected._output_dir = temporary
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        redirected.save_checkpoint(
-            {key: copy.copy(content) for key, content in contents.items()},  # it is modified
-            epoch=0,
-            # Checkpointers for full models only do not have the argument.
-            **({} if training.MODEL_KEY in contents else {"adapter_only": True}),
-        )
+        # torchtune's function copies modes, too, which not all filesystems support, and other frameworks' weights.
+        with mock.patch.object(_checkpointer, "copy_files", lambda b, f, **_: copy_files(b, f)):
+            redirected.save_checkpoint(
+                {key: copy.copy(content) for key, content in contents.items()},  # it is modified
+                epoch=0,
+                # Checkpointers for full models only do not have the argument.
+                **({} if training.MODEL_KEY in contents else {"adapter_only": True}),
+            )
         folder = temporary / "epoch_0"
         adapters = contents.get(training.ADAPTER_KEY)
         if adapters is not None:
             write_peft(folder, checkpointer, adapters, contents[training.ADAPTER_CONFIG])
-        _separate_adapters(folder, keep=adapters is not None)
-        if adapters is not None:
+            _separate_adapters(folder)
             alpha = contents[training.ADAPTER_CONFIG]["lora_alpha"]
             described = {"lora_alpha": alpha, "frozen": dict(frozen)}
             (folder / ADAPTER_FOLDER / DESCRIPTION).write_text(json.dumps(described))
@@ -73,32 +88,41 @@ def export(
     return output_dir / name
 
 
-def _separate_adapters(folder: Path, keep: bool) -> None:
-    """Moves the adapter files of ``folder`` to :data:`ADAPTER_FOLDER`, or removes them.
+def copy_files(base: str | Path, folder: Path, skipped: str | None = None) -> None:
+    """Copies files and subfolders of a model's folder, but no weights, caches, outputs, or subfolder named ``skipped``."""
+    for root, subfolders, names in os.walk(base):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name != skipped and not _NOT_OF_A_MODEL.fullmatch(name)
+            if not folder.resolve().is_relative_to(Path(root, name).resolve())  # the output folder
+        ]
+        target = folder / Path(root).relative_to(base)
+        for name in names:
+            is_other = name.startswith((".run.", "adapter_")) or name.endswith(_NOT_COPIED)
+            if not is_other and Path(root, name).is_file():
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(Path(root, name), target / name)  # without its mode
 
-    Checkpointers also copy files from the folder of the initial weights, such as the
-    ``adapter_config.json`` of an earlier export.
-    """
-    adapter = folder / ADAPTER_FOLDER
-    shutil.rmtree(adapter, ignore_errors=True)
+
+def _separate_adapters(folder: Path) -> None:
+    """Moves the adapter files of ``folder`` to :data:`ADAPTER_FOLDER`."""
+    (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
     for path in list(folder.glob("adapter_*")):
-        if keep:
-            adapter.mkdir(exist_ok=True)
-            path.rename(adapter / path.name)
-        else:
-            path.unlink()
+        path.rename(folder / ADAPTER_FOLDER / path.name)
 
 
 def _apply_umask(folder: Path) -> None:
-    """Gives files below ``folder`` the mode of new ones: safetensors writes 0600, copies keep their source's mode."""
+    """Gives files below ``folder`` the mode of new ones: safetensors writes 0600."""
     # Reading the umask requires setting it, for all threads of the process.
     new = folder / "new"
     new.touch()
     mode = new.stat().st_mode
     new.unlink()
     for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            path.chmod(mode)
+        if path.is_file() and not path.is_symlink() and path.stat().st_mode != mode:
+            with if_supported("chmod"):
+                path.chmod(mode)
 
 
 def write_generation_config(

@@ -1,9 +1,10 @@
 """Checkpoints that are folders in the format of transformers."""
 
 import json
+import logging
 import re
-import shutil
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchtune import training
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import (
     disable_progress_bar,
     get_verbosity,
@@ -20,19 +22,25 @@ from transformers.utils.logging import (
     set_verbosity_error,
 )
 
+from recipe_utils.checkpoint.export import WEIGHTS, copy_files
 from recipe_utils.checkpoint.peft import read_peft_of_transformers, write_peft_of_transformers
+from recipe_utils.files import TensorFile, log_once, write_atomically, write_tensors
 
 _PREFIX = "model."
 """Prefix of parameter names in :class:`recipe_utils.model.transformers.decoder.Decoder`."""
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DEQUANTIZED = ("fp8", "mxfp4")
+"""Quantizations whose weights are dequantized when they are read."""
+_SCALES = re.compile("_(blocks|scales?|scale_inv)$")
 disable_progress_bar()
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Suffixes of weight files."""
 
 
 class FolderCheckpointer:
     """Reads a folder of transformers, and writes exports in the same format.
 
-    An export has the folder's tokenizer and generation files; ``AutoModelForCausalLM`` loads it.
+    An export is a copy of the folder with other weights: under the same names, in the same files.
+    What training did not change keeps its bytes: other files, ``config.json`` but for the dtype,
+    and tensors, also those that transformers does not load.
 
     Args:
         checkpoint_dir: local folder with ``config.json`` and ``*.safetensors``.
@@ -43,8 +51,8 @@ class FolderCheckpointer:
         recipe_checkpoint: not supported; training resumes from this project's checkpoints.
 
     Raises:
-        ValueError: there are no weights and no ``seed``, weights and a ``seed``, or an export would
-            replace the folder.
+        ValueError: there are no weights and no ``seed``, weights and a ``seed``, an export would
+            replace the folder, or :func:`check_folder` refuses it.
     """
 
     def __init__(
@@ -58,10 +66,12 @@ class FolderCheckpointer:
         self._checkpoint_dir = Path(checkpoint_dir)
         self._output_dir = Path(output_dir)
         self._seed = seed
+        self._conversions: list[Any] | None = None
         self._adapters = Path(output_dir, adapter_checkpoint) if adapter_checkpoint else None
         key = f"checkpointer.checkpoint_dir={checkpoint_dir}"
         if self._checkpoint_dir.exists() and not self._checkpoint_dir.is_dir():
             raise ValueError(f"{key}: it is no folder; set it to a folder of transformers")
+        check_folder(self._checkpoint_dir, key)
         found = sorted(
             path.name for path in self._checkpoint_dir.glob("*") if path.name.endswith(WEIGHTS)
         )
@@ -130,9 +140,9 @@ class FolderCheckpointer:
 
     def _files(self) -> list[Path]:
         """Returns the files that ``from_pretrained`` reads: those of the index, or the one without."""
-        index = self._checkpoint_dir / "model.safetensors.index.json"
-        names = {"model.safetensors"}
-        if not (self._checkpoint_dir / "model.safetensors").is_file() and index.is_file():
+        index = self._checkpoint_dir / _INDEX
+        names = {_SINGLE}
+        if not (self._checkpoint_dir / _SINGLE).is_file() and index.is_file():
             names = set(json.loads(index.read_text())["weight_map"].values())
         return [path for name in sorted(names) if (path := self._checkpoint_dir / name).is_file()]
 
@@ -140,14 +150,26 @@ class FolderCheckpointer:
         """Returns weights that transformers reads or, without files, initializes."""
         folder = self._checkpoint_dir
         if any(folder.glob("*.safetensors")):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            text = config.get_text_config()
+            for part in (config, text):  # also on machines that compute with quantized weights
+                if quantization := getattr(part, "quantization_config", None):
+                    part.quantization_config = {**quantization, "dequantize": True}
+            options = {"config": config, "local_files_only": True, "dtype": "auto"}
             verbosity = get_verbosity()
             set_verbosity_error()  # hides a table with the advice to ignore missing keys
             try:
                 model, info = AutoModelForCausalLM.from_pretrained(
-                    folder, local_files_only=True, dtype="auto", output_loading_info=True
+                    folder, output_loading_info=True, **options
                 )
             finally:
                 set_verbosity(verbosity)
+            # Layers past the last predict further tokens; they are not loaded.
+            past = range(getattr(text, "num_nextn_predict_layers", 0) or 0)
+            names = tuple(f"model.layers.{text.num_hidden_layers + each}." for each in past)
+            info["unexpected_keys"] = {
+                name for name in info["unexpected_keys"] if not name.startswith(names)
+            }
             if any(info.values()):
                 what = "; ".join(
                     f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, found))[:5])}"
@@ -155,6 +177,7 @@ class FolderCheckpointer:
                     if found
                 )
                 raise ValueError(f"{folder} does not fit its config.json: {what}")
+            self._conversions = getattr(model, "_weight_conversions", None)
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._seed)
@@ -168,25 +191,110 @@ class FolderCheckpointer:
         """Writes a model, its adapters or both to ``epoch_{epoch}`` in the output folder."""
         folder = self._output_dir / f"epoch_{epoch}"
         folder.mkdir(parents=True)
-        for path in self._checkpoint_dir.iterdir():
-            if path.is_file() and not path.name.endswith(WEIGHTS):
-                shutil.copy(path, folder)
+        copy_files(self._checkpoint_dir, folder, skipped="original")
         if training.ADAPTER_KEY in state_dict:
             adapters = _without_prefix(state_dict[training.ADAPTER_KEY])
             described = state_dict[training.ADAPTER_CONFIG]
             write_peft_of_transformers(folder, self._checkpoint_dir, adapters, described)
         if adapter_only:
             return
-        weights = _without_prefix(state_dict[training.MODEL_KEY])
-        config = AutoConfig.from_pretrained(self._checkpoint_dir, local_files_only=True)
-        if hasattr(config, "quantization_config"):  # of what was read, and dequantized
-            del config.quantization_config
-        (config.dtype,) = {
-            tensor.dtype for tensor in weights.values() if tensor.is_floating_point()
-        }
+        files = [TensorFile(path) for path in self._files()]
+        base = {name: file for file in files for name in file.names()}
+        weights = self._named_as(base, _without_prefix(state_dict[training.MODEL_KEY]))
+        dtype = None
+        for name, weight in weights.items():
+            # What training did not change keeps its precision, such as an e_score_correction_bias in fp32.
+            if name in base and _is_rounded(own := base[name].read(name), weight):
+                weights[name] = own
+            elif weight.is_floating_point():
+                dtype = weight.dtype
+        is_quantized = _edit_config(folder / "config.json", dtype)
+        others = base.keys() - weights.keys()  # transformers does not load them
+        if weights.keys() <= base.keys() and not is_quantized:
+            weights |= {name: base[name].read(name) for name in others}
+        elif lost := [n for n in sorted(others) if _SCALES.sub("", n) not in weights]:
+            text = f"does not load {len(lost)} of its {len(base)} tensors, and exports lack them"
+            text = f"{self._checkpoint_dir}: transformers {text}: {', '.join(lost[:5])}"
+            log_once(text, logging.WARNING)
+        contents: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        for name, weight in weights.items():
+            origin = base.get(name) or base.get(f"{name}_blocks") or next(iter(files), None)
+            contents[origin.path.name if origin else _SINGLE][name] = weight
+        for file, tensors in contents.items():
+            write_tensors(folder / file, tensors)
+        if contents.keys() != {_SINGLE}:
+            index = json.loads((self._checkpoint_dir / _INDEX).read_text())
+            index.setdefault("metadata", {})["total_size"] = sum(w.nbytes for w in weights.values())
+            index["weight_map"] = {name: file for file in contents for name in contents[file]}
+            write_atomically(folder / _INDEX, json.dumps(index, indent=2))
+
+    def _named_as(self, base: Collection[str], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns weights by their names in the files, ``base``, with ties; without files by published names."""
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        model.save_pretrained(folder, state_dict=weights)
+            model = _new_model(self._checkpoint_dir)
+        is_converted = not weights.keys() <= set(base)
+        for first, others in names_of_weights(model).items() if base else ():
+            weights |= dict.fromkeys(others, weights[first])
+        if is_converted:
+            if self._conversions is not None:
+                model._weight_conversions = self._conversions
+            weights = revert_weight_conversion(model, weights)
+        named: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
+        for name, weight in weights.items():
+            short = name.removeprefix(f"{model.base_model_prefix}.")  # no output layer, no prefix
+            named[id(weight)][short if name not in base and short in base else name] = weight
+        kept: dict[str, Tensor] = {}
+        for tied in named.values():  # all names in the files, or one
+            kept |= {n: w for n, w in tied.items() if n in base} or dict([tied.popitem()])
+        return kept
+
+
+def check_folder(folder: Path, key: str) -> None:
+    """Raises ValueError, beginning with ``key``, for code in a folder, and weights that cannot be dequantized."""
+    try:
+        described = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return  # reported by those who need it
+    for part in (described, described.get("text_config") or {}):
+        quantization = part.get("quantization_config") or {}
+        method = quantization.get("quant_method", "bitsandbytes")
+        if quantization and method not in _DEQUANTIZED:
+            raise ValueError(
+                f"{key}: its weights are quantized ({method}), and only {' and '.join(_DEQUANTIZED)} are dequantized; "
+                "set model.path and checkpointer.checkpoint_dir to a folder of the weights before quantization"
+            )
+    model_type = described.get("model_type")
+    if "AutoConfig" in (described.get("auto_map") or {}) and model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{key}: model_type={model_type} needs code in the folder (auto_map), which is never executed; set it to "
+            "a folder with a model_type of transformers"
+        )
+
+
+def _edit_config(path: Path, dtype: torch.dtype | None) -> bool:
+    """Sets the dtype of ``config.json`` under its own keys, and removes a quantization; returns True if there was one."""
+    text = path.read_text()
+    described = json.loads(text)
+    is_quantized = False
+    for part in (described, described.get("text_config") or {}):
+        is_quantized |= bool(part.get("quantization_config") and part.pop("quantization_config"))
+        for key in {"dtype", "torch_dtype"} & part.keys() if dtype else ():
+            part[key] = str(dtype).removeprefix("torch.")
+    if described != json.loads(text):
+        indent = re.match(r"\{\s*\n([ \t]+)", text)
+        edited = json.dumps(described, indent=indent and indent[1], ensure_ascii=text.isascii())
+        path.write_text(edited + text[len(text.rstrip()) :])
+    return is_quantized
+
+
+def _is_rounded(exact: Tensor, weight: Tensor) -> bool:
+    """Returns True if ``weight`` is ``exact``, maybe rounded by the precision of a training or an export."""
+    precisions = weight.dtype, torch.bfloat16, torch.float16
+    own, given = exact.flatten(), weight.flatten()
+    return exact.itemsize > 1 and all(
+        any(torch.equal(own[:n].to(each).to(weight.dtype), given[:n]) for each in precisions)
+        for n in (1000, None)  # the first ones differ almost always
+    )
 
 
 def _with_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Tiny models of transformers in folders, and gradients of one sample at a time."""
 
+import json
 from contextlib import nullcontext
 from functools import partial
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from decoder_types import tiny_config_of
 from recipe_runs import SFT, run_recipe_recording_gradients
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torchtune.training import set_default_dtype
 from transformers import AutoModelForCausalLM
@@ -25,6 +27,53 @@ def save_tiny(folder, model_type, seed=0, **changes):
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
     model.save_pretrained(folder)
     return keys_of_folder(folder)
+
+
+FILES = {
+    "generation_config.json": '{"eos_token_id": [2, 0],\n "do_sample": false, "temperature": 0.6, "top_k": "many"}',
+    "additional_chat_templates/tool_use.jinja": "{{ messages }}", "onnx/config.json": "{}",
+}  # fmt: skip
+"""Files of a folder beside its weights; transformers neither loads nor saves the first without complaint."""
+OLD_WEIGHTS = (
+    "tf_model.h5", "flax_model.msgpack", "onnx/model.onnx", "model.gguf", "original/params.json", ".cache/state.json",
+    "training_args.bin", "epoch_7/config.json", "pytorch_model.bin.index.json",
+)  # fmt: skip
+
+
+def save_published(folder, model_type, extra=(), **changes):
+    """Saves a folder as transformers 4 wrote it: in bf16, in two files, RoPE at the top of ``config.json``.
+
+    Scores of experts are in fp32; ``extra`` names tensors that no model loads. :data:`FILES` and
+    :data:`OLD_WEIGHTS` are beside it. Returns the keys of a config that trains it.
+    """
+    keys = save_tiny(folder, model_type)
+    path, weights = folder / "config.json", load_file(folder / "model.safetensors")
+    weights |= {name: torch.randn(3) for name in extra}
+    for name, weight in weights.items():
+        in_fp32 = name in extra or "e_score" in name
+        weights[name] = torch.randn_like(weight) if in_fp32 else weight.bfloat16()
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    parts = {f"model-{i}.safetensors": names[i::2] for i in range(2)}
+    for file, part in parts.items():
+        save_file({n: weights[n] for n in part}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {n: file for file, part in parts.items() for n in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    described = json.loads(path.read_text())
+    old = {key: described.pop(key, None) for key in ("dtype", "rope_parameters")}
+    described |= {"torch_dtype": "bfloat16"} | (
+        {"rope_theta": 1e6} if old["rope_parameters"] else {}
+    )
+    path.write_text(json.dumps(described | changes, indent=4) + "\n")
+    for name in (*FILES, *OLD_WEIGHTS):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(FILES.get(name, "old"))
+    return keys
+
+
+def tensors_of(folder):
+    """Returns the tensors of all files of a folder, by name."""
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
 
 
 def keys_of_folder(folder):

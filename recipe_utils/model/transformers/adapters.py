@@ -11,6 +11,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from transformers import PreTrainedModel
 
 from recipe_utils.checkpoint.transformers import names_of_weights
+from recipe_utils.files import log_once
 from recipe_utils.model.adapters.adapters import check_adapter
 from recipe_utils.model.transformers.build import best_plan, decoder_of
 from recipe_utils.model.transformers.decoder import Decoder

@@ -12,8 +12,9 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from recipe_utils.checkpoint.transformers import WEIGHTS
-from recipe_utils.files import write_atomically
+from recipe_utils.checkpoint.export import WEIGHTS
+from recipe_utils.checkpoint.transformers import check_folder
+from recipe_utils.files import log_once, write_atomically
 from recipe_utils.model.transformers.decoder import Decoder, build
 from recipe_utils.model.transformers.probe import error_on_device, log_once, proof_of
 
@@ -118,6 +119,7 @@ def config_of(path: str) -> Any:
                 f", such as that of `tune download {path} --output-dir /models/{Path(path).name}`"
             )
         raise ValueError(f"model.path={path}: no config.json; {hint}")
+    check_folder(Path(path), f"model.path={path}")
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(

@@ -1,5 +1,6 @@
 """An export is complete or does not exist; nothing outside the output folder is written."""
 
+import errno
 import os
 import resource
 
@@ -8,12 +9,14 @@ import tiny
 import torch
 from checkpoint_runs import die_at, files_of, killed_before_each_operation
 from distributed_runs import fork_context
+from recipe_runs import run_recipe_keeping_warnings, slow, writing_to
 from safetensors.torch import load_file
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 from recipe_utils.checkpoint.export import ExportError, export
-from recipe_utils.checkpoint.folder import remove_leftovers
+from recipe_utils.checkpoint.folder import check_whole, remove_leftovers
 from recipe_utils.embedded.fresh_weights import fresh_llama_checkpointer
+from recipe_utils.files import log_once
 
 # Not each opening: what is inside of the temporary folder does not matter.
 FILE_OPERATIONS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.utime")
@@ -50,6 +53,58 @@ def test_an_export_replaces_the_one_before_whole(tmp_path):
     exported = load_file(tmp_path / "out/epoch_0/model-00001-of-00001.safetensors")
     embeddings = exported["model.embed_tokens.weight"]
     assert torch.equal(embeddings, doubled["tok_embeddings.weight"])
+
+
+def test_torchtune_s_exports_have_the_same_files_beside_the_weights(tmp_path):
+    checkpointer, weights = make_checkpointer(tmp_path)
+    for name in ("generation_config.json", "additional_chat_templates/tool_use.jinja"):
+        (tmp_path / "fresh" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "fresh" / name).write_text("[not JSON")
+    before = files_of(tmp_path / "fresh")
+    for name in ("tf_model.h5", "flax_model.msgpack", "onnx/model.onnx", "model.gguf"):
+        (tmp_path / "fresh" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "fresh" / name).write_text("old weights")
+    exported = files_of(export(checkpointer, {"model": weights}, "epoch_0"))
+    del exported["model-00001-of-00001.safetensors"], exported["model.safetensors.index.json"]
+    assert exported == {
+        n: c for n, c in before.items() if not n.endswith((".safetensors", ".lock"))
+    }
+
+
+def refuse(patches, operation, number):
+    """Makes a function of the operating system fail."""
+
+    def refused(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    patches.setattr(os, operation, refused)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, slow(errno.EBADF), slow(errno.ENOTSUP)])
+def test_without_modes_and_syncs_all_is_written(number, tiny_config, tmp_path, monkeypatch):
+    """Files of SMB and FUSE; one warning for each of the two, in the whole run."""
+    log_once.cache_clear()
+    refuse(monkeypatch, "fsync", number)
+    refuse(monkeypatch, "chmod", errno.EPERM)
+    fresh = {"checkpoint_dir": str(tmp_path / "fresh"), "model": tiny.MODEL}
+    component = "recipe_utils.embedded.fresh_weights.fresh_llama_checkpointer"
+    config = tiny_config(checkpointer={"_component_": component, **fresh}, save_every_n_steps=1)
+    config = writing_to(tmp_path / "out", {**config, "max_steps_per_epoch": 2})
+    _, warnings = run_recipe_keeping_warnings(config)
+    assert check_whole(tmp_path / "out/step_1") is None
+    assert {"config.json", "model-00001-of-00001.safetensors"} <= files_of(
+        tmp_path / "out/epoch_0"
+    ).keys()
+    operations = [text.split()[6] for text in warnings if "its filesystem does not support" in text]
+    assert sorted(operations) == ["chmod", "fsync"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_sync_that_fails_fails_the_export(number, tmp_path, monkeypatch):
+    checkpointer, weights = make_checkpointer(tmp_path)
+    refuse(monkeypatch, "fsync", number)
+    with pytest.raises(ExportError, match=os.strerror(number)):
+        export(checkpointer, {"model": weights}, "epoch_0")
 
 
 def export_with_umask(folder, umask):

@@ -6,10 +6,26 @@ import shutil
 import pytest
 import torch
 from distributed_runs import run_distributed
-from recipe_runs import refusal, run_recipe, set_up, slow
+from recipe_runs import (
+    DPO,
+    KD,
+    refusal,
+    run_recipe,
+    run_recipe_keeping_warnings,
+    set_up,
+    slow,
+    writing_to,
+)
 from safetensors.torch import load_file, save_file
-from tiny_transformers import keys_of_folder, save_tiny
-from transformers import AutoModelForCausalLM
+from tiny_transformers import (
+    FILES,
+    OLD_WEIGHTS,
+    keys_of_folder,
+    save_published,
+    save_tiny,
+    tensors_of,
+)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from recipe_utils.files import CheckpointError
 
@@ -46,33 +62,158 @@ def test_ranks_read_what_transformers_reads(model_type, tiny_config, tmp_path):
         torch.testing.assert_close(torch.from_numpy(found), logits)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", *map(slow, ("qwen3_moe", "gpt_oss", "lfm2"))])
-def test_an_export_is_a_folder_like_the_first(model_type, tiny_config, tmp_path):
-    """It has the same names of weights, tied ones once, and the logits of the trained model."""
-    tied = {"tie_word_embeddings": model_type == "qwen3"}
-    keys = save_tiny(tmp_path / "in", model_type, **tied)
-    (tmp_path / "in" / "tokenizer.json").write_text("{}")
-    config = tiny_config(**keys, max_steps_per_epoch=2)
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [
+        ("deepseek_v3", ["model.layers.61.eh_proj.weight", "model.layers.4.enorm.weight"]),
+        slow("glm4_moe", ["model.layers.92.shared_head.norm.weight"]),
+        slow("qwen3_next", ["mtp.fc.weight"]),
+        slow("gpt2", ["transformer.h.0.attn.bias"]),
+        slow("llama", ["model.layers.0.self_attn.rotary_emb.inv_freq"]),
+        *(slow(name, []) for name in ("qwen3_moe", "gpt_oss", "lfm2")),
+    ],
+)
+def test_an_export_is_the_folder_that_came_in_with_other_weights(
+    model_type, extra, tiny_config, tmp_path
+):
+    folder, exported = tmp_path / "in", tmp_path / "out" / "epoch_0"
+    changes = {"num_nextn_predict_layers": 1} if model_type == "deepseek_v3" else {}
+    keys = save_published(folder, model_type, extra, **changes)
+    config = tiny_config(**keys, dtype="bf16", max_steps_per_epoch=1)
     run_recipe(config)
-    exported = tmp_path / "out" / "epoch_0"
-    before, after = (load_file(each / "model.safetensors") for each in (tmp_path / "in", exported))
-    assert before.keys() == after.keys()
-    assert ("lm_head.weight" in after) != tied["tie_word_embeddings"]
-    assert (exported / "tokenizer.json").read_text() == "{}"
-    assert not torch.equal(logits_of(tmp_path / "in"), logits_of(exported))
+    files = {str(each.relative_to(exported)) for each in exported.rglob("*") if each.is_file()}
+    weight_files = {"model-0.safetensors", "model-1.safetensors", "model.safetensors.index.json"}
+    assert files == {"config.json", *FILES, *weight_files}
+    for name in ("config.json", *FILES):
+        assert (exported / name).read_bytes() == (folder / name).read_bytes(), name
+    before, after = tensors_of(folder), tensors_of(exported)
+    assert {n: t.dtype for n, t in after.items()} == {n: t.dtype for n, t in before.items()}
+    kept = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
+    scores = {name for name in before if "e_score_correction_bias" in name}
+    assert scores | set(extra) <= kept <= {n for n in before if "expert" in n} | scores | set(extra)
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(exported / file)[name], after[name])
+    _, loading = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not loading["missing_keys"]
     again = {**config, "output_dir": str(tmp_path / "again"), **keys_of_folder(exported)}
     with set_up(again) as made, torch.no_grad():
-        made.model.eval()
-        torch.testing.assert_close(made.model(TOKENS), logits_of(exported))
+        torch.testing.assert_close(made.model.eval()(TOKENS), logits_of(exported))
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("scaling", [None, YARN])
+def test_transformers_4_reads_the_logits_of_the_trained_model(scaling, tiny_config, tmp_path):
+    """Transformers 4 takes RoPE from ``rope_theta`` and ``rope_scaling``, and 10,000 without them."""
+    keys = save_published(tmp_path / "in", "qwen3", rope_scaling=scaling)
+    with set_up(tiny_config(**keys, max_steps_per_epoch=1)) as made:
+        made.train()
+        expected = made.model.eval()(TOKENS).detach()
+    exported = tmp_path / "out" / "epoch_0"
+    base, described = (
+        json.loads((each / "config.json").read_text()) for each in (tmp_path / "in", exported)
+    )
+    assert described == base | {"torch_dtype": "float32"}
+    old = described.get("rope_scaling") or {"type": "default"}
+    rope = {"rope_type": old.get("type"), **old, "rope_theta": described.pop("rope_theta", 1e4)}
+    config = CONFIG_MAPPING["qwen3"](**described | {"rope_scaling": None, "rope_parameters": rope})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.load_state_dict(tensors_of(exported))
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=TOKENS).logits, expected)
+
+
+def test_what_adapters_do_not_change_keeps_its_bits(tiny_config, tmp_path):
+    """In all exports of a run, which has another precision than the folder."""
+    keys = save_published(tmp_path / "in", "deepseek_v3")
+    adapted = {"_component_": "recipe_utils.model.transformers.lora_causal_lm"}
+    keys["model"] |= {**adapted, "target_modules": ["o_proj"]}
+    run_recipe(tiny_config(**keys, max_steps_per_epoch=2, export_every_n_steps=1))
+    before = tensors_of(tmp_path / "in")
+    for name in ("export_step_1", "epoch_0"):
+        after = tensors_of(tmp_path / "out" / name)
+        merged = {n for n in after if n not in before or not torch.equal(after[n], before[n])}
+        assert merged == {n for n in before if "o_proj" in n}
+        assert {after[n].dtype for n in merged} == {torch.float32}
+        assert all(after[n].dtype == before[n].dtype for n in before.keys() - merged)
+        for file, content in FILES.items():
+            assert (tmp_path / "out" / name / file).read_text() == content
+        assert not (tmp_path / "out" / name / OLD_WEIGHTS[0]).exists()
+
+
+@pytest.mark.slow
+def test_a_trained_policy_and_a_student_keep_the_files_beside_the_weights(
+    tiny_dpo_config, tiny_kd_config, tmp_path
+):
+    keys = save_published(tmp_path / "in", "qwen3")
+    weights = keys["checkpointer"]
+    teacher = {"teacher_sizes": keys["model"], "teacher_checkpointer": weights}
+    dpo = tiny_dpo_config(**keys, ref_checkpointer=weights, dtype="bf16")
+    for recipe, config in ((DPO, dpo), (KD, tiny_kd_config(**keys, **teacher, dtype="bf16"))):
+        run_recipe({**writing_to(tmp_path / recipe, config), "max_steps_per_epoch": 1}, recipe)
+        for name in ("config.json", *FILES):
+            content = (tmp_path / "in" / name).read_bytes()
+            assert (tmp_path / recipe / "epoch_0" / name).read_bytes() == content
+
+
+def test_names_and_ties_of_the_files_stay(tiny_config, tmp_path):
+    """Files of a model without its output layer lack a prefix, and may contain a tied weight twice."""
+    for name, change in {
+        "prefix": lambda n, t: {n.removeprefix("transformer."): t},
+        "twice": lambda n, t: {n: t, **({"lm_head.weight": t.clone()} if ".wte." in n else {})},
+    }.items():
+        config = tiny_config(**save_tiny(tmp_path / name, "gpt2"), max_steps_per_epoch=1)
+        weights = load_file(tmp_path / name / "model.safetensors")
+        changed = {n: t for old, w in weights.items() for n, t in change(old, w).items()}
+        save_file(changed, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        run_recipe(writing_to(tmp_path / f"{name}_out", config))
+        after = load_file(tmp_path / f"{name}_out" / "epoch_0" / "model.safetensors")
+        assert after.keys() == changed.keys()
+        assert not any(torch.equal(after[n], changed[n]) for n in changed)
+        if name == "twice":
+            assert torch.equal(after["lm_head.weight"], after["transformer.wte.weight"])
 
 
 def test_an_export_of_quantized_weights_is_not_described_as_quantized(tiny_config, tmp_path):
-    config = tiny_config(**save_tiny(tmp_path / "in", "gpt_oss"), max_steps_per_epoch=1)
-    path = tmp_path / "in" / "config.json"
-    described = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    path.write_text(json.dumps(described))
-    run_recipe(config)
-    assert "quantization_config" not in (tmp_path / "out" / "epoch_0" / "config.json").read_text()
+    """Weights of 448 times a scale of 1/448, in blocks of float8, are ones."""
+    config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"), max_steps_per_epoch=1)
+    weights = load_file(tmp_path / "in" / "model.safetensors")
+    for name in [n for n in weights if "proj" in n]:
+        weights[name] = torch.full_like(weights[name], 448).to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = torch.full((1, 1), 1 / 448)
+    save_file(weights, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    described = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    change_config(tmp_path / "in", quantization_config=described)
+    read_weights = read(config)[0]
+    assert all((w == 1).all() for n, w in read_weights.items() if "proj" in n)
+    _, warnings = run_recipe_keeping_warnings(config)
+    exported = tmp_path / "out" / "epoch_0"
+    assert "quantization_config" not in (exported / "config.json").read_text()
+    assert tensors_of(exported).keys() == {n for n in weights if "scale" not in n}
+    assert not any("exports lack" in text for text in warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"quantization_config": {"load_in_4bit": True}}, "quantized (bitsandbytes)"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized (gptq)"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "quantized (awq)"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "model_type=own needs code"),
+    ],
+)  # fmt: skip
+def test_folders_that_cannot_be_trained_exactly_are_refused(changes, text, tiny_config, tmp_path):
+    config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
+    whole = save_tiny(tmp_path / "whole", "qwen3")
+    change_config(tmp_path / "in", **changes)
+    assert f"model.path={tmp_path}/in: " in (found := refusal(config))
+    assert text in found
+    found = refusal({**config, "model": whole["model"]})
+    assert f"checkpointer.checkpoint_dir={tmp_path}/in: " in found
+    assert text in found
 
 
 def change_config(folder, **changes):
