@@ -15,7 +15,6 @@ from recipe_utils.files import log_once
 from recipe_utils.model.adapters.adapters import check_adapter
 from recipe_utils.model.transformers.build import best_plan, decoder_of
 from recipe_utils.model.transformers.decoder import Decoder
-from recipe_utils.model.transformers.probe import log_once
 
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names that linear layers of experts had before transformers fused them."""

@@ -16,7 +16,7 @@ from recipe_utils.checkpoint.export import WEIGHTS
 from recipe_utils.checkpoint.transformers import check_folder
 from recipe_utils.files import log_once, write_atomically
 from recipe_utils.model.transformers.decoder import Decoder, build
-from recipe_utils.model.transformers.probe import error_on_device, log_once, proof_of
+from recipe_utils.model.transformers.probe import error_on_device, proof_of
 
 
 def causal_lm(

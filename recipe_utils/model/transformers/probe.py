@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +27,10 @@ from filelock import FileLock
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torchtune.training import set_default_dtype
-from torchtune.utils import get_logger
 
 from recipe_utils.data.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.data.text.limits import Kernel, PackedAttention
-from recipe_utils.files import write_atomically
+from recipe_utils.files import log_once, write_atomically
 from recipe_utils.model.double_precision import DoublePrecision
 from recipe_utils.model.transformers.decoder import (
     Decoder,
@@ -204,13 +203,6 @@ def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dic
         text += "; set the environment variable XDG_CACHE_HOME to a folder of yours"
         log_once(text, logging.WARNING)
     return result or make()
-
-
-@cache
-def log_once(text: str, level: int = logging.INFO) -> None:
-    """Logs a line on rank 0, also before process groups exist, once in a process."""
-    if os.environ.get("RANK", "0") == "0":
-        get_logger("INFO").log(level, text)
 
 
 def prove(config: Any, attention: str | None = None, ways: Sequence[Way] = WAYS) -> Proof:
