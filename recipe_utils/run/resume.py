@@ -296,6 +296,8 @@ def norms_of_frozen_rows(
         of_shard = torch.linalg.vector_norm(local(weight), dim=1, keepdim=True, dtype=dtype)
         norms: Any = sharded_as(weight, of_shard.to(device))
         norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
+        if norms.is_meta:
+            continue
         rows = ", ".join(
             f"{each}: {norms[each].item():.3g}" for each in tokens if each < len(norms)
         )
