@@ -8,9 +8,7 @@ import bz2
 import gzip
 import json
 import lzma
-import mmap
 import os
-import re
 import shutil
 import tempfile
 import weakref
@@ -43,7 +41,6 @@ _REFUSED = {
     b"<": "HTML or XML, such as the error page of a download",
 }
 """First bytes of files that are not read, and what to do."""
-_JSON_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{},]', re.DOTALL)
 _CHUNK = 1 << 22
 
 
@@ -62,6 +59,7 @@ class FileRows:
         OSError: ``path`` cannot be read.
     """
 
+    _bounds: "array[int]"
     content_hash: str
     """Size and crc32 of all bytes of the data."""
 
@@ -97,11 +95,13 @@ class FileRows:
         if b"\0" in head:
             self._refuse("no text (it has NUL bytes); convert it to JSON Lines in UTF-8")
         self._is_array = not is_text and head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-        if self._is_array or is_text:
+        if self._is_array:
+            self._unpack_array()
+        if is_text:
             self.content_hash = _checksum([self._file])
-            size = Path(self._file).stat().st_size
-            whole = array("q", [0, size + 1] if size else [0])
-            self._bounds = self._scan_array() if self._is_array else whole
+            self._bounds = array(
+                "q", [0, size + 1] if (size := os.stat(self._file).st_size) else [0]
+            )
         else:
             self._bounds = self._scan_lines()
         if len(self) == 0:
@@ -184,29 +184,15 @@ class FileRows:
         bounds.append(num_bytes + 1)
         return bounds
 
-    def _scan_array(self) -> "array[int]":
-        bounds, depth = array("q"), 0
-        with (
-            open(self._file, "rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
-            for token in _JSON_TOKEN.finditer(data):
-                kind, end = data[token.start()], token.end()
-                if kind in b"[{":
-                    depth += 1
-                elif kind in b"]}":
-                    depth -= 1
-                if depth == 0 or (depth == 1 and (kind == ord(",") or not bounds)):
-                    bounds.append(end)
-                if depth == 0:
-                    break
-            if depth or data[bounds[-1] :].strip():
-                self._refuse(
-                    "a JSON array without its end, or with more behind it; write JSON Lines"
-                )
-            if len(bounds) == 2 and not data[bounds[0] : bounds[1] - 1].strip():
-                bounds.pop()
-        return bounds
+    def _unpack_array(self) -> None:
+        """Writes the elements of an array, which fits in memory once, to lines of a temporary file."""
+        try:
+            rows = json.loads(Path(self._file).read_bytes())
+        except ValueError as error:
+            self._refuse(f"no JSON array ({error}); write JSON Lines")
+        self._file = temporary_file(self)
+        with open(self._file, "w") as file:
+            file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
     def _saved_files(self) -> Iterator[str]:
         """Yields the data files of a folder that ``save_to_disk`` wrote."""
