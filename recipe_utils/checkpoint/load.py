@@ -115,7 +115,7 @@ def _texts(found: Mapping[str, tuple[Any, Any]], prefix: str = "") -> list[str]:
 
 
 def _changed_options(*configs: Mapping[str, Any]) -> set[str]:
-    """Returns the optimizer arguments that differ, for checkpoints without options as built (before 0.5.1)."""
+    """Returns the optimizer arguments that differ, for checkpoints without options as built (before 0.6)."""
     of_rate = ("lr_scheduler", "loraplus_lr_ratio")
     found = [
         {**each["optimizer"], **{key: each.get(key) for key in of_rate}}
