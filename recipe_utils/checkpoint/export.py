@@ -89,7 +89,7 @@ def export(
 
 
 def copy_files(base: str | Path, folder: Path, skipped: str | None = None) -> None:
-    """Copies files and subfolders of a model's folder, but no weights, caches, outputs, or subfolder named ``skipped``."""
+    """Copies files and subfolders of a model's folder, but no weights, hidden files, caches, outputs, or subfolder named ``skipped``."""
     for root, subfolders, names in os.walk(base):
         subfolders[:] = [
             name
@@ -99,7 +99,7 @@ def copy_files(base: str | Path, folder: Path, skipped: str | None = None) -> No
         ]
         target = folder / Path(root).relative_to(base)
         for name in names:
-            is_other = name.startswith((".run.", "adapter_")) or name.endswith(_NOT_COPIED)
+            is_other = name.startswith((".", "adapter_")) or name.endswith(_NOT_COPIED)
             if not is_other and Path(root, name).is_file():
                 target.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(Path(root, name), target / name)  # without its mode

@@ -2,7 +2,7 @@
 
 import json
 from contextlib import nullcontext
-from functools import partial
+from functools import wraps
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torchtune.training import set_default_dtype
 from transformers import AutoModelForCausalLM
 
 from recipe_utils.checkpoint import transformers as checkpoint
+from recipe_utils.files import TensorFile
 from recipe_utils.model.transformers.probe import DoublePrecision
 
 
@@ -109,12 +110,18 @@ def gradients_in_float64(config, recipe=SFT):
     """
     recomputes = config.get("enable_activation_checkpointing") or "ac_mode" in config
     with pytest.MonkeyPatch.context() as patches:
-        for module, name in ((torch, "load"), (checkpoint, "load_file")):
-            patches.setattr(module, name, partial(call_without_modes, getattr(module, name)))
+        for owner, name in ((torch, "load"), (checkpoint, "load_file"), (TensorFile, "read")):
+            patches.setattr(owner, name, without_modes(getattr(owner, name)))
         with nullcontext() if recomputes else DoublePrecision():
             return run_recipe_recording_gradients(config, recipe)
 
 
-def call_without_modes(function, *args, **kwargs):
-    with torch._C.DisableTorchFunction():
-        return function(*args, **kwargs)
+def without_modes(function):
+    """Returns a function, or a method, that modes such as DoublePrecision do not change."""
+
+    @wraps(function)
+    def called(*args, **kwargs):
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return called

@@ -278,9 +278,7 @@ def adamw_of(model, of_vectors):
         ({"lr": 0.02}, None, {"lr": 0.01}, {"lr": 0.01}),
     ],
 )
-@pytest.mark.parametrize(
-    "is_noted", [True, False]
-)  # checkpoints before 0.6 have the config alone
+@pytest.mark.parametrize("is_noted", [True, False])  # checkpoints before 0.6 have the config alone
 def test_options_that_are_built_otherwise_are_those_of_now_and_the_others_continue(
     is_noted, then, now, of_matrices, of_vectors, tmp_path
 ):
