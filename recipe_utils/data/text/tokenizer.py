@@ -77,8 +77,12 @@ class FolderTokenizer:
                 )
             day = calendar_date.fromisoformat(date)
             call = r"strftime_now\(\s*(['\"])(.*?)\1\s*\)"  # a template takes no functions as variables
-            inner.chat_template = re.sub(
-                call, lambda found: repr(day.strftime(found[2])), inner.chat_template
+            dated = partial(re.sub, call, lambda found: repr(day.strftime(found[2])))
+            several = inner.chat_template  # by name, or one
+            inner.chat_template = (
+                {name: dated(each) for name, each in several.items()}
+                if isinstance(several, dict)
+                else dated(several)
             )
         reserved = {"messages", *inspect.signature(inner.apply_chat_template).parameters}
         for name in self._variables:
@@ -124,7 +128,7 @@ class FolderTokenizer:
     def _load(self, options: dict[str, Any] | None) -> Any:
         """Returns the tokenizer; without ``options``, one whose ids are those of ``tokenizer.json``."""
         loaded = AutoTokenizer.from_pretrained(
-            self._path, **{"local_files_only": True, **(options or {})}
+            self._path, **{"local_files_only": True, "trust_remote_code": False, **(options or {})}
         )
         if options is not None:
             return loaded

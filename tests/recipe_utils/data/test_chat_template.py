@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import trl
 from chats import (
     CHATML,
+    TOOL_CHATML,
     TOOLS,
     call,
     say,
@@ -613,6 +614,12 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
         tokenizer_of(tmp_path / "dated", dated)
     again = pickle.loads(pickle.dumps(tokenizer_of(tmp_path / "dated", dated, date="2026-01-31")))
     assert again.decode(again({"messages": TWO})["tokens"]).startswith("31 Jan 2026")
+    (others := tmp_path / "dated" / "additional_chat_templates").mkdir()
+    (others / "tool_use.jinja").write_text("Use {{ strftime_now('%Y') }}" + TOOL_CHATML)
+    several = folder_tokenizer(str(tmp_path / "dated"), date="2026-01-31")
+    for tools, start in ((None, "31 Jan 2026"), (TOOLS, "Use 2026")):
+        sample = several({"messages": TWO, "tools": tools})
+        assert several.decode(sample["tokens"]).startswith(start)
     thinks = CHATML.replace("assistant\n'", "assistant\n' if enable_thinking else 'x'")
     tokenizer_of(tmp_path / "thinks", thinks, template_variables={"enable_thinking": True})
     with pytest.raises(ValueError, match=r"^tokenizer\.template_variables\.enable_thinkin: "):
