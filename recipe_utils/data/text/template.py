@@ -125,8 +125,9 @@ class ChatTemplate:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of a conversation, int64 [n], and which are targets, bool [n].
 
-        An assistant's turn starts where the generation prompt ends, and ends after its last stop
-        token. Other messages train as a whole. A token belongs to the message of its last character.
+        ``trains`` has one item per message. An assistant's turn starts where the generation prompt
+        ends, and ends after its last stop token. Other messages train as a whole. A token belongs to the
+        message of its last character.
 
         Messages between equal texts start and end alike. Of these, only the first, second, fourth,
         eighth, ... are rendered. ``alike`` keeps them, for beginnings of one conversation.
@@ -139,6 +140,7 @@ class ChatTemplate:
         tokens, ends = encode(text)
         is_target = np.zeros(len(tokens), dtype=bool)
         turns: dict[int, Turn] = {}
+        # From characters to tokens; what a template prints behind the stop token is no target.
         for index, start, limit in self._turns(chat, trains, tools, text, printed, alike):
             first, last = np.searchsorted(ends, [start, limit], side="right")
             if chat[index]["role"] == "assistant":
@@ -155,6 +157,7 @@ class ChatTemplate:
             if first < last:
                 is_target[first:last] = True
                 turns[index] = Turn(int(ends[first - 1]) if first else 0, int(ends[last - 1]))
+        # Which tokens are targets is known; now each value must be among its own turn's.
         if printed is None:
             self._check_one_by_one(chat, trains, tools, text, turns)
         else:
@@ -180,8 +183,10 @@ class ChatTemplate:
             if num_alike & (num_alike - 1):  # neither 0 nor a power of two
                 start, limit = begin - num_before, end + num_behind
             else:
+                # The turn ends where the text of the conversation up to it ends.
                 alone = text if index + 1 == len(chat) else render(index + 1)
                 limit, is_answer = self._common(alone, text), chat[index]["role"] == "assistant"
+                # It starts where the prompt before it ends.
                 is_same = True
                 if is_answer and index == 0:
                     first = next((p.begin for p in printed or () if p.leaf.message == 0), limit)
@@ -225,10 +230,6 @@ class ChatTemplate:
         history = self._common(render(index), prompt)
         if start < history:
             return start, False
-        if len(prompt) == len(render(index)):
-            self._warn(
-                "the chat template has no generation prompt, so an answer's header is a target"
-            )
         self._warn(
             f"generation prompts end with {prompt[start:]!r}, which this training never shows"
         )
