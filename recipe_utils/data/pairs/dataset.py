@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
 
 from recipe_utils.data.loader.samples import SampleError
-from recipe_utils.data.pairs.rows import SIDES, messages_of, num_equal
+from recipe_utils.data.pairs.rows import SIDES, messages_of
 from recipe_utils.data.text import lost_keys
 from recipe_utils.data.text.files import FileRows
 from recipe_utils.data.text.messages import (
@@ -22,6 +22,7 @@ from recipe_utils.data.text.messages import (
     in_openai_format,
     read_tools,
 )
+from recipe_utils.data.text.template import num_common
 from recipe_utils.data.text.tokenizer import FolderTokenizer
 
 
@@ -83,8 +84,8 @@ class PairDataset(Dataset[dict[str, Any]]):
         """Returns texts with an end token as TRL: the prompt is masked as far as its tokens are those of both sides."""
         chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
         if prompt is None:
-            num_common = min(num_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
-            prompt = chosen[:num_common].removesuffix(" ")
+            num_shared = min(num_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+            prompt = chosen[:num_shared].removesuffix(" ")
         else:
             chosen, rejected = prompt + chosen, prompt + rejected
         encode = partial(self._tokenizer.encode, add_bos=True, add_eos=False)
@@ -92,7 +93,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         eos_id, end = self._tokenizer.eos_id, self._tokenizer.max_seq_len
         for tokens in sides:
             tokens += [eos_id] if eos_id is not None and tokens[-1:] != [eos_id] else []
-        num_masked = min(num_equal(prompt, tokens) for tokens in sides)
+        num_masked = min(num_common(prompt, tokens) for tokens in sides)
         masks = [[i < num_masked for i in range(len(tokens))] for tokens in sides]
         return [(tokens[:end], mask[:end]) for tokens, mask in zip(sides, masks, strict=True)]
 

@@ -1,9 +1,10 @@
 """Messages of preference pairs, in the forms that rows of files have."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from recipe_utils.data.loader.samples import SampleError
+from recipe_utils.data.text.template import num_common
 
 SIDES = ("chosen", "rejected")
 _BEFORE = ("system", "developer")
@@ -30,14 +31,8 @@ def messages_of(row: Mapping[str, Any]) -> tuple[Messages, list[Messages]]:
                 text = f"its {name} begins with a turn of the {role} that is not its prompt's"
                 raise SampleError(f"{text}; let it begin with the whole prompt, or with the answer")
     most = min(map(len, sides)) - 1
-    num_shared = num_equal(sides[0][:most], sides[1])
+    num_shared = num_common(sides[0][:most], sides[1])
     return [*prompt, *sides[0][:num_shared]], [side[num_shared:] for side in sides]
-
-
-def num_equal(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Returns the number of equal first elements."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def has_prompt(prompt: Messages, side: Messages) -> bool:

@@ -3,7 +3,7 @@
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.text.files import FileRows, temporary_file
-from recipe_utils.data.text.messages import conversation_of, in_openai_format
+from recipe_utils.data.text.messages import conversation_of, read_messages
 from recipe_utils.data.text.tokenizer import FolderTokenizer
 
 _log = get_logger("INFO")
@@ -52,7 +52,11 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         if split_turns is True:
             self._turns = of_rows, ends = array("q"), array("i")
             for index in range(len(rows)):
-                ends.extend(ends_of_row := _ends_of_turns(rows, index))
+                try:
+                    ends_of_row = _ends_of_turns(conversation_of(rows[index])["messages"])
+                except Exception:  # any: raised again with the sample
+                    ends_of_row = [_ALL]
+                ends.extend(ends_of_row)
                 of_rows.extend([index] * len(ends_of_row))
 
     def __len__(self) -> int:
@@ -70,7 +74,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             row = conversation_of(rows[index])
             messages, tools = row["messages"], row["tools"]
             if self.makes_trees:
-                turns = [end for end in _ends_of_turns(rows, index) if end] or [len(messages)]
+                turns = [end or len(messages) for end in _ends_of_turns(messages)]
                 both = self._tokenizer.tokenize_turns(messages, turns, tools)
                 return {"sequences": list(starmap(_sample, both))}
             if end != _ALL:
@@ -89,13 +93,10 @@ _ALL = 0
 """Number of messages of a sample that is not cut."""
 
 
-def _ends_of_turns(rows: FileRows, index: int) -> list[int]:
-    """Returns the number of messages up to each trained turn; _ALL for a row that fails on loading."""
-    try:
-        messages = enumerate(conversation_of(rows[index])["messages"], 1)
-        return [number for number, each in messages if in_openai_format(each)[1]] or [_ALL]
-    except Exception:  # any: reported with the sample
-        return [_ALL]
+def _ends_of_turns(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Returns the number of messages up to each trained turn; _ALL if none is. Raises SampleError as reading does."""
+    _, trains = read_messages(messages)
+    return [number for number, is_trained in enumerate(trains, 1) if is_trained] or [_ALL]
 
 
 class TextPiecesDataset(Dataset[dict[str, Any]]):

@@ -274,7 +274,7 @@ class ChatTemplate:
         """Returns the number of equal first characters, up to a whole control token."""
         if other.startswith(one):
             return len(one)
-        end = _num_common(one, other)
+        end = num_common(one, other)
         for text in (one, other):
             for token in self._control.finditer(text, max(end - 99, 0), end + 99):
                 if token.start() < end < token.end():
@@ -379,8 +379,8 @@ class ChatTemplate:
             if changed == text:
                 self._take_left_out(chat, trains, leaf)
             elif index is not None:
-                start = _num_common(text, changed)
-                end = len(text) - _num_common(text[start:][::-1], changed[start:][::-1])
+                start = num_common(text, changed)
+                end = len(text) - num_common(text[start:][::-1], changed[start:][::-1])
                 own = turns.get(index, Turn(0, len(text)))
                 others = [turn for other, turn in turns.items() if other != index]
                 in_other = any(start < turn.end and turn.start < end for turn in others)
@@ -425,8 +425,8 @@ def _refuse_text_of_python(chat: Chat, tools: Tools, text: str) -> None:
         )
 
 
-def _num_common(one: str, other: str) -> int:
-    """Returns the number of equal first characters of two texts."""
+def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Returns the number of equal first characters of two texts, or items of two lists."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
