@@ -52,8 +52,6 @@ class RankSettings:
     """Ranks that split each layer by ``tensor_parallel_plan``."""
     pipeline_parallel_dim: Count = 1
     """Pipeline stages."""
-    context_parallel_dim: Count = 1
-    """Must be 1: it takes ranks away from all samples; ``max_ranks_per_row`` only for long ones."""
     gradient_sync: GradientSync = "each_microbatch"
     """``each_microbatch`` keeps accumulated gradients sharded; ``last_microbatch`` communicates once."""
     process_group_timeout_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
@@ -65,14 +63,6 @@ class RankSettings:
             resolve_device(self.device)
         except ConfigError as error:
             yield from error.problems
-        if self.context_parallel_dim != 1:
-            dim = 1 << max(self.context_parallel_dim - 1, 1).bit_length()
-            text = (
-                "here a row spans ranks only where it is too long for one; set it to 1, "
-                "microbatching=packed, max_tokens_per_microbatch=<tokens that fit on one rank> and "
-                f"max_ranks_per_row={dim}"
-            )
-            yield Problem("context_parallel_dim", text, self.context_parallel_dim)
         try:
             _ = self.dims
         except ConfigError as error:

@@ -31,6 +31,7 @@ from recipe_utils.run.log import Log
 from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.keys import own_keys
 from recipe_utils.settings.problems import ConfigError
+from recipe_utils.settings.words import removed_of_run
 
 _WITHOUT_INFLUENCE = (
     own_keys(RunSettings).keys() | own_keys(RankSettings).keys() | own_keys(PipelineSettings).keys()
@@ -80,6 +81,15 @@ class Resume:
         if path is None:
             self._check_stock_state()
             self._check_that_nothing_is_lost()
+            return None
+        with suppress(CheckpointError):  # a corrupt one is skipped when it is loaded
+            if used := ", ".join(
+                removed_of_run(read_as(TrainingState, path / "state.json").config)
+            ):
+                raise ConfigError(
+                    f"resume_from_checkpoint: the run of {path} had {used}, which is removed, so its losses "
+                    "would change; end it with the version that it began with (0.5)"
+                )
         return path
 
     def restore(self, parts: TrainingParts, seed: int) -> TrainingState:

@@ -16,6 +16,7 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
 from recipe_utils.settings.problems import Problem
+from recipe_utils.settings.words import problem_with_word
 
 PATHS = {
     "adapter_checkpoint", "cache_dir", "checkpoint_dir", "checkpoint_files", "data_dir",
@@ -155,7 +156,10 @@ def _check_arguments(
     name_of_made = getattr(made, "__name__", str(made))
     for name, argument in arguments.items():
         hint = hints.get(name, Any)
-        if name not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds:
+        removed = problem_with_word(f"{key}.{name}", argument) if name not in by_name else None
+        if removed is not None:
+            yield removed
+        elif name not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds:
             similar = difflib.get_close_matches(name, by_name.keys() - from_recipe, n=1)
             solution = f"did you mean {similar[0]}?" if similar else "take it out"
             yield Problem(f"{key}.{name}", f"{name_of_made} has no such argument; {solution}")

@@ -16,6 +16,7 @@ from recipe_utils.settings.components import MadeWith, check_component, componen
 from recipe_utils.settings.describe import type_in_words
 from recipe_utils.settings.keys import AS_WRITTEN, OnlyWith, alternatives_of, keys_of, metadata_of
 from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.settings.words import WITHOUT_EFFECT, problem_with_word
 
 T = TypeVar("T")
 
@@ -130,8 +131,10 @@ def _resolve(
 
 def _check_names(given: Any, known: Mapping[str, FieldInfo]) -> Iterator[Problem]:
     referred = set(re.findall(r"\$\{\s*([\w-]+)", str(given)))
-    for key in map(str, given):
-        if key not in known and key not in referred:
+    for key, value in given.items():
+        if (problem := problem_with_word(str(key), value)) is not None:
+            yield problem
+        elif (key := str(key)) not in {*known, *WITHOUT_EFFECT, *referred}:
             similar = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {similar[0]}?" if similar else "take it out"
             if key.startswith("+"):

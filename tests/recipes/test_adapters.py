@@ -362,7 +362,6 @@ def test_a_key_without_effect_is_warned_of_once(tiny_config):
     for words, changes in (
         ("model.attn_dropout=0.1", {"model": {**tiny.MODEL, "attn_dropout": 0.1}}),
         ("save_adapter_weights_only=True: the model has no", {"save_adapter_weights_only": True}),
-        ("low_cpu_ram=True", {"model": TIED, "low_cpu_ram": True}),
     ):
         found = warnings_of(1, {**config, **changes})
         assert sum(words in text for text in found) == 1, found

@@ -109,6 +109,7 @@ REFUSED = {
     (DPO, "loss_weights=datasets"): "loss_weights: this recipe has no such key",
     (SFT, "loraplus_lr_ratio=4.0"): "loraplus_lr_ratio=4.0: the model has no LoRA",
     (SFT, "memory_efficient_fsdp_wrap=True"): "memory_efficient_fsdp_wrap=True: it must be False",
+    (SFT, "context_parallel_dim=2"): "context_parallel_dim=2: .* and max_ranks_per_row=2",
     (SFT, "quantizer={groupsize: 16}"): r"quantizer=\{'groupsize': 16\}: it must .* set quantizer._component_ to its path",
     (SFT, f"tensor_parallel_dim=2 {QAT}=16"): "tensor_parallel_dim=2: a quantizer needs whole weights",
     # ---- Mixtures

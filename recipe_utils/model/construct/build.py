@@ -88,10 +88,6 @@ class ModelSettings(PipelineSettings):
     quantizer: Component | None = None
     """Quantization-aware training of all weights or of LoRA:
     torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
-    memory_efficient_fsdp_wrap: Literal[False] = False
-    """No effect; accepted for torchtune's ``dev/8B_full_experimental``."""
-    low_cpu_ram: bool = False
-    """No effect; accepted for torchtune's QLoRA configs."""
     tensor_parallel_plan: Component | None = None
     """Plan that splits layers over ``tensor_parallel_dim`` ranks:
     torchtune.models.llama3.base_llama_tp_plan."""
@@ -317,8 +313,6 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
     if tp_degree > 1 and reason:
         text = f"tensor_parallel_dim={tp_degree}: {reason}; set tensor_parallel_dim=1"
         raise ValueError(text)
-    if settings.low_cpu_ram and adapters.modules and ranks.is_zero:
-        _log.warning("low_cpu_ram=True: no effect; exports upcast one weight at a time")
     is_sharded = ranks.dp_degree > 1 or settings.offloads_to_cpu(ranks.device)
     trained = [p for p in model.parameters() if p.requires_grad]
     is_cast = settings.torch_weights_dtype != settings.torch_dtype and bool(trained)

@@ -84,12 +84,6 @@ def test_an_unavailable_device_is_refused_by_key(device):
     assert str(problem).startswith(f"device={device}: ")
 
 
-def test_context_parallelism_is_refused_by_key():
-    (problem,) = RankSettings(context_parallel_dim=2).problems()
-    assert str(problem).startswith("context_parallel_dim=2: ")
-    assert str(problem).endswith("and max_ranks_per_row=2")
-
-
 # ---- Ranks --------------------------------------------------------------------------------------
 
 

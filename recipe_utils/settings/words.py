@@ -1,0 +1,55 @@
+"""Keys of configs that are not keys of a recipe: accepted without effect, or removed since 0.5."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from recipe_utils.settings.problems import Problem
+
+_ROWS = (
+    "here a row spans ranks only where it is too long for one; set it to 1, microbatching=packed, "
+    "max_tokens_per_microbatch=<tokens that fit on one rank> and max_ranks_per_row=2 or more"
+)
+WITHOUT_EFFECT: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "context_parallel_dim": ((1,), _ROWS),
+    "low_cpu_ram": ((True, False), "take it out"),
+    "memory_efficient_fsdp_wrap": ((False,), "it must be False"),
+}
+"""Keys of torchtune's configs -> values that are accepted, and what to do about any other."""
+
+
+class Removed(NamedTuple):
+    """What a config or a checkpoint is told that still has a removed key."""
+
+    text: str
+    """What it was, and what to do instead."""
+    changes_losses: bool = False
+    """A run that had it cannot be resumed with the same losses."""
+
+
+REMOVED: Mapping[str, Removed] = {}
+"""Key, argument (``mixture.weigh``) or key of a mapping (``global_batch_size.0``) -> what became of it."""
+
+
+def problem_with_word(key: str, value: Any) -> Problem | None:
+    """Returns the problem of a key, or a dotted argument, that is removed or must keep its value."""
+    name = re.sub(r"\.\d+", "", key)
+    of_mapping = [f"{name}.{each}" for each in value] if isinstance(value, Mapping) else []
+    for each in (name, *of_mapping):
+        if each in REMOVED:
+            return Problem(key, f"removed; {REMOVED[each].text}", value)
+    accepted, text = WITHOUT_EFFECT.get(name, ((value,), ""))
+    return None if value in accepted else Problem(key, text, value)
+
+
+def removed_of_run(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields ``KEY=VALUE`` of a checkpoint's config that losses depended on and that are removed."""
+    for key, value in config.items():
+        arguments = (
+            {f"{key}.{name}": part for name, part in value.items()}
+            if isinstance(value, dict)
+            else {}
+        )
+        for name, given in {key: value, **arguments}.items():
+            if name in REMOVED and REMOVED[name].changes_losses and given not in (None, False):
+                yield f"{name}={given}"
