@@ -24,12 +24,6 @@ def seed_of(*numbers: int) -> int:
     return int(state[0]) >> 1
 
 
-def mixed_sequence(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns outputs [n] int64 of splitmix64 generators with states ``keys`` at ``positions`` [n]."""
-    state = keys.astype(_U64) + (positions.astype(_U64) + _U64(1)) * _U64(0x9E3779B97F4A7C15)
-    return mixed(state).view(np.int64)
-
-
 class LazyPermutation:
     """Permutation of ``range(num)``, computed for the requested positions only.
 

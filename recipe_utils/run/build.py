@@ -79,11 +79,7 @@ def build_loaders(
     # Pipeline schedules need certain numbers of microbatches.
     fill = settings.fill(ranks)
     drawn = (settings.epochs, run.saved_fingerprint)
-    limits = getattr(collator, "limits", None)
-    dropout_seed = run.seed if getattr(limits, "has_dropout", False) else None
-    loader = UpdateStepLoader(
-        dataset, collator, settings, ranks, "dataset", fill, *drawn, dropout_seed
-    )
+    loader = UpdateStepLoader(dataset, collator, settings, ranks, "dataset", fill, *drawn)
     if not validates:
         return loader, None
     data, collator = settings.of_validation(), collator.for_validation()

@@ -281,7 +281,6 @@ def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
         yield "save_adapter_weights_only=True: the model has no adapters; exports all weights"
     rates, of_modules = dict[str, float](), "lora_dropout" if adapters else "dropout"
     for module in model.modules():
-        # Not of a LayoutFreeDropout.
         own = {of_modules: module.p} if type(module) is nn.Dropout else vars(module)
         for name, rate in own.items():
             if isinstance(rate, float) and ("dropout" in name or name in _NOISES):

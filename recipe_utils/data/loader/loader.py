@@ -119,7 +119,6 @@ class UpdateStepLoader:
         num_epochs: epochs of the training, in which a mixture takes its shares; 0 to take each
             sample of a mixture once per epoch.
         saved: fingerprint of the checkpoint that training resumes from.
-        dropout_seed: seed of samples' ``dropout_key``; None for none.
 
     Raises:
         recipe_utils.settings.problems.ConfigError: the dataset is empty, has nothing to train on,
@@ -218,7 +217,6 @@ class UpdateStepLoader:
         fill: Callable[[int], int] | None = None,
         num_epochs: int = 0,
         saved: Mapping[str, Any] = {},
-        dropout_seed: int | None = None,
     ) -> None:
         self.collator, self.settings, self.ranks, self._fill = collator, settings, ranks, fill
         self.max_tokens = collator.first_tokens
@@ -236,7 +234,6 @@ class UpdateStepLoader:
         skips_bad = settings.on_bad_sample == "skip"
         self.dataset = CheckedDataset(dataset, name, collator.prepare, skips_bad)
         self.dataset.adds_positions = settings.sample_losses
-        self.dataset.dropout_seed = dropout_seed
         mixture = self.dataset.mixture
         self._counts_of_datasets: list[str] = []
         self._weigh: Callable[[Sequence[int]], Tensor] | None = None

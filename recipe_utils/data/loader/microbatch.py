@@ -89,8 +89,7 @@ class Microbatch:
     inputs: Mapping[str, Any]
     """Keyword arguments of the model's forward: ``tokens`` [b, s] and further outputs of the
     collate function; for packed rows also ``input_pos`` [b, s] and ``document_lengths``
-    (:class:`recipe_utils.data.text.documents.Documents`), which determine the attention mask; for a model
-    with dropout ``dropout_keys`` [b, s] int64, without which it draws from a generator."""
+    (:class:`recipe_utils.data.text.documents.Documents`), which determine the attention mask."""
     targets: Targets
     counts: Mapping[str, int] = field(default_factory=dict)
     """Counts by name, which sum to the totals of the update step; empty for a dummy microbatch."""

@@ -96,8 +96,6 @@ class CheckedDataset(Dataset[Sample]):
         self._named: set[str] = set()
         self.adds_positions = False
         """Samples have a ``step_position``, which loss modules sum by."""
-        self.dropout_seed: int | None = None
-        """Samples have a ``dropout_key`` of this seed and their position in the training."""
         self.draws = False
         """The dataset draws from a global generator; set by :meth:`find_draws`."""
 
@@ -144,9 +142,6 @@ class CheckedDataset(Dataset[Sample]):
         prepared = self.prepare(sample, name)
         if self.adds_positions:
             prepared = {**prepared, "step_position": at.position}
-        if self.dropout_seed is not None:
-            key = seed_of(self.dropout_seed, at.epoch, at.step, at.position)
-            prepared = {**prepared, "dropout_key": key}
         if self.mixture is None:
             return prepared
         return {**prepared, "dataset_index": self.mixture.dataset_of(index)}

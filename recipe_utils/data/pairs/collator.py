@@ -32,7 +32,6 @@ from recipe_utils.data.text.collate import (
     packed,
     padded,
     piece_of,
-    with_dropout_keys,
 )
 from recipe_utils.data.text.collator import FrozenCache, RowCollator, check_sample
 from recipe_utils.data.text.documents import tree
@@ -194,7 +193,6 @@ class PairCollator(RowCollator):
     def dummy(self, sample: Sample) -> Microbatch:
         """Makes a microbatch of one token and no pair; its log-probabilities [0] have a graph."""
         token = {"tokens": sample["chosen_input_ids"][:1], "labels": np.array([IGNORE_INDEX])}
-        token |= {key: sample[key] for key in ("dropout_key",) if key in sample}
         return replace(self.make([], token=token), counts={})
 
     def make(
@@ -212,8 +210,6 @@ class PairCollator(RowCollator):
             pieces = [*map(_piece_of, segments), *(piece_of(each, IGNORE_INDEX) for each in others)]
             multiple = (self.row_multiple or 1) * part.num_ranks
             row = packed(pieces, IGNORE_INDEX, self.pad_id, multiple)
-            lengths = [piece.columns.size(1) for piece in pieces]
-            row = with_dropout_keys(row, [*samples, *others], lengths)
             numbers = [
                 int((each[1] != IGNORE_INDEX).sum()) for of_pair in segments for each in of_pair
             ]
@@ -221,9 +217,6 @@ class PairCollator(RowCollator):
             return cut_part(_with_pairs(row, samples, num_targets), part, len(samples))
         pad = partial(padded_collate_sft, padding_idx=self.pad_id, ignore_idx=IGNORE_INDEX)
         row = padded([*sides, *others], pad, IGNORE_INDEX)
-        owners = [sample for sample in samples for _ in SIDES]
-        num_rows, length = row.targets.labels.shape
-        row = with_dropout_keys(row, [*owners, *others], [length] * num_rows)
         num_targets = (row.targets.labels != IGNORE_INDEX).sum(1)[: len(sides)].view(-1, 2)
         return _with_pairs(row, samples, F.pad(num_targets, (1, 0)))
 

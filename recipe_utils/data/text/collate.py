@@ -7,18 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.data.loader.samples import Sample
-from recipe_utils.data.order import mixed_sequence
 from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.documents import Document, Documents, length_of, segments_of
 from recipe_utils.data.text.trees import OF_TREES
 
-OF_LOADER = ("dataset_index", "step_position", "dropout_key")
+OF_LOADER = ("dataset_index", "step_position")
 """Keys that the loader adds to samples."""
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
@@ -94,11 +92,7 @@ def cut_part(row: Microbatch, part: Part, num_samples: int) -> Microbatch:
     if part.num_ranks == 1:
         return row
     own = slice(part.first, None, part.num_ranks)
-    inputs: dict[str, Any] = {
-        key: row.inputs[key][:, own]
-        for key in ("tokens", "input_pos", "dropout_keys")
-        if key in row.inputs
-    }
+    inputs: dict[str, Any] = {key: row.inputs[key][:, own] for key in ("tokens", "input_pos")}
     documents = row.inputs["document_lengths"]
     inputs["document_lengths"] = Documents(documents.lengths, part.num_ranks)
     is_own = row.targets.positions % part.num_ranks == part.first
@@ -230,8 +224,7 @@ def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Pi
 def _with_datasets(
     microbatch: Microbatch, samples: Sequence[Sample], lengths: Sequence[int]
 ) -> Microbatch:
-    """Adds dataset and sample of each target, and keys, if samples have them; ``lengths`` are in positions."""
-    microbatch = with_dropout_keys(microbatch, samples, lengths)
+    """Adds dataset and sample of each target, if samples have them; ``lengths`` are in positions."""
     targets = microbatch.targets
     for key, name in (("dataset_index", "dataset_indices"), ("step_position", "sample_positions")):
         if key in samples[0]:
@@ -240,25 +233,6 @@ def _with_datasets(
             added: dict[str, Any] = {name: numbers}
             targets = targets._replace(**added)
     return microbatch if targets is microbatch.targets else replace(microbatch, targets=targets)
-
-
-def with_dropout_keys(
-    microbatch: Microbatch, samples: Sequence[Sample], lengths: Sequence[int]
-) -> Microbatch:
-    """Adds ``dropout_keys`` [b, s] if samples, of ``lengths`` positions in rows, have a ``dropout_key``.
-
-    A key depends on the sample's key and on the position in the sample; in trees, in the sequence.
-    """
-    if "dropout_key" not in samples[0]:
-        return microbatch
-    inputs, shape = microbatch.inputs, microbatch.inputs["tokens"].shape
-    keys = np.array([sample["dropout_key"] for sample in samples]).repeat(lengths)
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    if "input_pos" in inputs and "seq_lens" not in samples[0]:
-        positions = inputs["input_pos"].flatten()[: len(keys)].numpy()
-    of_row = torch.zeros(shape, dtype=torch.int64)  # padding needs none
-    of_row.view(-1)[: len(keys)] = torch.from_numpy(mixed_sequence(keys, positions))
-    return replace(microbatch, inputs={**inputs, "dropout_keys": of_row})
 
 
 def collate_dummy(

@@ -261,13 +261,11 @@ class TextCollator(RowCollator):
     def share_beginning(self, tokens: Any) -> None:
         """Computes the tokens [n] that samples begin with once per row, if they are a tenth of a row.
 
-        Has no effect with padded rows, rows of several ranks, cached outputs, dropout, or models that compute
+        Has no effect with padded rows, rows of several ranks, cached outputs, or models that compute
         no trees.
         """
         settings, bound = self.settings, self._most_tokens(self.settings)
         if not settings.is_packed or settings.max_ranks_per_row > 1 or self.cache is not None:
-            return
-        if self.limits.has_dropout:  # each sample has its own mask
             return
         if self.first_tokens and tokens is not None:
             bound = max(bound, 2 * len(tokens))

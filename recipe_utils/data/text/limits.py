@@ -111,8 +111,6 @@ class ModelLimits(NamedTuple):
     """Owner of ``max_seq_len``, for errors."""
     costs_are_estimated: bool = False
     """True if ``cost`` was never measured on such a device."""
-    has_dropout: bool = False
-    """True if the trained model takes ``dropout_keys`` of positions."""
 
     @property
     def merges_rows(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from pydantic.dataclasses import dataclass
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtune import config, modules, training
 from torchtune.modules.tied_linear import TiedLinear
@@ -22,11 +23,6 @@ from recipe_utils.model.adapters.adapters import adapters_in_words, find_adapter
 from recipe_utils.model.adapters.nf4 import check_nf4, drop_upcast_hooks, without_quantizing
 from recipe_utils.model.adapters.qat import simulate_quantization
 from recipe_utils.model.attention.packed_attention import missing_for_triton
-from recipe_utils.model.construct.dropout import (
-    has_dropout,
-    recompute_with_keys,
-    replace_dropout,
-)
 from recipe_utils.model.construct.kernels import fuse_norms_and_rope
 from recipe_utils.model.pipeline.schedule import PipelineSettings, stages_of_rank
 from recipe_utils.model.pipeline.stages import (
@@ -209,7 +205,6 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
         )
     drop_upcast_hooks(model)
     freeze_base(model)
-    replace_dropout(model, settings.tensor_parallel_dim)
     model.packed_attention = settings.packed_attention  # type: ignore[assignment]
     return model
 
@@ -341,8 +336,11 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
         )
     elif settings.ac_mode is not None:
         apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
-    if has_dropout(model):
-        recompute_with_keys(model)
+        for module in model.modules():
+            if isinstance(
+                module, CheckpointWrapper
+            ):  # torchtune's would draw other masks of dropout
+                module.checkpoint_fn.keywords["preserve_rng_state"] = True
     if is_sharded or is_cast:
         # On a single rank FSDP2 would copy frozen weights at each all-gather, so they stay outside of it.
         frozen = [] if is_sharded else [p for p in model.parameters() if not p.requires_grad]

@@ -11,7 +11,6 @@ from torchtune.utils import get_logger
 from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.model.attention.packed_attention import attention_of
-from recipe_utils.model.construct.dropout import has_dropout
 from recipe_utils.parallel.ranks import Ranks
 
 _log = get_logger("INFO")
@@ -52,7 +51,6 @@ def limits_of(
         row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
         limits_length=limits_length,
         costs_are_estimated=device.type not in MEASURED_COSTS,
-        has_dropout=has_dropout(model),
     )
 
 

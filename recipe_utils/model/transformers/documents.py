@@ -32,7 +32,6 @@ from recipe_utils.data.text.limits import Kernel
 from recipe_utils.model.attention.block_mask import block_mask, sees
 from recipe_utils.model.attention.chains import mask_of_chain, parts_of_chains
 from recipe_utils.model.attention.document_mask import attend_by_varlen
-from recipe_utils.model.construct.dropout import at_positions
 
 
 class Exchange(NamedTuple):
@@ -302,8 +301,7 @@ def run_by_document(module: nn.Module, axes: Axes, learns: bool) -> None:
 
         def computed(chain: Chain) -> Any:
             args_of_chain, own = tree_map_with_path(partial(cut, chain=chain), (args, kwargs))
-            with at_positions(chain.ranges):
-                return whole(*args_of_chain, **own)
+            return whole(*args_of_chain, **own)
 
         return tree_map_with_path(join, *map(computed, found))
 

@@ -51,6 +51,25 @@ def test_plain_and_wrapped_models_load_the_weights_of_plain_ones(
     assert len(recomputing) == num_wrapped
 
 
+@pytest.mark.parametrize(
+    "wrapping",
+    [{"enable_activation_checkpointing": True}, {"ac_mode": "selective", "ac_option": 1}],
+)
+def test_recomputed_layers_have_the_dropout_of_their_forward(wrapping, one_process):
+    gradients = []
+    for how in ({}, wrapping):
+        model = tiny.tiny_model(tiny.adapted(tiny.MODEL, lora_dropout=0.3))
+        parallelize_model(model, ModelSettings(**how), one_process)
+        torch.manual_seed(3)
+        loss = model(torch.arange(10).view(2, 5)).square().sum()
+        torch.rand(7)  # another microbatch
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(gradients[0]) > 10
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
 def test_a_whole_model_is_prepared_once_with_its_output_before_it_is_wrapped(one_process):
     prepared = []
 
@@ -116,7 +135,7 @@ OFFLOADING, RECOMPUTING = (
         (OFFLOADING, {}, "enable_activation_offloading=True: it needs enable_activation_checkpointing"),
         ({**OFFLOADING, **RECOMPUTING}, {}, "enable_activation_offloading=True: it needs device=cuda"),
         ({**RECOMPUTING, "ac_mode": "full"}, {}, "ac_mode=full: "),
-        ({"ac_mode": "selective"}, {}, "ac_mode=selective: set ac_option, too"),
+        ({"ac_mode": "selective", "ac_option": 1}, {}, "ac_mode=selective: set ac_option, too"),
         ({}, {"tensor_parallel_dim": 2}, "tensor_parallel_dim=2: set tensor_parallel_plan, too"),
         ({"packed_attention": "flex"}, {}, "packed_attention=flex: it needs device=cuda"),
     ],
