@@ -127,7 +127,7 @@ class DINOv3Recipe:
         build("loraplus_lr_ratio", settings.check_model, whole)
 
         # ---- Data
-        loaders = build_image_loaders(cfg, transform, layout_of(whole), settings, ranks, run)
+        loaders = build_image_loaders(cfg, transform, layout_of(whole), settings, ranks)
         self.loader, self.neighbors = loaders
         settings.warn_if_longer_than(settings.epochs * self.loader.steps_per_epoch)
 

@@ -123,7 +123,7 @@ class FullDPORecipe:
         limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
         collator = PairCollator(settings, self.tokenizer, limits, self.reference.cached)
         load = partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair)
-        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
+        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks)
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
         row_groups = ranks.row_groups(settings.max_ranks_per_row)

@@ -112,7 +112,7 @@ class FullFinetuneRecipe:
         limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
         collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer)
-        loaders = build_loaders(cfg, load, collator, settings, ranks, run, loss_fn)
+        loaders = build_loaders(cfg, load, collator, settings, ranks, loss_fn)
         self.loader, self.val_loader = loaders
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded

@@ -131,7 +131,7 @@ class KDRecipe:
         of_text = (self.tokenizer, loss_fn.ignore_index, limits, self.teacher.cached)
         collator = TextCollator(settings, *of_text)
         load = partial(load_dataset, tokenizer=self.tokenizer)
-        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
+        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks)
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
         row_groups = ranks.row_groups(settings.max_ranks_per_row)

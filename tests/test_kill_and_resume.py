@@ -38,10 +38,10 @@ def config_of_text(weights_folder, **changes):
 SHORT = {"max_steps_per_epoch": 30}
 MIXTURE = {
     "dataset": [
-        {**DATA, "num_samples": 40, "weight": {0: 0.5, 20: 0.1}},
+        {**DATA, "num_samples": 40, "weight": 0.5},
         {**DATA, "num_samples": 300, "seed": 1, "name": "other", "weight": 0.3},
     ],
-    "mixture": {"weigh": "tokens", "samples_per_epoch": 70},
+    "mixture": {"samples_per_epoch": 70},
     "max_steps_per_epoch": None,
     "epochs": 2,
     "num_workers": 1,
@@ -50,14 +50,9 @@ DORA = {
     "model": tiny.adapted(tiny.MODEL, use_dora=True, lora_dropout=0.3),
     "enable_async_checkpointing": True,
 }
-GROWS = {3 * i: 4 + 4 * (i % 2) for i in range(10)}  # between any kill and the end
 CASES = {
     "all weights": (1, SHORT),
     "a mixture, dora, asynchronous": (2, {**MIXTURE, **DORA}),
-    "a batch that grows and falls": (
-        2,
-        {**SHORT, "global_batch_size": GROWS, "gradient_accumulation_steps": ...},
-    ),
 }
 
 

@@ -56,11 +56,11 @@ def test_training_resumes_with_the_same_losses_after_one_of_four_nodes_is_killed
     adam = {"_component_": "torch.optim.AdamW", "lr": 1e-5}
     batch = {
         "batch_size": 1,
-        "global_batch_size": {0: 16, 12: 8},
+        "global_batch_size": 16,
         "gradient_accumulation_steps": ...,
     }
     files = {"metric_logger": None, "save_every_n_steps": 4, "resume_from_checkpoint": "auto"}
-    data["num_samples"] = 12 * 16 + 4 * 8
+    data["num_samples"] = 16 * 16
     config = tiny_config(dataset=data, optimizer=adam, prefetch_update_steps=0, **batch, **files)
     config["checkpointer"]["output_dir"] = "${output_dir}"
     config["process_group_timeout_seconds"] = SECONDS

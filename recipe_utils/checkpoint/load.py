@@ -32,7 +32,6 @@ from recipe_utils.checkpoint.tensors import (
     model_tensors,
     restore_optimizer,
 )
-from recipe_utils.data.mixture import changed_weights
 from recipe_utils.files import CheckpointError, TensorFile
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.random_state import set_random_state
@@ -185,12 +184,9 @@ def load(
 
     def check_fit() -> tuple[TrainingState, Metadata, set[str]]:
         state = read_as(TrainingState, path / "state.json")
-        of_data = (state.data_fingerprint, data_fingerprint or {})
-        problems = changed_weights(*of_data, state.epoch, state.samples_consumed)
-        before, now = ({k: v for k, v in each.items() if k != "weights"} for each in of_data)
-        pairs = differences(before, now).items()
+        pairs = differences(state.data_fingerprint, data_fingerprint or {}).items()
         # Earlier checkpoints have no hashes of files.
-        problems += _texts({k: v for k, v in pairs if v[0] is not None or "content_hash" not in k})
+        problems = _texts({k: v for k, v in pairs if v[0] is not None or "content_hash" not in k})
         if data_fingerprint is not None and problems:
             cause = ""
             if "hash" in str(problems):

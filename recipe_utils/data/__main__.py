@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import chain, count, groupby, islice
-from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,8 +24,7 @@ from torchtune import config
 from recipe_utils.data.loader.sampler import epoch_permutation
 from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_dataset
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.data.loader.start import make_order
-from recipe_utils.data.mixture import problems_with_list
+from recipe_utils.data.mixture import MixtureOrder, problems_with_list
 from recipe_utils.data.pairs.collator import PairCollator, PairSettings, check_is_pair
 from recipe_utils.data.pairs.rows import SIDES
 from recipe_utils.data.plan.cost import MicrobatchCost
@@ -36,7 +34,7 @@ from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.data.text.trees import makes_trees
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import keys_of
-from recipe_utils.settings.problems import ConfigError, build, naming
+from recipe_utils.settings.problems import ConfigError, build
 from recipe_utils.settings.read import check_keys, read_settings
 from recipe_utils.tune.registry import config_path
 
@@ -71,13 +69,12 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     are_pairs = issubclass(recipe_settings, PairSettings)
     checked_keys = OmegaConf.create(given), PairSettings if are_pairs else DataSettings
     settings: Any = replace(read_settings(*checked_keys), mixture=values.get("mixture"))
-    of_mixture = settings.of_mixture if settings.mixture else None
-    problems += problems_with_list("dataset", values.get("dataset"), of_mixture)
+    problems += problems_with_list("dataset", values.get("dataset"))
     if problems:
         raise ConfigError(*problems)
     tokenizer: Any = build("tokenizer", config.instantiate, cfg.tokenizer)
-    how = tokenizer, settings.of_mixture.temperature, check_is_pair if are_pairs else None
-    dataset = build("dataset", load_dataset, cfg.dataset, *how)
+    check = check_is_pair if are_pairs else None
+    dataset = build("dataset", load_dataset, cfg.dataset, tokenizer, check)
     ignore_index = values["loss"].get("ignore_index", -100)
     make: Any = PairCollator if are_pairs else partial(TextCollator, ignore_index=ignore_index)
     limits = ModelLimits(sys.maxsize, sys.maxsize, MicrobatchCost())
@@ -89,14 +86,12 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip")
     yield from _statistics(checked, collator)
     order: Any = epoch_permutation(len(checked), 0, settings.shuffle, settings.data_seed)
-    if checked.mixture is not None and checked.mixture.schedules is not None:
-        sizes = settings.batch_sizes(1)
-        parts = {"settings": settings, "collator": collator, "dataset": checked}
-        loader: Any = SimpleNamespace(**parts, batch_sizes=sizes)
-        with naming("dataset"):
-            mixed = make_order(loader, checked.mixture, cfg.get("epochs", 1), {})
-        yield from mixed.log_lines()
-        order = chain.from_iterable(map(mixed.step, count()))
+    if checked.mixture is not None and checked.mixture.weights is not None:
+        mixed = MixtureOrder(checked.mixture, settings, settings.samples_per_update_step(1))
+        if problems := [*mixed.problems("dataset")]:
+            raise ConfigError(*problems)
+        yield from mixed.log_lines(cfg.get("epochs", 1))
+        order = chain.from_iterable(map(partial(mixed.samples, 0), count()))
     for index in map(int, build("num_samples", islice, order, num_samples)):
         try:
             sample = checked[index]

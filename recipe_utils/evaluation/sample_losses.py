@@ -71,7 +71,7 @@ class SampleLosses:
         losses = torch.where(means[1] > 0, means[0] / means[1], torch.nan)
         on_host = losses.to("cpu", non_blocking=losses.is_cuda)
         arrived = torch.cuda.current_stream().record_event() if losses.is_cuda else None
-        indices = np.asarray(self._loader.samples_of(step))
+        indices = np.asarray(self._loader.order.samples(epoch, step.index))
 
         def write() -> None:
             if arrived is not None:

@@ -59,8 +59,6 @@ class BudgetSearch:
         if memory is not None and tokens != self._loader.in_use:
             taken = f"{self._longest:,} took {memory.peak / 2**30:.2f} of {memory.limit / 2**30:.2f} GiB"
             self._log(f"update step {number}: rows of up to {tokens:,} tokens from here ({taken})")
-        if number > 1 and number - 1 in self._loader.batch_sizes:
-            self._budget.search_again()  # a larger update step may fill larger rows
         self.start_again()
 
     def start_again(self) -> None:

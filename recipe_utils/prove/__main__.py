@@ -112,7 +112,7 @@ def record(recipe_class: Any, cfg: DictConfig) -> Step:
         gradients = gather(only=trained)
         dataset, mixture = loader.dataset.dataset, loader.dataset.mixture
         items = []
-        for index in loader._order(0)[: loader.global_batch_size].tolist():
+        for index in loader.order.samples(0, 0).tolist():
             try:
                 loader.dataset[index]
             except SampleError:  # skipped; training has raised any other

@@ -36,7 +36,6 @@ from recipe_utils.loss.dataset_weights import LossWeightSettings
 from recipe_utils.model.vision.vision_transformer import layer_of
 from recipe_utils.optim.optimizer import inner_optimizers, make_optimizer, trained_parameters
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.run.run import Run
 from recipe_utils.settings.problems import ConfigError, Problem, build, naming
 
 
@@ -58,7 +57,6 @@ def build_loaders(
     collator: Any,
     settings: Any,
     ranks: Ranks,
-    run: Run,
     loss_fn: Any = None,
 ) -> tuple[UpdateStepLoader, UpdateStepLoader | None]:
     """Builds the loaders of ``dataset`` and, if training validates, of ``dataset_val``.
@@ -67,8 +65,7 @@ def build_loaders(
     their targets have weights, 1 in validation. Raises ConfigError for problems of both datasets.
     """
     validates = _validates(settings)
-    temperature = settings.of_mixture.temperature
-    dataset = build("dataset", load, cfg.dataset, temperature=temperature)
+    dataset = build("dataset", load, cfg.dataset)
     dataset_val = build("dataset_val", load, cfg.dataset_val) if validates else None
     if makes_trees(dataset) or makes_trees(dataset_val):
         collator.take_trees()
@@ -78,8 +75,7 @@ def build_loaders(
                 each.weigh = partial(weighing.weigh, each.loss_weights)
     # Pipeline schedules need certain numbers of microbatches.
     fill = settings.fill(ranks)
-    drawn = (settings.epochs, run.saved_fingerprint)
-    loader = UpdateStepLoader(dataset, collator, settings, ranks, "dataset", fill, *drawn)
+    loader = UpdateStepLoader(dataset, collator, settings, ranks, "dataset", fill, is_drawn=True)
     if not validates:
         return loader, None
     data, collator = settings.of_validation(), collator.for_validation()
@@ -94,7 +90,6 @@ def build_image_loaders(
     layout: TokenLayout,
     settings: Any,
     ranks: Ranks,
-    run: Run,
 ) -> tuple[UpdateStepLoader, NearestNeighbors | None]:
     """Builds the loader of views of ``dataset`` and, if training validates, a k-NN classifier.
 
@@ -102,10 +97,9 @@ def build_image_loaders(
     Raises ConfigError for problems of all datasets and for a transform that does not fit the model.
     """
     validates = _validates(settings)
-    temperature = settings.of_mixture.temperature
     load = partial(load_dataset, check=check_is_image)
     load_labeled = partial(load_dataset, check=partial(check_is_image, with_labels=True))
-    dataset = build("dataset", load, cfg.dataset, temperature=temperature)
+    dataset = build("dataset", load, cfg.dataset)
     if validates:
         cfg_knn = cfg.get("dataset_knn") or cfg.dataset
         bank = build("dataset_knn", load_labeled, cfg_knn)
@@ -114,8 +108,7 @@ def build_image_loaders(
     with naming():
         views = Views(dataset, transform, _of_views(settings), layout, settings.data_seed)
         collator: Any = ViewCollator(settings, layout)
-        drawn = (settings.epochs, run.saved_fingerprint)
-        loader = UpdateStepLoader(views, collator, settings, ranks, "dataset", fill, *drawn)
+        loader = UpdateStepLoader(views, collator, settings, ranks, "dataset", fill, is_drawn=True)
         if settings.ibot_loss_weight > 0:
             views.check_masks(loader.global_batch_size)
         if not validates:

@@ -132,13 +132,6 @@ class Resume:
             return read_as(TrainingState, self.path / "state.json") if self.path else None
         return None
 
-    @property
-    def saved_fingerprint(self) -> Mapping[str, Any]:
-        """Fingerprint of the checkpoint's data; empty without one, or if other data are taken."""
-        if (saved := self.saved) is None or self.settings.resume_with_other_data:
-            return {}
-        return saved.data_fingerprint
-
     def _check_that_ranks_have_the_same_data(self, fingerprint: Mapping[str, Any]) -> None:
         fingerprints = gather_objects(fingerprint, self.group)
         others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
@@ -200,7 +193,7 @@ class Resume:
                         "scratch"
                     ) from error
                 self.log.warn(f"{error}; skipped")
-        num_samples = parts.loader.samples_per_epoch
+        num_samples = parts.loader.order.samples_per_epoch
         if state.samples_consumed >= num_samples + parts.loader.global_batch_size:
             raise ConfigError(
                 f"resume_from_checkpoint: {self.path} has consumed {state.samples_consumed} samples "

@@ -102,11 +102,6 @@ class Run:
 
     # ---- Before training ------------------------------------------------------------------------
 
-    @property
-    def saved_fingerprint(self) -> Mapping[str, Any]:
-        """Fingerprint of the data that training resumes with; see :class:`.Resume`."""
-        return self._resume.saved_fingerprint
-
     def open_log(self, cfg: DictConfig, model: nn.Module, loader: UpdateStepLoader) -> None:
         """Logs the model and its data. Builds ``metric_logger`` and ``profiler``.
 
@@ -129,7 +124,7 @@ class Run:
         Returns the update steps of the whole training, and the completed ones.
         """
         self._parts = self._saves.parts = parts
-        self.num_steps = parts.loader.cuts.first_step(self.settings.epochs)
+        self.num_steps = parts.loader.steps_per_epoch * self.settings.epochs
         self._changed_weights = ChangedWeights(parts.optimizer)
         self.sample_losses = None
         if parts.loader.settings.sample_losses:
@@ -189,8 +184,8 @@ class Run:
             found = ", ".join(f"{name} {value:.3f}" for name, value in self._validated().items())
             self._log.info(f"Before the first update step: {found}")
         first, began = self.state, time.perf_counter()
-        done = loader.cuts.first_step(first.epoch)
-        done += loader.cuts.step_at(first.epoch, first.samples_consumed)
+        done = first.epoch * loader.steps_per_epoch
+        done += first.samples_consumed // loader.global_batch_size
         with progress_bar(total=self.num_steps, initial=done, shown=self._ranks.is_zero) as bar:
             for _ in range(self.state.epoch, self.settings.epochs):
                 yield from self._steps_of_epoch(loader, bar)

@@ -150,10 +150,6 @@ class RunSettings(RankSettings):
         if self.sample_prompts is not None:
             text = "a vision transformer generates no text; leave the key out"
             yield Problem("sample_prompts", text)
-        sizes: Any = getattr(self, "global_batch_size", None)
-        if isinstance(sizes, dict):
-            text = "losses of views compare samples of an update step; set one size"
-            yield Problem("global_batch_size", text, sizes)
         if getattr(self, "sample_losses", False):
             yield Problem("sample_losses", "losses of views are not by image; leave it out", True)
         if self.keep_best_checkpoint:

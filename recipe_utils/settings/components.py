@@ -39,7 +39,7 @@ class MadeWith:
     default: str | None = None
 
 
-ENTRY_KEYS = ("name", "weight", "max_epochs", "loss_weight")
+ENTRY_KEYS = ("name", "weight", "loss_weight")
 """Keys of an entry in a list of datasets that are not arguments of its component."""
 
 Component = Annotated[dict[str, Any], MadeWith()]

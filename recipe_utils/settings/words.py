@@ -27,7 +27,23 @@ class Removed(NamedTuple):
     """A run that had it cannot be resumed with the same losses."""
 
 
-REMOVED: Mapping[str, Removed] = {}
+REMOVED: Mapping[str, Removed] = {
+    "dataset.max_epochs": Removed(
+        "it bounded passes over a dataset; the log shows them, set weight"
+    ),
+    "dataset.weight.0": Removed(
+        "weights by update step; set one number, and resume with resume_with_other_data=True to change it"
+    ),
+    "global_batch_size.0": Removed(
+        "sizes by update step; set one number, such as the last one", changes_losses=True
+    ),
+    "mixture.temperature": Removed(
+        "weights by length; set weight of each dataset (length ** (1 / temperature) gives the same)"
+    ),
+    "mixture.weigh": Removed(
+        "weights are those of samples; take it out, and divide weight by target tokens per sample"
+    ),
+}
 """Key, argument (``mixture.weigh``) or key of a mapping (``global_batch_size.0``) -> what became of it."""
 
 

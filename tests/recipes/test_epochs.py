@@ -3,20 +3,13 @@
 import pytest
 import tiny
 from big_batch import big_batch, steps_of
-from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
 from recipe_runs import (
     STEP_OF_8,
-    ListLogger,
-    call_in_step,
     cosine,
-    refusal,
     run_recipe,
     run_recipe_keeping_warnings,
     run_recipe_recording_gradients,
-    set_up,
-    slow,
-    writing_to,
 )
 
 
@@ -112,52 +105,3 @@ def test_losses_in_fp32_are_exact_over_all_ranks(tiny_config):
     logged = run_distributed(run_recipe, 4, config)[0]
     losses = [m[name] for name in ("loss", "val_loss") for m in logged if name in m]
     assert losses == pytest.approx([*expected, expected[-1]], rel=1e-6)
-
-
-# ---- A batch that grows -----------------------------------------------------------------------------
-
-GROWING = {0: 4, 4: 8, 9: 16}  # 38 samples: epochs end after 7 and 11 update steps
-CONSTANT = [(4, 4), (8, 9), (16, None)]
-"""Sizes of batches, and the update steps after which the next one begins."""
-
-
-def losses_until(config, stop_after=None):
-    """Returns losses of a training that is stopped after an update step."""
-    ListLogger.logged.clear()
-    with set_up(config) as recipe:
-        call_in_step(recipe, stop_after, recipe.run.stop.set)
-        recipe.train()
-        if isinstance(config["global_batch_size"], dict):
-            assert recipe.run.num_steps == 11
-    return [metrics["loss"] for metrics in ListLogger.logged if "loss" in metrics]
-
-
-@pytest.mark.parametrize("ranks", [(1, 2), slow((4, 4)), slow((2, 1))])
-def test_a_growing_batch_trains_as_pieces_of_constant_batches(ranks, tiny_config, tmp_path):
-    """It may be stopped in the step before a change, and resumed on other ranks."""
-    given = {
-        "dataset": data(38),
-        "epochs": 2,
-        "dtype": "fp64",
-        **STEP_OF_8,
-    }  # AdamW makes 1e-5 of fp32's last digits
-    grows = writing_to(tmp_path / "grows", tiny_config(**{**given, "global_batch_size": GROWING}))
-    first, *_ = run_distributed(losses_until, ranks[0], grows, 4)
-    rest, *_ = run_distributed(losses_until, ranks[1], resuming_in(grows["output_dir"], grows))
-
-    folder, expected = tmp_path / "pieces", []
-    for size, last in CONSTANT:
-        config = tiny_config(**{**given, "global_batch_size": size, "resume_with_other_data": True})
-        config = resuming_in(folder, config) if expected else writing_to(folder, config)
-        (losses,) = run_distributed(losses_until, 1, config, last)
-        expected += losses
-    assert (len(first), len(rest), len(expected)) == (4, 7, 11)
-    assert first + rest == pytest.approx(expected, rel=1e-9)
-
-
-def test_fewer_samples_than_ranks_are_refused(tiny_config):
-    config = tiny_config(global_batch_size={0: 4, 8: 1}, gradient_accumulation_steps=...)
-    for text in run_distributed(refusal, 2, config):
-        assert (
-            "global_batch_size={0: 4, 8: 1}: 2 data-parallel ranks take at least a sample" in text
-        )

@@ -64,7 +64,6 @@ ROWS = {  # recipe, layout, KiB that fit, changes
     "rows over ranks": (SFT, "fsdp-4", 600, {**TEXTS, "max_ranks_per_row": 2}),
     "least padding": (SFT, "fsdp-2", 600, {**TEXTS, "microbatching": "least_padding"}),
     "trees": (SFT, "one", 900, TREES),
-    "a growing batch": (SFT, "one", 600, {**TEXTS, "global_batch_size": {0: 8, 20: 16}}),
     "out of memory": (SFT, "one", 600, {**TEXTS, **limited(50)}),
     "pairs": (DPO, "one", 800, PAIRS),
     "padded pairs": (DPO, "one", 1200, {**PAIRS, "microbatching": "least_padding"}),

@@ -35,23 +35,23 @@ from recipe_utils.data.loader.collectives import (
 from recipe_utils.data.loader.microbatch import OF_DATASET, Microbatch, SampleSums, counts_of
 from recipe_utils.data.loader.prefetch import Prefetched
 from recipe_utils.data.loader.sampler import (
-    Cuts,
+    Order,
+    ShuffledOrder,
     UpdateSteps,
-    epoch_permutation,
     num_update_steps,
     shares_of_ranks,
     update_step_indices,
 )
 from recipe_utils.data.loader.samples import CheckedDataset, Sample, load_samples
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.data.loader.start import check_draws, content_hashes, make_order, probe
-from recipe_utils.data.mixture import MixtureOrder
+from recipe_utils.data.loader.start import check_draws, content_hashes, probe
+from recipe_utils.data.mixture import Mixture, MixtureOrder
 from recipe_utils.data.order import NUM_IN_MEMORY
 from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.memory.budget import MOST_TOKENS
 from recipe_utils.parallel.process_group import agree_on_length, gather_objects
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.settings.problems import naming
+from recipe_utils.settings.problems import ConfigError, naming
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,7 @@ class UpdateStepLoader:
             ranks, so only one of them is iterated over at a time.
         fill: maps the largest number of microbatches on a rank to the number, at least as large, that
             all ranks run with dummy ones. Default: the same number.
-        num_epochs: epochs of the training, in which a mixture takes its shares; 0 to take each
-            sample of a mixture once per epoch.
-        saved: fingerprint of the checkpoint that training resumes from.
+        is_drawn: a mixture takes its shares; else each of its samples comes once per epoch.
 
     Raises:
         recipe_utils.settings.problems.ConfigError: the dataset is empty, has nothing to train on,
@@ -130,7 +128,6 @@ class UpdateStepLoader:
         first: int,
         indices_per_step: Sequence[list[Any]],
         closed: threading.Event,
-        epoch: int,
     ) -> Iterator[UpdateStep]:
         """Yields update steps with these samples of this rank; ``first`` is the index of the first."""
         ranks, fill, names = self.ranks, self._fill, self.collator.counts
@@ -173,8 +170,8 @@ class UpdateStepLoader:
                 microbatches,
                 agreed.totals,
                 ranks.dp_degree,
-                samples_consumed=self.cuts.window(epoch, index).stop,
-                is_last_of_epoch=index + 1 == self.cuts.num_steps(epoch),
+                samples_consumed=(index + 1) * self.global_batch_size,
+                is_last_of_epoch=index + 1 == self.steps_per_epoch,
                 clock_seconds=agreed.clock_seconds,
                 num_skipped=agreed.num_skipped,
                 max_tokens=max_tokens,
@@ -215,8 +212,7 @@ class UpdateStepLoader:
         ranks: Ranks,
         name: str = "dataset",
         fill: Callable[[int], int] | None = None,
-        num_epochs: int = 0,
-        saved: Mapping[str, Any] = {},
+        is_drawn: bool = False,
     ) -> None:
         self.collator, self.settings, self.ranks, self._fill = collator, settings, ranks, fill
         self.max_tokens = collator.first_tokens
@@ -242,57 +238,55 @@ class UpdateStepLoader:
             self._weigh = mixture.weigh
         self.num_sums = 1 if self._weigh is None else 1 + len(self._counts_of_datasets)
         """Sums of the loss module: over all targets, and with ``weigh`` over those of each dataset."""
-        self.batch_sizes = settings.batch_sizes(ranks.dp_degree)
-        """Update step of the training -> samples per update step from there on."""
-        self.global_batch_size = max(self.batch_sizes.values())
+        self.global_batch_size = settings.samples_per_update_step(ranks.dp_degree)
         self.shares = shares_of_ranks(self.global_batch_size, ranks.dp_degree)
         """Samples of each rank, the largest share first."""
         self.samples_per_rank = self.shares[0]
-        self.samples_per_epoch = len(self.dataset)
-        """Samples of an epoch, before it is cut to update steps."""
-        self.mixture_order: MixtureOrder | None = None
-        """Order of a mixture with weights; None for any other dataset."""
         with naming(name):
             if agree_on_length(len(self.dataset), self._group) == 0:
                 raise ValueError("it has 0 samples; at least 1 is needed")
             check_draws(self)
-            drawn = mixture if num_epochs and mixture and mixture.schedules is not None else None
+            is_drawn = is_drawn and mixture is not None and mixture.weights is not None
             is_training = name == "dataset"
-            parts = [len(self.dataset)] if drawn is None else drawn.lengths
+            parts = mixture.lengths if is_drawn and mixture else [len(self.dataset)]
             has_remarks = is_training and ranks.is_zero
             self.probe = probe(self.dataset, collator, parts if is_training else (), has_remarks)
             if is_training:
                 collator.share_beginning(gather_objects(self.probe.beginning, self._group)[0])
-            if drawn is not None:
-                self.mixture_order = make_order(self, drawn, num_epochs, saved)
-                self.samples_per_epoch = self.mixture_order.samples_per_epoch
-                self.cuts = self.mixture_order.cuts
-                return
-        length = self.samples_per_epoch, settings.last_update_step, settings.max_steps_per_epoch
+        self.order = self._make_order(mixture if is_drawn else None)
+
+    def _make_order(self, mixture: Mixture | None) -> Order:
+        """Returns the order of the training; with ``mixture`` samples are taken by weight."""
+        settings, size, name = self.settings, self.global_batch_size, self.dataset.name
+        if mixture is not None:
+            order = MixtureOrder(mixture, settings, size)
+            if problems := [*order.problems(name)]:
+                raise ConfigError(*problems)
+            return order
+        num_samples = len(self.dataset)
         with naming("last_update_step"):
-            for size in self.batch_sizes.values():
-                num_update_steps(length[0], size, *length[1:])
-        self.cuts = Cuts(self.batch_sizes, *length)
+            num_steps = num_update_steps(
+                num_samples, size, settings.last_update_step, settings.max_steps_per_epoch
+            )
+        return ShuffledOrder(num_samples, size, num_steps, settings.shuffle, settings.data_seed)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Returns the update steps of the first epoch; of each epoch with a constant ``global_batch_size``."""
-        return self.cuts.num_steps(0)
+        """Returns the update steps of each epoch."""
+        return self.order.steps_per_epoch
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns values that must be equal for update steps to contain the same samples."""
-        order, settings = self.mixture_order, self.settings
+        order, settings = self.order, self.settings
         is_lazy = settings.shuffle and len(self.dataset) > NUM_IN_MEMORY
         hashes = content_hashes(self.dataset, self.dataset.name)
         return {
             "num_samples": len(self.dataset),
             "hash_of_samples": self.probe.hash_of_samples,
             **({"content_hash": hashes} if hashes else {}),
-            **({} if order is None else order.fingerprint()),
+            **(order.fingerprint() if isinstance(order, MixtureOrder) else {}),
             **({"order": "feistel"} if is_lazy else {}),
-            "global_batch_size": (
-                self.global_batch_size if len(self.batch_sizes) == 1 else dict(self.batch_sizes)
-            ),
+            "global_batch_size": self.global_batch_size,
             "shuffle": settings.shuffle,
             "data_seed": settings.data_seed,
             "last_update_step": settings.last_update_step,
@@ -314,11 +308,11 @@ class UpdateStepLoader:
         if self.follows is not None and self.follows.in_use is not None:
             # Ranks plan further update steps at different moments, but validate after the same one.
             self.bound_rows(self.follows.in_use)
-        first = self.cuts.step_at(epoch, samples_consumed)
-        steps = range(first, self.cuts.num_steps(epoch))
-        self._latest = self._order(epoch), epoch
-        indices = self._indices(self._latest[0], self.cuts, steps, epoch)
-        return self.of_samples(indices, first, epoch)
+        first = samples_consumed // self.global_batch_size
+        steps = range(first, self.steps_per_epoch)
+        return self.of_samples(
+            self._indices(partial(self.order.samples, epoch), steps, epoch), first
+        )
 
     def bound_rows(self, max_tokens: int) -> None:
         """Plans further update steps with at most ``max_tokens`` per microbatch, the same on all ranks."""
@@ -332,38 +326,24 @@ class UpdateStepLoader:
         """
         is_used, size = np.zeros(len(self.dataset), dtype=bool), self.global_batch_size
         for epoch in range(num_epochs):
-            order = self._order(epoch)
-            for step in range(self.cuts.num_steps(epoch)):
-                is_used[order[self.cuts.window(epoch, step)]] = True
+            for step in range(self.steps_per_epoch):
+                is_used[self.order.samples(epoch, step)] = True
             if is_used.all():
                 break
         used = np.flatnonzero(is_used)
-        cuts = Cuts({0: size}, len(used), "train")
-        steps = range(cuts.num_steps(0))
-        return len(steps), self.of_samples(self._indices(used, cuts, steps))
+        steps = range(num_update_steps(len(used), size, "train"))
+        samples = self._indices(lambda step: used[step * size : (step + 1) * size], steps)
+        return len(steps), self.of_samples(samples)
 
-    def samples_of(self, step: UpdateStep) -> Any:
-        """Returns the dataset indices of an update step of the latest epoch, over all DP ranks."""
-        order, epoch = self._latest
-        return order[self.cuts.window(epoch, step.index)]
-
-    def _order(self, epoch: int) -> Any:
-        if self.mixture_order is not None:
-            return self.mixture_order.epoch(epoch)
-        settings = self.settings
-        return epoch_permutation(len(self.dataset), epoch, settings.shuffle, settings.data_seed)
-
-    def _indices(self, order: Any, cuts: Cuts, steps: range, epoch: int = 0) -> UpdateSteps:
-        ranks = self.ranks
-        place = (ranks.dp_rank, ranks.dp_degree, epoch, getattr(self.collator, "block", 1))
-
-        def indices_of(step: int) -> Any:
-            return update_step_indices(order, step, cuts.window(epoch, step), *place)
-
-        return UpdateSteps(steps, indices_of)
+    def _indices(self, items: Callable[[int], Any], steps: range, epoch: int = 0) -> UpdateSteps:
+        """Returns this rank's samples of update steps; ``items`` returns those of all ranks."""
+        place = self.ranks.dp_rank, self.ranks.dp_degree, getattr(self.collator, "block", 1)
+        return UpdateSteps(
+            steps, lambda step: update_step_indices(items(step), epoch, step, *place)
+        )
 
     def of_samples(
-        self, indices_per_step: Sequence[list[Any]], first: int = 0, epoch: int = 0
+        self, indices_per_step: Sequence[list[Any]], first: int = 0
     ) -> Prefetched[UpdateStep]:
         """Returns update steps of given samples; see :meth:`epoch`.
 
@@ -371,10 +351,9 @@ class UpdateStepLoader:
             indices_per_step: dataset indices of this DP rank, possibly none, for each update step;
                 every rank must have the same number of update steps.
             first: position of the first update step in its epoch.
-            epoch: index of the epoch.
         """
         closed = threading.Event()
-        steps = self._prepare(first, indices_per_step, closed, epoch)
+        steps = self._prepare(first, indices_per_step, closed)
         return Prefetched(steps, self.settings.prefetch_update_steps, closed)
 
 

@@ -1,13 +1,14 @@
 """Assignment of samples to update steps and ranks.
 
-Update step ``k`` is the ``k``-th run of ``global_batch_size`` samples (see :class:`Cuts`) of the epoch's seeded
-permutation; data-parallel (DP) ranks take its samples in turn. So its samples do not depend on the
+Update step ``k`` is the ``k``-th run of ``global_batch_size`` samples of the epoch's seeded permutation;
+data-parallel (DP) ranks take its samples in turn. So its samples do not depend on the
 number of ranks, and training resumes from (epoch, update step) without further state.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -96,75 +97,41 @@ def num_update_steps(
     return steps if max_steps_per_epoch is None else min(steps, max_steps_per_epoch)
 
 
-class Cuts:
-    """Update steps that epochs are cut into, whose size may change at update steps of the training.
+class Order(Protocol):
+    """Samples of each update step, over all DP ranks."""
 
-    Args:
-        sizes: update step of the training -> samples per update step from there on; ascending, from 0 on.
-        num_samples, last_update_step, max_steps_per_epoch: as for :func:`num_update_steps`.
+    samples_per_epoch: int
+    """Samples of an epoch, before it is cut to update steps."""
+    steps_per_epoch: int
+
+    @abstractmethod
+    def samples(self, epoch: int, step: int) -> Any:
+        """Returns the dataset indices of an update step, [at most ``global_batch_size`` samples]."""
+
+
+class ShuffledOrder(Order):
+    """Runs of ``global_batch_size`` samples of an epoch's permutation, see :func:`epoch_permutation`.
+
+    ``steps_per_epoch`` are those of :func:`num_update_steps`.
     """
 
     def __init__(
         self,
-        sizes: Mapping[int, int],
         num_samples: int,
-        last_update_step: str,
-        max_steps_per_epoch: int | None = None,
+        global_batch_size: int,
+        steps_per_epoch: int,
+        shuffle: bool,
+        seed: int = 0,
     ) -> None:
-        self._sizes, self._borders, self._num_samples = sizes, list(sizes), num_samples
-        self._trains_last = last_update_step == "train"
-        self._most = max_steps_per_epoch
-        self._first_steps = [0]
-        self._pieces: list[list[tuple[int, int, int]]] = []
+        self.samples_per_epoch, self._size = num_samples, global_batch_size
+        self.steps_per_epoch = steps_per_epoch
+        self._permutation = lru_cache(maxsize=1)(
+            lambda epoch: epoch_permutation(num_samples, epoch, shuffle, seed)
+        )
 
-    def _cut_until(self, epoch: int) -> None:
-        """Cuts all epochs up to one: pieces of its first update step, first sample and size."""
-        borders = self._borders
-        while len(self._pieces) <= epoch:
-            pieces, sample, step, begin = list[tuple[int, int, int]](), 0, 0, self._first_steps[-1]
-            while True:
-                which = bisect_right(borders, begin + step) - 1
-                size = self._sizes[borders[which]]
-                pieces.append((step, sample, size))
-                full_steps, left_over = divmod(self._num_samples - sample, size)
-                number = full_steps + (left_over > 0 and self._trains_last)
-                if which + 1 == len(borders):
-                    break
-                to_border = borders[which + 1] - begin - step
-                end = sample + to_border * size
-                if number < to_border or end >= self._num_samples:
-                    break
-                step, sample = step + to_border, end
-            steps = step + number if self._most is None else min(step + number, self._most)
-            self._first_steps.append(begin + steps)
-            self._pieces.append(pieces)
-
-    def first_step(self, epoch: int) -> int:
-        """Returns the update steps of all epochs before one."""
-        self._cut_until(epoch - 1)
-        return self._first_steps[epoch]
-
-    def num_steps(self, epoch: int) -> int:
-        """Returns the update steps of an epoch."""
-        return self.first_step(epoch + 1) - self.first_step(epoch)
-
-    def window(self, epoch: int, step: int) -> slice:
-        """Returns the samples of an update step in the order of its epoch; the last may have fewer."""
-        self._cut_until(epoch)
-        pieces = self._pieces[epoch]
-        first, sample, size = pieces[bisect_right(pieces, step, key=lambda piece: piece[0]) - 1]
-        start = sample + (step - first) * size
-        return slice(start, start + size)
-
-    def step_at(self, epoch: int, samples_consumed: int) -> int:
-        """Returns the number of update steps that an epoch's first samples are the samples of."""
-        if not samples_consumed:
-            return 0
-        self._cut_until(epoch)
-        pieces = self._pieces[epoch]
-        which = bisect_right(pieces, samples_consumed, key=lambda piece: piece[1]) - 1
-        first, sample, size = pieces[which]
-        return first + (samples_consumed - sample) // size
+    def samples(self, epoch: int, step: int) -> Any:
+        """Returns the dataset indices of an update step; the last one of an epoch may have fewer."""
+        return self._permutation(epoch)[step * self._size : (step + 1) * self._size]
 
 
 def shares_of_ranks(global_batch_size: int, dp_degree: int) -> list[int]:
@@ -173,30 +140,22 @@ def shares_of_ranks(global_batch_size: int, dp_degree: int) -> list[int]:
 
 
 def update_step_indices(
-    permutation: Any,
-    step: int,
-    window: slice,
-    dp_rank: int,
-    dp_degree: int,
-    epoch: int = 0,
-    block: int = 1,
+    items: Any, epoch: int, step: int, dp_rank: int, dp_degree: int, block: int = 1
 ) -> list[StepIndex]:
-    """Returns each :class:`StepIndex` of this DP rank in one update step, in the permutation's order.
+    """Returns each :class:`StepIndex` of this DP rank in one update step, in order.
 
     The ranks' shares differ by up to one block, and a rank may get none.
 
     Args:
-        permutation: dataset indices of the epoch, [num_samples].
+        items: dataset indices of the update step over all DP ranks, an array or tensor [samples].
+        epoch: index of the epoch.
         step: index of the update step in the epoch.
-        window: its samples in the permutation, over all DP ranks.
         dp_rank: data-parallel coordinate of this rank.
         dp_degree: number of ranks that hold different data.
-        epoch: index of the epoch.
         block: number of consecutive samples that stay on one rank.
     """
-    indices = permutation[window].tolist()
     return [
-        StepIndex(index, epoch, step, position, len(indices))
-        for position, index in enumerate(indices)
+        StepIndex(item, epoch, step, position, len(items))
+        for position, item in enumerate(items.tolist())
         if position // block % dp_degree == dp_rank
     ]

@@ -193,7 +193,6 @@ class CheckedDataset(Dataset[Sample]):
 def load_dataset(
     cfg: DictConfig | ListConfig,
     tokenizer: Any = None,
-    temperature: float | None = None,
     check: Callable[[Any], None] | None = None,
 ) -> Any:
     """Instantiates a dataset from a component, or from a list of components.
@@ -202,7 +201,7 @@ def load_dataset(
     the positional argument of each; None if they take none. ``check`` raises ValueError if the
     first sample is of a wrong kind.
     """
-    dataset = _instantiate_all(cfg, tokenizer, temperature)
+    dataset = _instantiate_all(cfg, tokenizer)
     if check is not None:
         try:
             sample = dataset[0]
@@ -212,9 +211,7 @@ def load_dataset(
     return dataset
 
 
-def _instantiate_all(
-    cfg: DictConfig | ListConfig, tokenizer: Any, temperature: float | None
-) -> Any:
+def _instantiate_all(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
     given = () if tokenizer is None else (tokenizer,)
     if isinstance(cfg, ListConfig):
         parts: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -223,9 +220,9 @@ def _instantiate_all(
             text = f"name={name} is the name of a dataset in the log; set subset={name} for a subset of the hub"
             log_rank_zero(_log, text, logging.WARNING)
         datasets = [_instantiate(OmegaConf.create(part), *given) for part in made]
-        if temperature is None and not any(own):
+        if not any(own):
             return ConcatDataset(datasets=datasets)
-        return Mixture(datasets, entries_of(parts), temperature)
+        return Mixture(datasets, entries_of(parts))
     return _instantiate(cfg, *given)
 
 

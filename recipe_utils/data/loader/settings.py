@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from recipe_utils.data.mixture import MixtureSettings, problems_with_list
+from recipe_utils.data.mixture import problems_with_list
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.plan.packed import plan_packed
 from recipe_utils.data.plan.padded import plan_in_order, plan_least_padding
@@ -18,7 +18,7 @@ from recipe_utils.data.plan.plan import Plan
 from recipe_utils.memory.meter import METERS
 from recipe_utils.parallel.process_group import local_world_size_from_env
 from recipe_utils.parallel.ranks import ParallelDims, RankSettings, resolve_device
-from recipe_utils.settings.components import MadeWith, component_at
+from recipe_utils.settings.components import component_at
 from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith, Positive
 from recipe_utils.settings.problems import ConfigError, Problem
 
@@ -34,9 +34,8 @@ class DataSettings(RankSettings):
     """Samples per microbatch."""
     gradient_accumulation_steps: Count | None = None
     """Microbatches per rank and update step. Default: 1, or what ``global_batch_size`` requires."""
-    global_batch_size: Count | dict[CountOrZero, Count] | None = None
-    """Samples per update step over all ranks; replaces ``gradient_accumulation_steps``. ``{0: 32,
-    1000: 128}`` changes it from update step 1000 of the training on."""
+    global_batch_size: Count | None = None
+    """Samples per update step over all ranks; replaces ``gradient_accumulation_steps``."""
     batch_size_val: Annotated[Count | None, OnlyWith("run_val_every_n_steps")] = None
     """Samples per microbatch in validation. Default: ``batch_size``."""
     microbatching: Literal["in_order", "least_padding", "packed"] = "in_order"
@@ -75,13 +74,8 @@ class DataSettings(RankSettings):
     """``skip``: bad samples are skipped with a warning; counts stay exact."""
     sample_losses: bool = False
     """Writes the mean loss of each sample in each epoch to ``logs/sample_losses.npy``."""
-    mixture: (
-        Annotated[dict[str, Any], MadeWith(default="recipe_utils.data.mixture.MixtureSettings")]
-        | None
-    ) = None
-    """Options of a ``dataset`` list with weights: ``weigh`` (``samples``, or ``tokens``: shares
-    of target tokens), ``samples_per_epoch`` (default: all samples), ``temperature`` T (weights
-    are length^(1/T))."""
+    mixture: dict[Literal["samples_per_epoch"], Count] | None = None
+    """``samples_per_epoch`` of a ``dataset`` list with weights. Default: as many as all datasets have."""
     collate_fn: str = "torchtune.data.padded_collate_sft"
     """Dotted path of the function that pads the samples of a microbatch; not with ``packed``."""
 
@@ -133,16 +127,13 @@ class DataSettings(RankSettings):
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
         if self.max_ranks_per_row > 1:
             yield from self._problems_of_spanning()
-        steps = list(self.global_batch_size) if isinstance(self.global_batch_size, dict) else [0]
-        if steps[:1] != [0] or steps != sorted(steps):
-            text = "its update steps must ascend from 0, such as {0: 32, 1000: 128}"
-            yield Problem("global_batch_size", text, self.global_batch_size)
-            return
         if self.dims_or_none is not None:
             yield from self._problems_with_ranks(self.dims_or_none)
         for key in ("dataset", "dataset_val"):
-            settings = self.of_mixture if self.mixture is not None and key == "dataset" else None
-            yield from problems_with_list(key, getattr(self, key, None), settings)
+            yield from problems_with_list(key, getattr(self, key, None))
+        parts = getattr(self, "dataset", None)
+        if self.mixture and not (isinstance(parts, list) and any("weight" in p for p in parts)):
+            yield Problem("mixture", "it has no effect without a list of weights; set dataset")
         if self.is_packed and self.collate_fn != DataSettings.collate_fn:
             instead = "remove the key, or set microbatching=least_padding"
             yield unused("collate_fn", f"does not use it; {instead}")
@@ -158,11 +149,6 @@ class DataSettings(RankSettings):
             component_at(self.collate_fn)
         except ValueError as error:
             yield Problem("collate_fn", str(error), self.collate_fn)
-
-    @property
-    def of_mixture(self) -> MixtureSettings:
-        """Returns the values of ``mixture``."""
-        return MixtureSettings(**(self.mixture or {}))
 
     def _problems_of_spanning(self) -> Iterator[Problem]:
         """Yields problems of rows that span ranks."""
@@ -194,13 +180,6 @@ class DataSettings(RankSettings):
             self.num_accumulated(dims.dp_degree, self.must_divide)
         except ConfigError as error:
             yield from error.problems
-        sizes = self.global_batch_size if isinstance(self.global_batch_size, dict) else {}
-        if sizes and min(sizes.values()) < dims.dp_degree:
-            text = (
-                f"{dims.dp_degree} data-parallel ranks take at least a sample each, and an update step "
-                f"has {min(sizes.values())}; set it to {dims.dp_degree} or more"
-            )
-            yield Problem("global_batch_size", text, sizes)
         if most == 1 or any(self._problems_of_spanning()):
             return
         num_neighbors = math.gcd(dims.dp_degree, most)
@@ -218,18 +197,10 @@ class DataSettings(RankSettings):
             )
             yield Problem("max_ranks_per_row", text, most)
 
-    @property
-    def largest_batch(self) -> int | None:
-        """Returns ``global_batch_size``, the largest if there are several."""
-        sizes = self.global_batch_size
-        return max(sizes.values()) if isinstance(sizes, dict) else sizes
-
-    def batch_sizes(self, dp_degree: int) -> dict[int, int]:
-        """Returns by update step of the training the samples per update step from there on."""
-        if isinstance(self.global_batch_size, dict):
-            return self.global_batch_size
+    def samples_per_update_step(self, dp_degree: int) -> int:
+        """Returns the samples of an update step over all ranks."""
         per_rank = self.batch_size * self.num_accumulated(dp_degree)
-        return {0: self.global_batch_size or per_rank * dp_degree}
+        return self.global_batch_size or per_rank * dp_degree
 
     def num_accumulated(self, dp_degree: int, must_divide: bool = False) -> int:
         """Returns the microbatches per rank and update step, before samples are regrouped.
@@ -241,7 +212,7 @@ class DataSettings(RankSettings):
             ConfigError: ``global_batch_size`` contradicts ``gradient_accumulation_steps``, or it
                 ``must_divide`` into whole microbatches and does not.
         """
-        steps, total = self.gradient_accumulation_steps, self.largest_batch
+        steps, total = self.gradient_accumulation_steps, self.global_batch_size
         if total is None:
             return steps or 1
         per_pass = self.batch_size * dp_degree

@@ -12,10 +12,8 @@ import torch
 from torchtune.utils import get_logger
 
 from recipe_utils.data.collator import Collator
-from recipe_utils.data.loader.sampler import epoch_permutation
-from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_samples
-from recipe_utils.data.mixture import Mixture, MixtureOrder
-from recipe_utils.data.order import seed_of
+from recipe_utils.data.loader.samples import CheckedDataset, SampleError
+from recipe_utils.data.mixture import MixtureOrder
 from recipe_utils.parallel.process_group import elastic_nodes
 from recipe_utils.settings.problems import ConfigError, Problem
 
@@ -31,8 +29,6 @@ _PLACE = re.compile(
 )
 _MAX_SECONDS = 10.0
 """Time after which no further sample is read for remarks."""
-_NUM_MEASURED = 1000
-"""Maximum number of samples of a dataset that are read for its mean number of target tokens."""
 
 
 class Probe(NamedTuple):
@@ -179,41 +175,6 @@ def check_draws(loader: "UpdateStepLoader") -> None:
         raise ConfigError(Problem("num_workers", text, 0))
 
 
-def make_order(
-    loader: "UpdateStepLoader", mixture: Mixture, num_epochs: int, saved: Mapping[str, Any]
-) -> MixtureOrder:
-    """Returns the order of a mixture with weights; ``saved`` is the checkpoint's fingerprint.
-
-    Raises ConfigError if a dataset is empty or taken too often, or weights of tokens have no meaning.
-    """
-    settings, means = loader.settings, None
-    if settings.of_mixture.weigh == "tokens":
-        if "target_tokens" not in loader.collator.counts:
-            text = "there are no target tokens here; set it to samples"
-            raise ConfigError(Problem("mixture.weigh", text, "tokens"))
-        means = saved.get("mean_target_tokens") or _mean_target_tokens(loader, mixture)
-    order = MixtureOrder(mixture, settings, loader.batch_sizes, num_epochs, means)
-    if problems := [*order.problems(loader.dataset.name)]:
-        raise ConfigError(*problems)
-    return order
-
-
-def _mean_target_tokens(loader: "UpdateStepLoader", mixture: Mixture) -> dict[str, float]:
-    """Returns the mean number of target tokens of some samples of each dataset, by name."""
-    means = {}
-    for which, (name, start) in enumerate(zip(mixture.names, mixture.starts, strict=True)):
-        seed = seed_of(loader.settings.data_seed, 2, which)
-        order = epoch_permutation(mixture.lengths[which], 0, shuffle=True, seed=seed)
-        indices = [start + index for index in order[:_NUM_MEASURED].tolist()]
-        with torch.random.fork_rng(devices=[]):
-            samples = next(load_samples(loader.dataset, [indices]))
-        counts = [loader.collator.collate([each]).counts["target_tokens"] for each in samples]
-        if not any(counts):
-            raise ValueError(f"{name}: none of {len(indices)} samples has target tokens")
-        means[name] = round(sum(counts) / len(counts), 2)
-    return means
-
-
 def log_start(loader: "UpdateStepLoader", epochs: int) -> None:
     """Logs a dataset, its update steps, warnings and remarks, on rank 0."""
     if not loader.ranks.is_zero:
@@ -232,10 +193,6 @@ def log_start(loader: "UpdateStepLoader", epochs: int) -> None:
         _log.info(
             f"global_batch_size={size}: {len(loader.shares)} ranks take {listed} {least} samples"
         )
-    sizes, num_steps = loader.batch_sizes, loader.cuts.first_step(epochs)
-    if len(sizes) > 1 and max(sizes) >= num_steps:
-        text = f"from update step {max(sizes)} on: the training has only {num_steps} update steps"
-        _log.warning(f"global_batch_size={sizes[max(sizes)]} {text}")
     found, num_ranks, per_epoch = loader.probe, loader.ranks.dp_degree, loader.steps_per_epoch
     text = f"Data: {len(loader.dataset):,} samples"
     if lengths := found.lengths:
@@ -253,24 +210,19 @@ def log_start(loader: "UpdateStepLoader", epochs: int) -> None:
         on_each = f"{'at most ' * is_uneven}{loader.samples_per_rank} on each"
         on_ranks = f" ({on_each} of {num_ranks} data-parallel ranks)"
     _log.info(
-        f"Update steps: {num_steps} ({epochs} epoch{'s' * (epochs > 1)}{f' of {per_epoch}' * (len(sizes) == 1)}), "
-        f"{size if len(sizes) == 1 else sizes} samples each{on_ranks}, {settings.microbatching}"
+        f"Update steps: {epochs * per_epoch} ({epochs} epoch{'s' * (epochs > 1)} of {per_epoch}), "
+        f"{size} samples each{on_ranks}, {settings.microbatching}"
     )
     for remark, number in Counter(loader.probe.remarks).most_common():
         _log.info(f"{name}: {number} of {loader.probe.num_remarked} samples read: {remark}")
-    num_left_over = 0 if len(sizes) > 1 else loader.samples_per_epoch % size
-    if loader.mixture_order is not None:
-        for line in loader.mixture_order.log_lines():
+    num_left_over = loader.order.samples_per_epoch % size
+    if isinstance(loader.order, MixtureOrder):
+        for line in loader.order.log_lines(epochs):
             _log.info(line)
-        schedules = loader.dataset.mixture.schedules or ()  # type: ignore[union-attr]
-        for index, last in enumerate(map(max, schedules)):
-            if last >= num_steps:
-                text = f"the training has only {num_steps} update steps"
-                _log.warning(f"{name}.{index}.weight from update step {last} on: {text}")
         if num_left_over and settings.max_steps_per_epoch is None:
             _log.info(
                 f"{name}: an epoch of the mixture is {loader.steps_per_epoch} whole update steps; {num_left_over} of "
-                f"{loader.samples_per_epoch} samples are left for the next one"
+                f"{loader.order.samples_per_epoch} samples are left for the next one"
             )
     elif settings.last_update_step == "drop" and num_left_over:
         _log.warning(

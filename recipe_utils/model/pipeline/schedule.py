@@ -125,7 +125,7 @@ class PipelineSettings(DataSettings):
             to_run = num_microbatches_to_run(least, schedule, num_ranks, num_stages)
             if num_microbatches != to_run:
                 samples = num_microbatches * self.batch_size * dims.dp_degree
-                samples = self.largest_batch or samples
+                samples = self.global_batch_size or samples
                 yield Problem(
                     "gradient_accumulation_steps",
                     f"{name} with {num_stages} stages and pipeline_parallel_schedule={schedule} needs {to_run} "

@@ -29,7 +29,7 @@ WEIGHTS = st.lists(st.decimals("0.001", "999", places=3), min_size=1, max_size=3
 
 
 def shares_of(weights, size):
-    return Shares([{0: Fraction(str(weight))} for weight in weights], size)
+    return Shares([Fraction(str(weight)) for weight in weights], size)
 
 
 @settings(max_examples=40)
@@ -63,33 +63,6 @@ def test_no_dataset_is_ever_a_sample_ahead_or_behind(seed):
             assert abs(number * total - (step + 1) * size * weight) < total
 
 
-def test_shares_are_exact_while_the_batch_grows():
-    weights = [Fraction(1, 2), Fraction(1, 3), Fraction(1, 6)]
-    sizes, drawn, total = {0: 4, 5: 10, 9: 7}, [0, 0, 0], 0
-    shares = Shares([{0: weight} for weight in weights], sizes)
-    for step in range(200):
-        before, counts = shares.of(step)
-        assert list(before) == drawn
-        size = sizes[max(first for first in sizes if first <= step)]
-        total += size
-        assert sum(counts) == size
-        drawn = [a + b for a, b in zip(drawn, counts, strict=True)]
-        for count, number, weight in zip(counts, drawn, weights, strict=True):
-            assert abs(count - weight * size) < 1
-            assert abs(number - weight * total) < 1
-
-
-def test_a_schedule_changes_shares_at_its_update_step_and_earlier_ones_not():
-    changed = Shares([{0: Fraction(1, 2), 100: Fraction(1, 8)}, {0: Fraction(1, 2)}], 10)
-    constant = shares_of(["0.5", "0.5"], 10)
-    assert [changed.of(n) for n in range(100)] == [constant.of(n) for n in range(100)]
-    counts = [changed.of(n)[1][0] for n in range(100, 200)]
-    assert (sum(counts), set(counts)) == (200, {2})
-    assert changed.of(3) == constant.of(3)
-    with pytest.raises(ValueError, match="all weights are 0 from update step 4 on"):
-        Shares([{0: Fraction(1), 4: Fraction(0)}], 8)
-
-
 LENGTHS, SHARES = (40, 7, 300), ("0.5", "0.3", "0.2")
 NAMES = ("chat", "code", "math")
 
@@ -101,7 +74,7 @@ def mixture_of(parts, weights=SHARES, **keys):
 
 def order_of(shuffle=True):
     mixture = mixture_of([tiny.Samples(range(n)) for n in LENGTHS])
-    return MixtureOrder(mixture, DataSettings(shuffle=shuffle, data_seed=3), 16, num_epochs=3)
+    return MixtureOrder(mixture, DataSettings(shuffle=shuffle, data_seed=3), 16)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -111,19 +84,19 @@ def test_each_dataset_is_passed_through_without_repetition_also_across_epochs(sh
     assert order.steps_per_epoch == 347 // 16
     for epoch in range(3):
         for step in range(order.steps_per_epoch):
-            drawn.update(order.epoch(epoch)[16 * step : 16 * step + 16].tolist())
+            drawn.update(order.samples(epoch, step).tolist())
             for first, end in pairwise(starts):
                 of_dataset = [drawn[i] for i in range(first, end)]
                 assert max(of_dataset) - min(of_dataset) <= 1
-    assert sum(drawn.values()) == sum(order.drawn) == 3 * 21 * 16
+    assert sum(drawn.values()) == 3 * 21 * 16
 
 
 def test_passes_have_new_orders_and_datasets_of_equal_length_their_own():
     order = order_of()
     passes = {tuple(order._pass(which, number).tolist()) for which in (0, 2) for number in (0, 1)}
     assert len(passes) == 4
-    first = [order.step(n).tolist() for n in range(60)]
-    assert [order_of().step(n).tolist() for n in reversed(range(60))] == first[::-1]
+    first = [order.samples(0, n).tolist() for n in range(60)]
+    assert [order_of().samples(0, n).tolist() for n in reversed(range(60))] == first[::-1]
 
 
 @pytest.mark.parametrize("length", [slow(2**23), 2**23 + 1])
@@ -131,10 +104,10 @@ def test_orders_of_more_samples_than_the_limit_are_computed_by_index(length):
     """Two datasets of 2^23 samples are at the limit; each keeps the orders of two passes."""
     entries = [{"name": name, "weight": 1} for name in NAMES[:2]]
     mixture = Mixture([range(length), range(length)], entries)
-    order = MixtureOrder(mixture, DataSettings(data_seed=3), 16, num_epochs=1)
+    order = MixtureOrder(mixture, DataSettings(data_seed=3), 16)
     permutation = order._pass(1, 0)
     assert isinstance(permutation, torch.Tensor) == (length == 2**23)
-    assert len(set(order.step(7).tolist())) == 16
+    assert len(set(order.samples(0, 7).tolist())) == 16
 
 
 # ---- Through the loader ---------------------------------------------------------------------------
@@ -143,7 +116,7 @@ PARTS = [tiny.make_samples(n, seed=n) for n in (40, 7, 60)]
 SETTINGS = {"global_batch_size": 12, "num_workers": 0}
 
 
-def make_loader(num_epochs=2, saved=(), weights=SHARES, **settings):
+def make_loader(weights=SHARES, **settings):
     data = DataSettings(**{**SETTINGS, **settings})
     limits = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
     return UpdateStepLoader(
@@ -151,8 +124,7 @@ def make_loader(num_epochs=2, saved=(), weights=SHARES, **settings):
         TextCollator(data, tiny.tiny_tokenizer(), tiny.IGNORE, limits),
         data,
         join_ranks(RankSettings(device="cpu")),
-        num_epochs=num_epochs,
-        saved=dict(saved),
+        is_drawn=True,
     )
 
 
@@ -197,26 +169,9 @@ def test_samples_carry_their_dataset_and_errors_its_name(one_process):
         loader.dataset[42]
 
 
-def test_weights_of_tokens_are_divided_by_mean_target_tokens_once(one_process):
-    loader = make_loader(mixture={"weigh": "tokens"})
-    means = loader.fingerprint()["mean_target_tokens"]
-    targets = [
-        [sum(label != tiny.IGNORE for label in s["labels"][1:]) for s in part] for part in PARTS
-    ]
-    assert means == {n: round(sum(t) / len(t), 2) for n, t in zip(NAMES, targets, strict=True)}
-    quotas = loader.mixture_order.shares.quotas[0]
-    tokens = [float(q) * mean for q, mean in zip(quotas, means.values(), strict=True)]
-    assert [each / sum(tokens) for each in tokens] == pytest.approx([0.5, 0.3, 0.2])
-    saved = {"mean_target_tokens": dict.fromkeys(NAMES, 1.0)}
-    resumed = make_loader(mixture={"weigh": "tokens"}, saved=saved)
-    assert resumed.mixture_order.shares.quotas == make_loader().mixture_order.shares.quotas
-
-
 def test_a_table_shows_samples_shares_and_passes(one_process, caplog):
-    loader = make_loader(weights=({0: 0.5, 9: 0.5, 10: 0.5}, "0.49", "0.01"), max_steps_per_epoch=5)
+    loader = make_loader(weights=("0.5", "0.49", "0.01"), max_steps_per_epoch=5)
     log_start(loader, epochs=2)
-    text = "dataset.0.weight from update step 10 on: the training has only 10 update steps"
-    assert text in caplog.messages
     rows = [line.split() for line in caplog.messages]
     assert ["chat", "40", "50.0%", "0.75", "1.50"] in rows
     assert ["code", "7", "49.2%", "4.21", "8.43"] in rows
@@ -232,8 +187,8 @@ def passes_on(tokenizer, **arguments):
 
 
 def test_a_component_keeps_its_own_parameters_and_a_subset_of_the_hub_its_name(caplog):
-    entry = {"_component_": f"{__name__}.takes_names", "name": "a", "weight": 2, "max_epochs": 3}
-    assert split_entry(entry)[1] == {"max_epochs": 3}
+    entry = {"_component_": f"{__name__}.takes_names", "name": "a", "weight": 2, "loss_weight": 3}
+    assert split_entry(entry)[1] == {"loss_weight": 3}
     one = {"_component_": f"{__name__}.passes_on"}
     subset = {**one, "name": "a", "subset": "main"}
     assert split_entry(subset) == ({**one, "name": "main"}, {"name": "a"})

@@ -333,7 +333,7 @@ def test_the_fingerprint_is_of_the_images_alone(one_process):
 def test_a_worker_s_samples_are_arrays_which_hold_no_file_open():
     """Tensors come from workers as files in shared memory, of which a process may open about a thousand."""
     checked = CheckedDataset(views_of(), "dataset", lambda sample, name: sample)
-    indices = update_step_indices(torch.arange(8), 0, slice(8), 0, 1)
+    indices = update_step_indices(torch.arange(8), 0, 0, 0, 1)
     (samples,) = load_samples(checked, [indices], num_workers=1)
     assert [sample["position"] for sample in samples] == list(range(8))
     assert not any(isinstance(value, torch.Tensor) for value in samples[0].values())

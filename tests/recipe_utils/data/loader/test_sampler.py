@@ -8,16 +8,12 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from recipe_utils.data.loader.sampler import (
-    Cuts,
+    ShuffledOrder,
     epoch_permutation,
     num_update_steps,
     shares_of_ranks,
     update_step_indices,
 )
-
-
-def window(step, size=12):
-    return slice(step * size, (step + 1) * size)
 
 
 @pytest.mark.parametrize(
@@ -31,11 +27,14 @@ def window(step, size=12):
 def test_each_rank_visits_the_samples_in_the_order_of_the_stock_samplers(
     sampler_class, shuffle, epoch
 ):
-    permutation = epoch_permutation(48, epoch, shuffle)
+    order = ShuffledOrder(48, 12, 4, shuffle)
     for rank in range(4):
         stock = sampler_class(range(48), num_replicas=4, rank=rank, shuffle=shuffle, seed=0)
         stock.set_epoch(epoch)
-        ours = [update_step_indices(permutation, step, window(step), rank, 4) for step in range(4)]
+        ours = [
+            update_step_indices(order.samples(epoch, step), epoch, step, rank, 4)
+            for step in range(4)
+        ]
         assert [index.item for index in itertools.chain(*ours)] == list(stock)
 
 
@@ -51,8 +50,8 @@ def test_epochs_and_seeds_differ_in_their_order():
 def test_an_epoch_has_every_sample_once_in_update_steps_that_do_not_depend_on_the_ranks(
     num_samples,
 ):
-    permutation = epoch_permutation(num_samples, epoch=3, shuffle=True)
-    order = permutation.tolist()
+    order = epoch_permutation(num_samples, epoch=3, shuffle=True).tolist()
+    steps = ShuffledOrder(num_samples, 12, 3, shuffle=True)
     expected = {
         (order[i], 3, i // 12, i % 12, min(num_samples - i // 12 * 12, 12))
         for i in range(num_samples)
@@ -62,9 +61,7 @@ def test_an_epoch_has_every_sample_once_in_update_steps_that_do_not_depend_on_th
             index
             for step in range(num_update_steps(num_samples, 12, "train"))
             for rank in range(dp_degree)
-            for index in update_step_indices(
-                permutation, step, window(step), rank, dp_degree, epoch=3
-            )
+            for index in update_step_indices(steps.samples(3, step), 3, step, rank, dp_degree)
         ]
         assert len(found) == num_samples
         assert set(found) == expected
@@ -74,34 +71,9 @@ def test_an_epoch_has_every_sample_once_in_update_steps_that_do_not_depend_on_th
     ("size", "shares"), [(16, [6, 5, 5]), (12, [4, 4, 4]), (7, [4, 3]), (2, [1, 1, 0]), (5, [5])]
 )
 def test_shares_of_ranks_are_the_numbers_of_dealt_samples(size, shares):
-    ranks, order = range(len(shares)), torch.arange(40)
-    dealt = [
-        len(update_step_indices(order, 1, window(1, size), rank, len(shares))) for rank in ranks
-    ]
+    items, ranks = torch.arange(size), range(len(shares))
+    dealt = [len(update_step_indices(items, 0, 0, rank, len(shares))) for rank in ranks]
     assert shares_of_ranks(size, len(shares)) == dealt == shares
-
-
-@pytest.mark.parametrize("last", ["train", "drop"])
-@pytest.mark.parametrize("most", [None, 5])
-@pytest.mark.parametrize(
-    "sizes", [{0: 8}, {0: 3, 2: 7, 9: 1, 20: 30}, {0: 9, 1: 4, 2: 10, 3: 1}, {0: 50, 2: 5}]
-)
-def test_an_epoch_is_cut_one_update_step_after_the_other(sizes, most, last):
-    for num_samples in range(1, 60):
-        cuts = Cuts(sizes, num_samples, last, most)
-        number = 0
-        for epoch in range(3):
-            assert cuts.first_step(epoch) == number
-            sample, steps = 0, []
-            while sample < num_samples and len(steps) < (most or 99):
-                size = sizes[max(step for step in sizes if step <= number)]
-                if last == "drop" and sample + size > num_samples:
-                    break
-                steps.append(slice(sample, sample + size))
-                sample, number = sample + size, number + 1
-                assert cuts.step_at(epoch, sample) == len(steps)
-            assert [cuts.window(epoch, step) for step in range(cuts.num_steps(epoch))] == steps
-        assert cuts.first_step(3) == number
 
 
 @pytest.mark.parametrize("num_samples", [8, 15, 16, 17])
@@ -119,12 +91,9 @@ def test_drop_counts_full_update_steps_and_train_the_short_one_too(num_samples):
 def test_blocks_of_an_update_step_stay_on_a_rank_and_shares_differ_by_at_most_one(
     num_samples, block, dp_degree
 ):
-    permutation = epoch_permutation(num_samples, epoch=2, shuffle=True)
-    shares = [
-        update_step_indices(permutation, 0, slice(64), rank, dp_degree, block=block)
-        for rank in range(dp_degree)
-    ]
-    window = permutation[:64].tolist()
+    items = epoch_permutation(num_samples, epoch=2, shuffle=True)[:64]
+    shares = [update_step_indices(items, 2, 0, rank, dp_degree, block) for rank in range(dp_degree)]
+    window = items.tolist()
     assert sorted(index.item for index in itertools.chain(*shares)) == sorted(window)
     ranks_of_blocks = {}
     for rank, share in enumerate(shares):

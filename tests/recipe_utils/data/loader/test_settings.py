@@ -33,7 +33,7 @@ def test_accumulation_steps_follow_from_the_key_that_is_given(steps, global_batc
         (2, 24, False, "global_batch_size=24: .* gradient_accumulation_steps=2 .* = 16; "),
         (3, 20, False, "global_batch_size=20: .* gradient_accumulation_steps=3 .* = 24; "),
         (0, None, False, "gradient_accumulation_steps\n.*greater than or equal to 1"),
-        (None, -8, False, r"global_batch_size\.constrained-int\n.*greater than or equal to 1"),
+        (None, -8, False, r"global_batch_size\n.*greater than or equal to 1"),
     ],
 )
 def test_contradicting_batch_sizes_are_refused_with_their_numbers(
