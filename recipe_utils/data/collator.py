@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
@@ -62,14 +62,6 @@ class Collator(Protocol):
     def warnings(self) -> Iterator[str]:
         """Yields warnings to log before training."""
         yield from ()
-
-    def common_beginning(self, sample: Sample, known: Any = None) -> Any:
-        """Returns the common beginning of a sample and ``known`` that a row may compute once, or None."""
-        return None
-
-    def share_beginning(self, tokens: Any) -> None:
-        """Takes the common beginning of all samples, before the first plan; the same on all ranks."""
-        return None
 
     def remarks(self, sample: Sample) -> Iterator[str]:
         """Yields doubts about a prepared sample, as texts that are counted over samples."""

@@ -64,7 +64,7 @@ class Throughput:
         if "positions" in totals:
             num_computed = totals["real_tokens"] - totals["shared_tokens"]
             figures["padding_fraction"] = 1 - num_computed / max(totals["positions"], 1)
-        if "shared_tokens" in totals:
+        if totals["shared_tokens"]:
             figures["shared_fraction"] = totals["shared_tokens"] / max(totals["real_tokens"], 1)
         self.restart()
         return figures

@@ -81,7 +81,7 @@ class Objective(NamedTuple):
     """Relative tolerance of metrics."""
 
 
-COMMON = {**DATA, "num_common": 8}
+COMMON = {**DATA, "num_common": 20}
 TREES = {"_component_": "tiny.tiny_tree_dataset", "num_samples": NUM_SAMPLES}
 
 

@@ -49,7 +49,7 @@ from recipe_utils.data.mixture import Mixture, MixtureOrder
 from recipe_utils.data.order import NUM_IN_MEMORY
 from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.memory.budget import MOST_TOKENS
-from recipe_utils.parallel.process_group import agree_on_length, gather_objects
+from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError, naming
 
@@ -251,8 +251,6 @@ class UpdateStepLoader:
             parts = mixture.lengths if is_drawn and mixture else [len(self.dataset)]
             has_remarks = is_training and ranks.is_zero
             self.probe = probe(self.dataset, collator, parts if is_training else (), has_remarks)
-            if is_training:
-                collator.share_beginning(gather_objects(self.probe.beginning, self._group)[0])
         self.order = self._make_order(mixture if is_drawn else None)
 
     def _make_order(self, mixture: Mixture | None) -> Order:

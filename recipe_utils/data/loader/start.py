@@ -48,8 +48,6 @@ class Probe(NamedTuple):
     """Target tokens of all of them."""
     num_shared: int = 0
     """Tokens of all of them that are not computed again."""
-    beginning: Any = None
-    """Common beginning of all of them, see :meth:`recipe_utils.data.collator.Collator.common_beginning`."""
 
 
 def probe(
@@ -79,7 +77,7 @@ def probe(
     digest, remarks, example = hashlib.sha256(), Counter[str](), 0
     has_targets, stops, problem = False, False, "it has no target"
     num_good_of_hashed, first_error = 0, None
-    num_shared, beginning = 0, None
+    num_shared = 0
     lengths, num_targets, end_seconds = [], 0, time.monotonic() + _MAX_SECONDS
     num_read, without_targets = Counter[str](), Counter[str]()
     with torch.random.fork_rng(devices=[]):
@@ -112,7 +110,6 @@ def probe(
                     has_targets, example = True, index
             if is_planned and index in remarked:
                 remarks.update(collator.remarks(sample))
-                beginning = collator.common_beginning(sample, beginning)
                 lengths += [counts["real_tokens"]] if "real_tokens" in counts else []
                 num_targets += counts.get("target_tokens", 0)
                 num_shared += counts.get("shared_tokens", 0)
@@ -139,7 +136,7 @@ def probe(
             )
         elif number:
             remarks[f"{f'of {name}, ' if name else ''}no target"] = number
-    found = {} if stops else remarks, len(remarked), lengths, num_targets, num_shared, beginning
+    found = {} if stops else remarks, len(remarked), lengths, num_targets, num_shared
     return Probe(example, digest.hexdigest()[:16], *found)
 
 

@@ -27,7 +27,6 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.pairs.rows import SIDES
 from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.collate import (
-    Piece,
     cut_part,
     packed,
     padded,
@@ -36,6 +35,7 @@ from recipe_utils.data.text.collate import (
 from recipe_utils.data.text.collator import FrozenCache, RowCollator, check_sample
 from recipe_utils.data.text.documents import tree
 from recipe_utils.data.text.limits import ModelLimits
+from recipe_utils.data.text.trees import Piece
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
 

@@ -5,7 +5,7 @@ Shapes: b rows, s positions per row, n positions of a piece.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,24 +13,14 @@ from torch import Tensor
 from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.plan.plan import WHOLE, Part
-from recipe_utils.data.text.documents import Document, Documents, length_of, segments_of
-from recipe_utils.data.text.trees import OF_TREES
+from recipe_utils.data.text.documents import Document, Documents, length_of
+from recipe_utils.data.text.trees import OF_TREES, Piece, share_beginnings
 
 OF_LOADER = ("dataset_index", "step_position")
 """Keys that the loader adds to samples."""
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 """torchtune's ``collate_fn``: samples -> tensors of a batch."""
-
-
-class Piece(NamedTuple):
-    """Whole documents of a row."""
-
-    columns: Tensor
-    """[3, n] int64: tokens, labels of the next positions (of segments, those of the sequence that
-    they are from), positions."""
-    documents: Sequence[Document]
-    """Tokens of each document, or of its segments."""
 
 
 # ---- Layouts --------------------------------------------------------------------------------------
@@ -158,14 +148,13 @@ def collate_packed_microbatch(
     padding_idx: int = 0,
     row_multiple: int | None = None,
     part: Part = WHOLE,
-    num_alike: int = 0,
-    num_common: int = 0,
+    shares_beginnings: bool = False,
 ) -> Microbatch:
     """Makes a microbatch of one packed row, or of a part of it.
 
     Samples of a packed dataset lose their padding. Each part is padded to a multiple of
-    ``row_multiple`` tokens. The first ``num_alike`` samples begin with the same ``num_common``
-    tokens, which occur once.
+    ``row_multiple`` tokens. With ``shares_beginnings``, samples that begin with the same tokens may
+    become one tree, see :func:`recipe_utils.data.text.trees.share_beginnings`.
 
     Raises:
         ValueError: a sample contains images. Other keys than those of text are ignored.
@@ -175,33 +164,19 @@ def collate_packed_microbatch(
             "microbatching=packed: rows contain only text, and a sample has encoder_input; set "
             "microbatching=least_padding, and collate_fn for images"
         )
-    pieces = [piece_of(sample, ignore_index) for sample in samples]
-    if num_alike > 1:
-        pieces[:num_alike] = _one_tree(pieces[:num_alike], num_common)
+    pieces: Sequence[Piece] = [piece_of(sample, ignore_index) for sample in samples]
+    num_saved = 0
+    if shares_beginnings and len(pieces) > 1:
+        order, pieces, num_saved = share_beginnings(pieces, ignore_index)
+        samples = [samples[i] for i in order]
     row = packed(pieces, ignore_index, padding_idx, (row_multiple or 1) * part.num_ranks)
     row = _with_datasets(row, samples, [piece.columns.size(1) for piece in pieces])
-    num_shared = sum(sum(sample.get("num_shared", ())) for sample in samples)
-    num_shared += max(num_alike - 1, 0) * num_common
-    if num_shared or any("documents" in sample for sample in samples):
+    num_shared = num_saved + sum(sum(sample.get("num_shared", ())) for sample in samples)
+    if shares_beginnings or any("documents" in sample for sample in samples):
         num_real = row.counts["real_tokens"] + num_shared
         counts = {**row.counts, "real_tokens": num_real, "shared_tokens": num_shared}
         row = replace(row, counts=counts)
     return cut_part(row, part, len(samples))
-
-
-def _one_tree(pieces: Sequence[Piece], num_common: int) -> list[Piece]:
-    """Removes the positions that all pieces, of one document each, begin with from all but the first.
-
-    The first then contains the one document, a tree. The common positions have no targets.
-    """
-    columns = [pieces[0].columns, *(piece.columns[:, num_common:] for piece in pieces[1:])]
-    segments = [(num_common, sum(each.size(1) for each in columns))]
-    for piece in pieces:
-        (length, reach), *below = segments_of(piece.documents[0])
-        rest = [(length - num_common, reach - num_common)] if length > num_common else []
-        segments += [*rest, *below]
-    of_pieces: list[list[Document]] = [[tuple(segments)], *([] for _ in pieces[1:])]
-    return [Piece(*each) for each in zip(columns, of_pieces, strict=True)]
 
 
 def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Piece:

@@ -38,7 +38,6 @@ from recipe_utils.settings.problems import ConfigError, Problem
 
 _TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", "is_cut", *OF_LOADER, *OF_TREES}
 
-_COMMON = ("the common beginning of samples", "")
 _log = get_logger("INFO")
 
 
@@ -188,8 +187,6 @@ class TextCollator(RowCollator):
     """Counts; real tokens exclude padding, positions include it; also samples in rows of several ranks,
     and tokens of trees that are not computed again."""
     fingerprint_keys = ("tokens", "labels")
-    _beginning = np.empty(0, dtype=np.int64)
-    """Tokens that a row computes once for all samples that begin with them."""
 
     def __init__(
         self,
@@ -218,86 +215,29 @@ class TextCollator(RowCollator):
             text = f"it stores plain text only; set teacher_cache=null, {instead}"
             raise ConfigError(Problem("teacher_cache", text))
         self._trees = ("split_turns=shared", "set dataset.split_turns=True")
-        self.counts = (*self.counts, "shared_tokens")
         self._set(self.settings)
 
     def _set(self, settings: DataSettings) -> None:
         super()._set(settings)
-        num_common = len(self._beginning)
-        if self._trees is None and not num_common:
-            return
-        bound, cost = self._most_tokens(settings), self.limits.cost
-        if num_common:
-            self.row_multiple = self.limits.multiple_of_packed_rows(bound, _COMMON)
-            overhead = cost.overhead_slots + cost.of_sample(num_common)
-            cost = cost._replace(overhead_slots=overhead)
-        self.plan = settings.make_plan(max(bound - num_common, 1), cost)
+        self._shares = (
+            settings.is_packed and settings.max_ranks_per_row == 1 and self.limits.shares_beginnings
+        )
+        if (self._shares or self._trees) and "shared_tokens" not in self.counts:
+            self.counts = (*self.counts, "shared_tokens")
         if self._trees is None:
             return
+        bound = _number(settings) or settings.batch_size * self._longest
+        self.plan = settings.make_plan(bound, self.limits.cost)
         self._splits = settings.max_ranks_per_row == 1  # else ranks would wait for another row
         # Trees are cut when they are read, before the budget of their update step is known.
         whole = settings.batch_size * self._longest if self.first_tokens else bound
         self._max_positions = whole * settings.max_ranks_per_row
         self.longest_row = max(self.longest_row, self._max_positions + (self.row_multiple or 0))
 
-    def _most_tokens(self, settings: DataSettings) -> int:
-        """Returns the tokens that a row with more than one sample may have on each of its ranks."""
-        return _number(settings) or settings.batch_size * self._longest
-
     @property
     def _longest(self) -> int:
         """Returns the tokens of the longest possible sample."""
         return self.max_seq_len or self.limits.max_seq_len
-
-    def common_beginning(self, sample: Sample, known: Any = None) -> Any:
-        """Returns the tokens without targets that a sample and ``known`` begin with, [n] int64."""
-        tokens, most = np.asarray(sample["tokens"]), self._num_before_targets(sample)
-        if known is None:
-            return tokens[:most]
-        most = min(most, len(known))
-        differs = tokens[:most] != known[:most]
-        return known[: int(differs.argmax()) if differs.any() else most]
-
-    def share_beginning(self, tokens: Any) -> None:
-        """Computes the tokens [n] that samples begin with once per row, if they are a tenth of a row.
-
-        Has no effect with padded rows, rows of several ranks, cached outputs, or models that compute
-        no trees.
-        """
-        settings, bound = self.settings, self._most_tokens(self.settings)
-        if not settings.is_packed or settings.max_ranks_per_row > 1 or self.cache is not None:
-            return
-        if self.first_tokens and tokens is not None:
-            bound = max(bound, 2 * len(tokens))
-        if tokens is None or not bound <= 10 * len(tokens) < 10 * bound:
-            return
-        self._beginning = tokens
-        try:
-            self._set(settings)
-        except ConfigError:  # rows without trees are exact, too
-            self._beginning = tokens[:0]
-            self._set(settings)
-            return
-        if "shared_tokens" not in self.counts:
-            self.counts = (*self.counts, "shared_tokens")
-        text = f"samples begin with the same {len(tokens)} tokens, which a row computes once"
-        log_rank_zero(_log, f"dataset: {text}")
-
-    def _num_before_targets(self, sample: Sample) -> int:
-        """Returns the number of first positions without a target or a branch, at most all but one."""
-        documents = sample.get("documents", [len(sample["tokens"])])
-        if "seq_lens" in sample or len(documents) > 1:
-            return 0
-        document = documents[0]
-        num_first: int = document - 1 if isinstance(document, int) else document[0][0]
-        is_target = np.asarray(sample["labels"])[1 : num_first + 1] != self._ignore_index
-        return int(is_target.argmax()) if is_target.any() else num_first
-
-    def _begins_alike(self, sample: Sample) -> bool:
-        num_common = len(self._beginning)
-        if num_common == 0 or self._num_before_targets(sample) < num_common:
-            return False
-        return np.array_equal(np.asarray(sample["tokens"][:num_common]), self._beginning)
 
     def remarks(self, sample: Sample) -> Iterator[str]:
         """Yields a text if a sample is probably truncated, or needs several ranks.
@@ -368,8 +308,8 @@ class TextCollator(RowCollator):
         return [samples]
 
     def length(self, sample: Sample) -> int:
-        """Returns the number of tokens (of positions in trees), without a common beginning."""
-        return len(sample["tokens"]) - len(self._beginning) * self._begins_alike(sample)
+        """Returns the number of tokens (of positions in trees)."""
+        return len(sample["tokens"])
 
     def num_outputs(self, sample: Sample) -> int:
         """Returns the number of target tokens."""
@@ -385,10 +325,8 @@ class TextCollator(RowCollator):
                 self._has_warned = True
                 text = f"rows contain only text; {', '.join(sorted(map(str, ignored)))} of samples is ignored"
                 log_rank_zero(_log, f"microbatching=packed: {text}", logging.WARNING)
-            alike = [self._begins_alike(sample) for sample in samples]
-            ordered = [samples[i] for i in sorted(range(len(samples)), key=lambda i: not alike[i])]
-            common = sum(alike), len(self._beginning)
-            return collate_packed_microbatch(ordered, ignore, pad, self.row_multiple, part, *common)
+            shares = self._shares and self.cache is None
+            return collate_packed_microbatch(samples, ignore, pad, self.row_multiple, part, shares)
         collate_fn = partial(
             component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore
         )

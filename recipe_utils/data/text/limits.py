@@ -120,6 +120,16 @@ class ModelLimits(NamedTuple):
             for each in self.attentions
         )
 
+    @property
+    def shares_beginnings(self) -> bool:
+        """Returns True if any packed row may contain trees, at the lengths of other rows."""
+        return all(
+            each.other_attention is None
+            and each.reason_against("packed", "trees") is None
+            and each.num_row_lengths() == each.num_row_lengths(has_trees=True)
+            for each in self.attentions
+        )
+
     def longest_row(self, max_tokens: int | None, most_samples: int) -> int:
         """Returns an upper bound of a row, padding included [positions].
 

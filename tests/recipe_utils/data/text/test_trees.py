@@ -224,25 +224,54 @@ def targets_with_contexts(microbatch):
     return found
 
 
-def test_a_row_computes_the_beginning_of_its_samples_once():
-    """Samples may be trees. Samples that begin otherwise, or with a target, follow them."""
-    common = list(range(1, 9))
+def prompted(prompt, group, kept):
+    """Returns the sequences of a sample behind a system prompt, of which targets are ``kept``."""
+    return {"sequences": [
+        {"tokens": prompt + each["tokens"], "labels": [IGNORE] * len(prompt) + each["labels"]}
+        for each in group["sequences"][:kept]
+    ]}  # fmt: skip
+
+
+def test_a_row_computes_each_beginning_of_its_samples_once():
+    """Samples may be trees. Two prompts begin alike, the second is longer; a third of the samples has none."""
+    prompts = [], [*range(1, 21)], [*range(1, 11), *range(20, 0, -1)]
     groups = [
-        {"sequences": [
-            {"tokens": common[: 8 - 8 * (i % 3 == 2)] + each["tokens"],
-             "labels": [IGNORE] * (8 - 8 * (i % 3 == 2)) + each["labels"]} for each in group["sequences"]
-        ]} for i, group in enumerate(tiny.make_trees(12))
-    ]  # fmt: skip
-    alone, collator = (collator_of(max_tokens_per_microbatch=64) for _ in range(2))
+        prompted(prompts[i % 3], group, 1 + i % 2) for i, group in enumerate(tiny.make_trees(15))
+    ]
+    alone, together = collator_of(max_tokens_per_microbatch=64), collator_of()
     samples = [alone.prepare(each, "sample") for each in groups]
     samples = [each for each in samples if len(each["documents"]) == 1]
-    collator.share_beginning(np.array(common))
-    row = collator.make(samples)
+    order = np.random.default_rng(0).permutation(len(samples))
+    row = together.make([samples[i] for i in order])
     expected = sum((targets_with_contexts(alone.make([each])) for each in samples), Counter())
     assert targets_with_contexts(row) == expected
-    saved = alone.make(samples).counts["positions"] - row.counts["positions"]
-    num_alike = sum(each["tokens"][:8].tolist() == common for each in samples)
-    assert 0 < num_alike < len(samples)
-    assert saved == 8 * (num_alike - 1)
-    assert sum(map(alone.length, samples)) - sum(map(collator.length, samples)) == 8 * num_alike
-    assert row.counts["real_tokens"] == alone.make(samples).counts["real_tokens"]
+    counts = Counter(
+        next((p for p in (1, 2) if each["tokens"][: len(prompts[p])].tolist() == prompts[p]), 0)
+        for each in samples
+    )
+    assert min(counts.values()) > 1
+    saved = sum(len(each["tokens"]) for each in samples) - row.counts["positions"]
+    assert saved >= 20 * (counts[1] - 1) + 30 * (counts[2] - 1)
+    assert row.counts["shared_tokens"] == saved + sum(sum(each["num_shared"]) for each in samples)
+    rows_alone = [alone.make([each]).counts["real_tokens"] for each in samples]
+    assert row.counts["real_tokens"] == sum(rows_alone)
+
+
+def test_targets_of_shared_rows_keep_their_samples_and_short_beginnings_are_not_shared():
+    keys = {"microbatching": "packed", "batch_size": 4}
+    collator = TextCollator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, LIMITS)
+    for num_common, saved in ((40, 2 * 39), (9, 0)):  # the last of 40 has a target
+        samples = []
+        for position, end in enumerate([[41, 42], [43], [44, 45, 46]]):
+            tokens = [*range(1, num_common + 1), *end]
+            labels = [IGNORE] * num_common + end
+            sample = {"tokens": np.array(tokens), "labels": np.array(labels)}
+            samples.append({**sample, "step_position": position, "dataset_index": position % 2})
+        row = collator.make(samples)
+        assert row.counts["real_tokens"] == 3 * num_common + 6
+        assert row.counts["shared_tokens"] == saved
+        labels = row.targets.labels.flatten()[row.targets.positions].tolist()
+        owners = row.targets.sample_positions.tolist(), row.targets.dataset_indices.tolist()
+        assert sorted(zip(labels, *owners, strict=True)) == [
+            (41, 0, 0), (42, 0, 0), (43, 1, 1), (44, 2, 0), (45, 2, 0), (46, 2, 0),
+        ]  # fmt: skip
