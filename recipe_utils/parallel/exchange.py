@@ -27,27 +27,8 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, ctx.group), None  # its own transpose
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        reduced = x.clone()
-        dist.all_reduce(reduced, group=group)
-        return reduced
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _AllReduce.apply(grad.contiguous(), ctx.group), None  # its own transpose
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns [c, ...] with entry r from rank r, for ``x`` [c, ...] with entry r for rank r."""
     received: Tensor = _AllToAll.apply(x, group)
     return received
-
-
-def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the sum over ranks; its gradient is the sum of those of all ranks."""
-    reduced: Tensor = _AllReduce.apply(x, group)
-    return reduced

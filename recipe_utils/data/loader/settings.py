@@ -132,7 +132,7 @@ class DataSettings(RankSettings):
         if not self.plans_by_tokens and self.balance_over_ranks:
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
         if self.max_ranks_per_row > 1:
-            yield from self._problems_of_spanning()
+            yield from self.problems_of_spanning()
         steps = list(self.global_batch_size) if isinstance(self.global_batch_size, dict) else [0]
         if steps[:1] != [0] or steps != sorted(steps):
             text = "its update steps must ascend from 0, such as {0: 32, 1000: 128}"
@@ -164,7 +164,7 @@ class DataSettings(RankSettings):
         """Returns the values of ``mixture``."""
         return MixtureSettings(**(self.mixture or {}))
 
-    def _problems_of_spanning(self) -> Iterator[Problem]:
+    def problems_of_spanning(self) -> Iterator[Problem]:
         """Yields problems of rows that span ranks."""
         most = self.max_ranks_per_row
 
@@ -201,7 +201,7 @@ class DataSettings(RankSettings):
                 f"has {min(sizes.values())}; set it to {dims.dp_degree} or more"
             )
             yield Problem("global_batch_size", text, sizes)
-        if most == 1 or any(self._problems_of_spanning()):
+        if most == 1 or any(self.problems_of_spanning()):
             return
         num_neighbors = math.gcd(dims.dp_degree, most)
         num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbors)

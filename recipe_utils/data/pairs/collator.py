@@ -25,10 +25,8 @@ from recipe_utils.data.loader.samples import (
 )
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.pairs.rows import SIDES
-from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.collate import (
     Piece,
-    cut_part,
     packed,
     padded,
     piece_of,
@@ -67,6 +65,11 @@ class PairSettings(DataSettings):
         if self.collate_fn != DataSettings.collate_fn:
             text = "pairs are collated in one way only; remove the key"
             yield Problem("collate_fn", text, self.collate_fn)
+
+    def problems_of_spanning(self) -> Iterator[Problem]:
+        """Yields the problem that rows which span ranks contain only text."""
+        text = "one rank computes both answers of a pair; remove the key"
+        yield Problem("max_ranks_per_row", text, self.max_ranks_per_row)
 
 
 def check_is_pair(sample: Any) -> None:
@@ -126,7 +129,7 @@ class PairCollator(RowCollator):
         "pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
     )  # fmt: skip
     """Pairs; targets of chosen answers; targets and tokens of both answers;
-    tokens computed once instead of twice; computed positions; also pairs in rows of several ranks."""
+    tokens computed once instead of twice; computed positions."""
     fingerprint_keys = tuple(f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels"))
 
     def __init__(
@@ -197,9 +200,7 @@ class PairCollator(RowCollator):
         token |= {key: sample[key] for key in ("dropout_key",) if key in sample}
         return replace(self.make([], token=token), counts={})
 
-    def make(
-        self, samples: Sequence[Sample], part: Part = WHOLE, token: Sample | None = None
-    ) -> Microbatch:
+    def make(self, samples: Sequence[Sample], token: Sample | None = None) -> Microbatch:
         """Makes a row of a tree for each pair, or two padded rows, chosen before rejected.
 
         ``token`` is appended as one more document.
@@ -210,15 +211,14 @@ class PairCollator(RowCollator):
             shared = [sample["num_shared"] for sample in samples]
             segments = list(map(_segments_of, sides[::2], sides[1::2], shared))
             pieces = [*map(_piece_of, segments), *(piece_of(each, IGNORE_INDEX) for each in others)]
-            multiple = (self.row_multiple or 1) * part.num_ranks
-            row = packed(pieces, IGNORE_INDEX, self.pad_id, multiple)
+            row = packed(pieces, IGNORE_INDEX, self.pad_id, self.row_multiple)
             lengths = [piece.columns.size(1) for piece in pieces]
             row = with_dropout_keys(row, [*samples, *others], lengths)
             numbers = [
                 int((each[1] != IGNORE_INDEX).sum()) for of_pair in segments for each in of_pair
             ]
             num_targets = torch.tensor(numbers, dtype=torch.long).view(-1, 3)
-            return cut_part(_with_pairs(row, samples, num_targets), part, len(samples))
+            return _with_pairs(row, samples, num_targets)
         pad = partial(padded_collate_sft, padding_idx=self.pad_id, ignore_idx=IGNORE_INDEX)
         row = padded([*sides, *others], pad, IGNORE_INDEX)
         owners = [sample for sample in samples for _ in SIDES]

@@ -22,7 +22,6 @@ from recipe_utils.data.loader.samples import (
     whole_numbers,
 )
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.collate import (
     OF_LOADER,
     collate_dummy,
@@ -157,16 +156,16 @@ class RowCollator(Collator):
             )
 
     @abstractmethod
-    def make(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+    def make(self, samples: Sequence[Sample]) -> Microbatch:
         """Makes a microbatch without outputs of a frozen model."""
 
     @abstractmethod
     def num_outputs(self, sample: Sample) -> int:
         """Returns the number of a sample's outputs in the cache."""
 
-    def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
-        """Makes a microbatch of at least one sample, or a part of it, with the cache's outputs."""
-        microbatch = self.make(samples, part)
+    def collate(self, samples: Sequence[Sample]) -> Microbatch:
+        """Makes a microbatch of at least one sample, with the cache's outputs."""
+        microbatch = self.make(samples)
         if self.cache is None:
             return microbatch
         num_outputs = [self.num_outputs(sample) for sample in samples]
@@ -378,7 +377,7 @@ class TextCollator(RowCollator):
         labels = piece_of(sample, self._ignore_index, has_padding=True).columns[1]
         return int((labels != self._ignore_index).sum())
 
-    def make(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+    def make(self, samples: Sequence[Sample]) -> Microbatch:
         """Makes a microbatch, see :mod:`recipe_utils.data.text.collate`."""
         ignore, pad = self._ignore_index, self.pad_id
         if self.settings.is_packed:
@@ -390,7 +389,7 @@ class TextCollator(RowCollator):
             alike = [self._begins_alike(sample) for sample in samples]
             ordered = [samples[i] for i in sorted(range(len(samples)), key=lambda i: not alike[i])]
             common = sum(alike), len(self._beginning)
-            return collate_packed_microbatch(ordered, ignore, pad, self.row_multiple, part, *common)
+            return collate_packed_microbatch(ordered, ignore, pad, self.row_multiple, *common)
         collate_fn = partial(
             component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore
         )

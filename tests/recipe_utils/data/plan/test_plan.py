@@ -13,7 +13,7 @@ from recipe_utils.data.plan import packed
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.plan.packed import plan_packed
 from recipe_utils.data.plan.padded import plan_in_order, plan_least_padding
-from recipe_utils.data.plan.plan import Part, part_of
+from recipe_utils.long_rows.parts import Part, part_of
 
 LENGTHS = st.lists(st.integers(1, 600), max_size=40)
 NUM_RANKS = st.integers(1, 9)

@@ -11,7 +11,6 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
 from recipe_utils.data.order import mixed_sequence, seed_of
-from recipe_utils.data.plan.plan import Part
 from recipe_utils.data.text import collate
 from recipe_utils.data.text.collate import collate_microbatch, collate_packed_microbatch
 from recipe_utils.data.text.trees import merge
@@ -108,19 +107,16 @@ def samples_of(*lengths):
 
 
 def test_masks_of_a_sample_are_bitwise_equal_in_any_row():
-    """Rows are packed, padded, a part of a row, or the sample alone; the mutant uses positions in the row."""
+    """Rows are packed, padded, or the sample alone; the mutant uses positions in the row."""
     long, short = samples_of(9, 4)
     alone = [collate_packed_microbatch([each], -100).inputs["dropout_keys"][0] for each in (long, short)]  # fmt: skip
     packed = collate_packed_microbatch([short, long], -100, row_multiple=16).inputs["dropout_keys"]
     padded = collate_microbatch([long, short], padded_collate_sft, -100).inputs["dropout_keys"]
-    parts = [collate_packed_microbatch([short, long], -100, part=Part(i, 2)) for i in range(2)]
     assert packed.shape == (1, 16)
     assert torch.equal(packed[0, :4], alone[1])
     assert torch.equal(packed[0, 4:13], alone[0])
     assert torch.equal(padded[0], alone[0])
     assert torch.equal(padded[1, :4], alone[1])
-    for i, part in enumerate(parts):
-        assert torch.equal(part.inputs["dropout_keys"], packed[:, i:14:2])
     assert torch.equal(kept("a", padded)[1, :4], kept("a", packed)[0, :4])
     with pytest.MonkeyPatch.context() as patches:
         in_row = lambda keys, positions: mixed_sequence(keys, np.arange(len(keys)))  # noqa: E731
