@@ -25,9 +25,9 @@ from recipe_runs import recipe_class, slow
 
 from recipe_utils.data.loader import loader
 from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.long_rows import exchange
 from recipe_utils.model.attention import document_mask
 from recipe_utils.model.pipeline import pipeline
-from recipe_utils.parallel import exchange
 
 FAST = [  # one per way to train
     Row("one", "tied", "in_order", 1, "each_microbatch"),

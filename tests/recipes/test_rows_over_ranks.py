@@ -15,6 +15,7 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
 from recipe_utils.data.text import collate
+from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.long_rows.parts import Part, cut
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.attach_loss import attach_loss
@@ -82,7 +83,7 @@ def saved_bytes(num_ranks, recomputes):
     """Returns the bytes of activations that the backward of a one-document row needs on this rank."""
     ranks = join_ranks(RankSettings(device="cpu"))
     model = tiny.tiny_model(SIZES)
-    groups = ranks.row_groups(ranks.world_size)
+    groups = row_groups(ranks, ranks.world_size)
     attend_within_documents(model, ranks.device, NUM_TOKENS, groups)
     attach_loss(model, LinearCrossEntropyLoss(tokens_per_chunk=64))
     if recomputes:
