@@ -50,7 +50,8 @@ def cut(row: Microbatch, part: Part, num_samples: int, row_multiple: int | None)
         padded = torch.cat([whole, whole[:, -1:].expand(-1, num_missing)], dim=1)
         return padded[:, first::num_ranks]
 
-    inputs = {key: part_of_row(row.inputs[key]) for key in row.inputs.keys() - {"document_lengths"}}
+    tensors = {key: x for key, x in row.inputs.items() if key != "document_lengths"}
+    inputs = {key: part_of_row(x) for key, x in tensors.items()}
     is_own = row.targets.positions % num_ranks == first
     by_target = {
         key: value[is_own]

@@ -25,6 +25,7 @@ from recipe_runs import recipe_class, slow
 
 from recipe_utils.data.loader import loader
 from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.long_rows import exchange
 from recipe_utils.model.attention import document_mask
 from recipe_utils.model.pipeline import pipeline
@@ -226,6 +227,10 @@ def rows_not_cut(patches):
     change_parts(patches, lambda _, row: row)
 
 
+def parts_padded(patches):
+    patches.setattr(ModelLimits, "multiple_of_packed_rows", lambda *_, **__: 4)
+
+
 ONE, TWO = Row("one", "untied", "in_order", 2), Row("fsdp-2", "untied", "in_order", 2)
 STAGES = Row("pp-2", "tied", "in_order", 2, changes={"max_steps_per_epoch": 1})
 PARTS = FAST[2]
@@ -254,6 +259,12 @@ MUTANTS = {
 )
 def test_a_wrong_recipe_misses_the_big_batch(mutate, weights_folder, tmp_path):
     assert error_of_mutant(mutate, MUTANTS[mutate], weights_folder, tmp_path) > 1e-2
+
+
+@pytest.mark.slow
+def test_padded_parts_are_exact(weights_folder, tmp_path):
+    """Rows are padded on CUDA, and where they have few lengths."""
+    assert error_of_mutant(parts_padded, PARTS, weights_folder, tmp_path) < 1e-9
 
 
 @pytest.mark.slow

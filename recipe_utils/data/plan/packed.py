@@ -63,34 +63,21 @@ def plan_packed(
     long.sort(key=lambda position: (-costs[position] / sizes[position], position))
     num_tokens = sum(min(n, size * max_tokens) for n, size in zip(lengths, sizes, strict=True))
     num_rounds = max(-(-num_tokens // (num_ranks * max_tokens)), 1)
-    rows = None
-    while rows is None:
-        rows = _open_rows(lengths, costs, sizes, long, num_ranks, num_rounds, max_tokens)
-        rows = _filled(rows, short, lengths, costs)
+    filled = None
+    while filled is None:
+        num_free = [num_ranks] * num_rounds
+        rows: list[_Row] = []
+        for position in long:
+            size = sizes[position]
+            at = next((i for i, free in enumerate(num_free) if free >= size), len(num_free))
+            num_free += [num_ranks] * (at == len(num_free))
+            num_free[at] -= size
+            rows.append(_Row(at, size, size * max_tokens))
+            rows[-1].add(position, lengths[position], costs[position])
+        rows += [_Row(at, 1, max_tokens) for at, n in enumerate(num_free) for _ in range(n)]
+        filled = _filled(rows, short, lengths, costs)
         num_rounds += 1
-    return _dealt(rows, num_ranks)
-
-
-def _open_rows(
-    lengths: Sequence[int],
-    costs: Sequence[float],
-    sizes: Sequence[int],
-    long: Sequence[int],
-    num_ranks: int,
-    num_rounds: int,
-    max_tokens: int,
-) -> list[_Row]:
-    """Returns the rows of at least so many rounds: those of long samples, then empty ones of one rank."""
-    rows: list[_Row] = []
-    num_free = [num_ranks] * num_rounds
-    for position in long:
-        size = sizes[position]
-        at = next((i for i, free in enumerate(num_free) if free >= size), len(num_free))
-        num_free += [num_ranks] * (at == len(num_free))
-        num_free[at] -= size
-        rows.append(_Row(at, size, size * max_tokens))
-        rows[-1].add(position, lengths[position], costs[position])
-    return rows + [_Row(at, 1, max_tokens) for at, free in enumerate(num_free) for _ in range(free)]
+    return _dealt(filled, num_ranks)
 
 
 def _filled(
