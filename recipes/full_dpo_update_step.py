@@ -126,13 +126,12 @@ class FullDPORecipe:
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks)
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
-        row_groups = ranks.row_groups(settings.max_ranks_per_row)
-        pair_loss = PreferenceLoss(loss_fn, settings.tokens_per_chunk, row_groups)
+        pair_loss = PreferenceLoss(loss_fn, settings.tokens_per_chunk)
         if settings.compile:
             compile_loss(pair_loss, verbose=ranks.is_zero)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, collator.longest_row, row_groups)
+            attend_within_documents(decoder, ranks.device, collator.longest_row)
             if has_output:
                 attach_loss(decoder, pair_loss)
 

@@ -30,6 +30,7 @@ from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.evaluation.validation import sum_over
+from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.loss.attach_loss import attach_loss, build_loss, compile_loss
 from recipe_utils.loss.dataset_weights import LossWeightSettings, losses_by_dataset
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
@@ -116,10 +117,10 @@ class FullFinetuneRecipe:
         self.loader, self.val_loader = loaders
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
-        row_groups = ranks.row_groups(settings.max_ranks_per_row)
+        groups = row_groups(ranks, settings.max_ranks_per_row)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, collator.longest_row, row_groups)
+            attend_within_documents(decoder, ranks.device, collator.longest_row, groups)
             if has_output:
                 attach_loss(decoder, loss_fn, settings.splits_backward)
 

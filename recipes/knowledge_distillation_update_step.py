@@ -27,6 +27,7 @@ from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.evaluation.validation import sum_over
+from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.loss.attach_loss import attach_loss, build_loss, compile_loss
 from recipe_utils.loss.dataset_weights import refused_weights
 from recipe_utils.loss.distillation import SUMS, make_distillation_loss
@@ -134,10 +135,10 @@ class KDRecipe:
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks)
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
-        row_groups = ranks.row_groups(settings.max_ranks_per_row)
+        groups = row_groups(ranks, settings.max_ranks_per_row)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, collator.longest_row, row_groups)
+            attend_within_documents(decoder, ranks.device, collator.longest_row, groups)
             if has_output:
                 attach_loss(decoder, loss_fn, settings.splits_backward)
 
@@ -150,7 +151,7 @@ class KDRecipe:
         dtype, num_sums = settings.torch_dtype, len(self.metrics)
         self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
         self.offloading = settings.offloading(self.model)
-        parts = whole, collator.longest_row, row_groups, settings.teacher_model
+        parts = whole, collator.longest_row, groups, settings.teacher_model
         frozen |= self.teacher.set_up(*parts)
 
         # ---- Optimizer, and resume

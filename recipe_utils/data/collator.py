@@ -10,11 +10,7 @@ from recipe_utils.data.plan.plan import Plan
 
 
 class Collator(Protocol):
-    """Checks, measurement, plans and collation of the samples of one objective.
-
-    With ``max_ranks_per_row`` its ``collate`` also takes the :class:`.Part` of a row that this rank
-    computes.
-    """
+    """Checks, measurement, plans and collation of the samples of one objective."""
 
     counts: Sequence[str]
     """Names of its counts; a sample whose first count is 0 has nothing to train on."""
@@ -23,6 +19,8 @@ class Collator(Protocol):
     block: int = 1
     """Number of consecutive samples of an update step, a divisor of ``batch_size``, that stay on one
     rank. Losses that couple samples need it."""
+    row_multiple: int | None = None
+    """Divisor of the positions of packed rows, or of their parts on several ranks; None for any number."""
     first_tokens: int | None = None
     """First budget of a microbatch, if it is found while training."""
     plan: Plan

@@ -154,7 +154,7 @@ def sums_of_answers(of_tokens: Tensor, pairs: Pairs) -> Tensor:
 
 def num_targets_of_answers(pairs: Pairs) -> Tensor:
     """Returns the number of targets of each chosen and each rejected answer, [2, p]."""
-    return _of_answers(pairs.segment_lengths if pairs.of_row is None else pairs.of_row)
+    return _of_answers(pairs.segment_lengths)
 
 
 def _of_answers(of_segments: Tensor) -> Tensor:

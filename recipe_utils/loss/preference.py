@@ -7,7 +7,6 @@ define the inputs: ``normalizes_length = True`` (means over an answer's targets 
 """
 
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -21,7 +20,6 @@ from torchtune.rlhf.loss import DPOLoss
 from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss.chunks import add_by_sample
 from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
-from recipe_utils.parallel.exchange import RowGroups, all_reduce
 from recipe_utils.settings.keys import STRICT, Count
 
 Losses = tuple[Tensor, Tensor, Tensor]
@@ -131,20 +129,13 @@ class PreferenceLoss(nn.Module):
     """Loss module for ``attach_loss`` that computes a preference loss from the answers' log-probabilities.
 
     Without reference log-probabilities attached to a microbatch it returns the model's own, so that
-    a reference model can use it. Make ``loss_fn`` with :func:`make_preference_loss`. The ranks in one
-    of ``row_groups``, by their number, sum the targets of a row of which each has a part.
+    a reference model can use it. Make ``loss_fn`` with :func:`make_preference_loss`.
     """
 
     takes_hidden_states = True
 
-    def __init__(
-        self,
-        loss_fn: Any,
-        tokens_per_chunk: int = 2048,
-        row_groups: RowGroups = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, loss_fn: Any, tokens_per_chunk: int = 2048) -> None:
         super().__init__()
-        self.row_groups = row_groups
         self.log_probs = LinearLogProbs(tokens_per_chunk)
         self.compile_chunks = self.log_probs.compile_chunks
         self.loss_fn = loss_fn
@@ -164,9 +155,6 @@ class PreferenceLoss(nn.Module):
         assert targets.pairs is not None
         of_tokens = self.log_probs(output, hidden, targets, backward_in_parts)
         policy = sums_of_answers(of_tokens, targets.pairs)
-        num_ranks = targets.pairs.num_ranks
-        if num_ranks > 1:
-            policy = all_reduce(policy, self.row_groups[num_ranks])
         reference = targets.teacher
         if not getattr(self.loss_fn, "needs_reference", True):
             reference = torch.zeros_like(policy)
@@ -177,11 +165,11 @@ class PreferenceLoss(nn.Module):
             # Per pair: the recipe still divides the loss by the number of pairs.
             given = given / num_targets_of_answers(targets.pairs).repeat(2, 1)
         losses, chosen, rejected = self.loss_fn(*given)
-        add_by_sample(targets, losses / num_ranks)  # each rank of a row has computed them
+        add_by_sample(targets, losses)
         margins = chosen - rejected
         wins = (margins > 0).double()
         metrics = torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]])
-        return metrics.sum(1) / num_ranks
+        return metrics.sum(1)
 
 
 def make_preference_loss(make: Callable[[], Any]) -> Any:

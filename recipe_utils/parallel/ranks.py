@@ -191,17 +191,10 @@ class Ranks:
     @cached_property
     def dp_group(self) -> dist.ProcessGroup | None:
         """Returns the group of :attr:`dp_peers`, None if alone; its first use is collective."""
-        return self._new_subgroup(self.dp_degree) if self.dp_degree > 1 else None
+        return self.new_subgroup(self.dp_degree) if self.dp_degree > 1 else None
 
-    def row_groups(self, max_ranks: int) -> dict[int, dist.ProcessGroup]:
-        """Returns by size the groups of 2, 4, ..., ``max_ranks`` neighboring :attr:`dp_peers`.
-
-        Collective; call it once.
-        """
-        sizes = [1 << i for i in range(1, max_ranks.bit_length())]
-        return {size: self._new_subgroup(size) for size in sizes}
-
-    def _new_subgroup(self, size: int) -> dist.ProcessGroup:
+    def new_subgroup(self, size: int) -> dist.ProcessGroup:
+        """Returns a new group of so many neighboring :attr:`dp_peers`; collective."""
         by_place = self.mesh.mesh.permute(0, 3, 1, 2).reshape(-1, size)
         own, _ = dist.new_subgroups_by_enumeration(by_place.tolist())
         assert isinstance(own, dist.ProcessGroup)  # every rank is in one of them

@@ -12,7 +12,6 @@ from gradient_rows import (
     assert_exact,
     error_of_mutant,
     on_ranks,
-    spanning,
 )
 from recipe_runs import DPO, recipe_class, slow
 
@@ -29,7 +28,7 @@ APART = {"prefix_sharing": False}
 FAST = [
     Row("one", "tied", *PACKED, "last_microbatch", "dpo + sft"),
     Row("fsdp-2", "untied", *ONE_BY_ONE, "ipo"),
-    Row("fsdp-2", "untied", objective="normalized", changes=spanning(2, 28)),
+    Row("fsdp-2", "untied", objective="normalized"),
     Row("pp-2", "tied", *PACKED, "1F1B", "dpo"),
     Row("fsdp-2", "dora", "packed", 2, None, "ipo", {**APART, "fsdp_reshard_after_forward": False}),
     Row("pp-2", "tied lora", "least_padding", 2, "Interleaved1F1B", "robust"),
@@ -65,19 +64,12 @@ ROWS = [
     Row("pp-2-fsdp-2", "tied", "in_order", 2, "Interleaved1F1B", "robust", CACHED),
     Row("pp-2-fsdp-2", "lora", *INTERLEAVED, "ipo"),
     Row("pp-2-hsdp-2", "untied", objective="normalized"),
-    # Rows of several ranks
-    Row("fsdp-4", "tied", objective="dpo + sft", changes=spanning(4, 16)),
-    Row("fsdp-4", "untied", objective="ipo", changes=spanning(4, 28, **APART)),
-    Row("fsdp-4", "tied lora", objective="normalized", changes=spanning(4, 28)),
-    Row("hsdp-2x2", "tied", objective="normalized", changes=spanning(2, 28, **OFFLOADED)),
-    Row("fsdp-2-tp-2", "untied", objective="dpo + sft", changes=spanning(2, 16)),
-    Row("pp-2-fsdp-2", "tied", objective="ipo", changes=spanning(2, 28, **CACHED)),
     # Models of transformers
     *(Row("one", name, objective="ipo") for name in ("qwen3", "gpt_oss", "llama4_text", "gemma2")),
     *(Row("one", name, objective="ipo", changes=APART) for name in ("qwen3_moe", "gemma3_text")),
     Row("one", "cohere2", *PADDED, None, "ipo"),
     Row("one", "lfm2", objective="ipo"),
-    Row("fsdp-2", "qwen3", objective="ipo", changes=spanning(2, 28)),
+    Row("fsdp-2", "qwen3", objective="ipo"),
     *(Row("fsdp-2", name, objective="ipo", changes=RECOMPUTED) for name in ("gemma3_text", "gpt_oss")),
     Row("pp-2", "gemma3_text", objective="ipo"),
 ]  # fmt: skip

@@ -23,13 +23,12 @@ from gradient_rows import (
 )
 from recipe_runs import recipe_class, slow
 
+from recipe_utils.data.loader import loader
 from recipe_utils.data.loader.loader import UpdateStep
-from recipe_utils.data.plan.plan import WHOLE
-from recipe_utils.data.text import collate
-from recipe_utils.data.text.collator import TextCollator
+from recipe_utils.data.text.limits import ModelLimits
+from recipe_utils.long_rows import exchange
 from recipe_utils.model.attention import document_mask
 from recipe_utils.model.pipeline import pipeline
-from recipe_utils.parallel import exchange
 
 FAST = [  # one per way to train
     Row("one", "tied", "in_order", 1, "each_microbatch"),
@@ -193,17 +192,13 @@ def no_sync_at_the_last_microbatch(patches):
 
 
 def change_parts(patches, change):
-    """Has ``change`` make a part from that part, and the whole row, of the text collator."""
-    cut = collate.cut_part
-
-    def changed(row, part, *args):
-        return cut(row, part, *args) if part == WHOLE else change(cut(row, part, *args), row, part)
-
-    patches.setattr(collate, "cut_part", changed)
+    """Has ``change`` make a part from that part and the whole row."""
+    cut = loader.cut
+    patches.setattr(loader, "cut", lambda row, *args: change(cut(row, *args), row))
 
 
 def labels_shifted_after_the_cut(patches):
-    def change(own, row, part):
+    def change(own, row):
         tokens = own.inputs["tokens"]
         labels = tokens.roll(-1).where(own.targets.labels != tiny.IGNORE, tiny.IGNORE)
         return type(own)(own.inputs, own.targets._replace(labels=labels), own.counts)
@@ -212,7 +207,7 @@ def labels_shifted_after_the_cut(patches):
 
 
 def positions_restarted_in_each_part(patches):
-    def change(own, row, part):
+    def change(own, row):
         positions = torch.arange(own.inputs["tokens"].numel()).unsqueeze(0)
         return type(own)({**own.inputs, "input_pos": positions}, own.targets, own.counts)
 
@@ -220,7 +215,7 @@ def positions_restarted_in_each_part(patches):
 
 
 def targets_counted_on_each_rank(patches):
-    change_parts(patches, lambda own, row, _: type(own)(own.inputs, own.targets, row.counts))
+    change_parts(patches, lambda own, row: type(own)(own.inputs, own.targets, row.counts))
 
 
 def no_exchange_in_the_backward(patches):
@@ -228,9 +223,12 @@ def no_exchange_in_the_backward(patches):
     patches.setattr(exchange._AllToAll, "backward", backward)
 
 
-def a_part_lost_in_collation(patches):
-    whole = TextCollator.collate
-    patches.setattr(TextCollator, "collate", lambda self, samples, part=WHOLE: whole(self, samples))
+def rows_not_cut(patches):
+    change_parts(patches, lambda _, row: row)
+
+
+def parts_padded(patches):
+    patches.setattr(ModelLimits, "multiple_of_packed_rows", lambda *_, **__: 4)
 
 
 ONE, TWO = Row("one", "untied", "in_order", 2), Row("fsdp-2", "untied", "in_order", 2)
@@ -250,7 +248,7 @@ MUTANTS = {
     positions_restarted_in_each_part: PARTS,
     targets_counted_on_each_rank: PARTS,
     no_exchange_in_the_backward: PARTS,
-    a_part_lost_in_collation: PARTS,
+    rows_not_cut: PARTS,
 }
 
 
@@ -261,6 +259,12 @@ MUTANTS = {
 )
 def test_a_wrong_recipe_misses_the_big_batch(mutate, weights_folder, tmp_path):
     assert error_of_mutant(mutate, MUTANTS[mutate], weights_folder, tmp_path) > 1e-2
+
+
+@pytest.mark.slow
+def test_padded_parts_are_exact(weights_folder, tmp_path):
+    """Rows are padded on CUDA, and where they have few lengths."""
+    assert error_of_mutant(parts_padded, PARTS, weights_folder, tmp_path) < 1e-9
 
 
 @pytest.mark.slow

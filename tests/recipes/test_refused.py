@@ -104,6 +104,7 @@ REFUSED = {
     (KD, f"dataset={WEIGHTED}"): r"dataset.0.loss_weight=2: this recipe weights no datasets; remove it",
     (DPO, f"dataset={WEIGHTED}"): r"dataset.0.loss_weight=2: this recipe weights no datasets; remove it",
     (DPO, "loss_weights=datasets"): "loss_weights: this recipe has no such key",
+    (DPO, "microbatching=packed max_ranks_per_row=2"): "max_ranks_per_row=2: one rank computes both answers of a pair; remove the key",
     (SFT, "loraplus_lr_ratio=4.0"): "loraplus_lr_ratio=4.0: the model has no LoRA",
     (SFT, "memory_efficient_fsdp_wrap=True"): "memory_efficient_fsdp_wrap=True: it must be False",
     (SFT, "context_parallel_dim=2"): "context_parallel_dim=2: .* and max_ranks_per_row=2",

@@ -14,8 +14,9 @@ from recipe_runs import KD, STEP_OF_8, refusal, run_recipe, writing_to
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
-from recipe_utils.data.plan.plan import Part
 from recipe_utils.data.text import collate
+from recipe_utils.long_rows.exchange import row_groups
+from recipe_utils.long_rows.parts import Part, cut
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.attention.document_mask import attend_within_documents
@@ -82,7 +83,7 @@ def saved_bytes(num_ranks, recomputes):
     """Returns the bytes of activations that the backward of a one-document row needs on this rank."""
     ranks = join_ranks(RankSettings(device="cpu"))
     model = tiny.tiny_model(SIZES)
-    groups = ranks.row_groups(ranks.world_size)
+    groups = row_groups(ranks, ranks.world_size)
     attend_within_documents(model, ranks.device, NUM_TOKENS, groups)
     attach_loss(model, LinearCrossEntropyLoss(tokens_per_chunk=64))
     if recomputes:
@@ -90,7 +91,8 @@ def saved_bytes(num_ranks, recomputes):
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     tokens = torch.randint(tiny.VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).numpy()  # fmt: skip
     part = Part(ranks.dp_rank % num_ranks, num_ranks)
-    row = collate.collate_packed_microbatch([{"tokens": tokens, "labels": tokens}], -100, part=part)
+    whole = collate.collate_packed_microbatch([{"tokens": tokens, "labels": tokens}], -100)
+    row = cut(whole, part, 1, None)
     sizes = {}
 
     def save(tensor):

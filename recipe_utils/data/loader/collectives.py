@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from recipe_utils.data.loader.samples import Sample
-from recipe_utils.data.plan.plan import WHOLE, Part, Plan, part_of
+from recipe_utils.data.plan.plan import Plan
+from recipe_utils.long_rows.parts import WHOLE, Part, part_of
 
 _POLL_SECONDS = 0.0005
 _MAX_POLL_SECONDS = 0.008
@@ -31,6 +32,14 @@ class OtherRankFailedError(RuntimeError):
 
 class AbandonedError(RuntimeError):
     """The caller closed the update steps during a collective."""
+
+
+class Row(NamedTuple):
+    """Samples of a microbatch, none in a round without one."""
+
+    samples: list[Sample]
+    part: Part = WHOLE
+    """Part of a packed row that this rank computes."""
 
 
 class RankCounts(NamedTuple):
@@ -105,7 +114,7 @@ class StepCollectives:
 
     def exchange(
         self, samples: Sequence[Sample] | None, length_of: LengthOf, plan: Plan, max_samples: int
-    ) -> list[tuple[list[Sample], Part]]:
+    ) -> list[Row]:
         """Plans an update step over all ranks and sends each sample to its rank.
 
         Takes one all-reduce of lengths and, unless every sample stays, two all-to-alls of bytes.
@@ -118,8 +127,7 @@ class StepCollectives:
             max_samples: the same on all ranks.
 
         Returns:
-            The samples of each microbatch of this rank, none in a round without one, and the part of
-            them that this rank computes; empty if it passed None.
+            The microbatches of this rank; none if it passed None.
         """
         # One row per rank: its number of samples plus one, so that 0 reports a failure, and their lengths.
         own = [] if samples is None else [len(samples) + 1, *map(length_of, samples)]
@@ -149,7 +157,7 @@ class StepCollectives:
             for part in self._all_to_all(outgoing):
                 held.update(pickle.loads(part) if part else {})
         return [
-            ([held[p] for p in microbatch], part_of(planned, me, index))
+            Row([held[p] for p in microbatch], part_of(planned, me, index))
             for index, microbatch in enumerate(planned[me])
         ]
 
@@ -205,12 +213,10 @@ def reporting_failure(collective: Callable[[None], Any]) -> Iterator[None]:
         raise
 
 
-def group_samples(
-    samples: Sequence[Sample], length_of: LengthOf, plan: Plan
-) -> list[tuple[list[Sample], Part]]:
-    """Returns the samples of each microbatch, planned for this rank alone."""
+def group_samples(samples: Sequence[Sample], length_of: LengthOf, plan: Plan) -> list[Row]:
+    """Returns the microbatches, planned for this rank alone."""
     (microbatches,) = plan([length_of(sample) for sample in samples], 1)
-    return [([samples[position] for position in each], WHOLE) for each in microbatches]
+    return [Row([samples[position] for position in each]) for each in microbatches]
 
 
 def _check_all_ready(ready: torch.Tensor) -> None:

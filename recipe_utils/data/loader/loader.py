@@ -28,6 +28,7 @@ from torch import Tensor
 from recipe_utils.data.collator import Collator
 from recipe_utils.data.loader.collectives import (
     RankCounts,
+    Row,
     StepCollectives,
     group_samples,
     reporting_failure,
@@ -47,7 +48,7 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.start import check_draws, content_hashes, probe
 from recipe_utils.data.mixture import Mixture, MixtureOrder
 from recipe_utils.data.order import NUM_IN_MEMORY
-from recipe_utils.data.plan.plan import WHOLE, Part
+from recipe_utils.long_rows.parts import WHOLE, cut
 from recipe_utils.memory.budget import MOST_TOKENS
 from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks
@@ -155,7 +156,7 @@ class UpdateStepLoader:
                 # Only plans over several ranks have rounds without samples.
                 microbatches: list[Microbatch] = []
                 for row in rows:
-                    microbatches += _collate(collator, *row) if row[0] else [dummy]
+                    microbatches += _collate(collator, row) if row.samples else [dummy]
                 counts = counts_of(microbatches, collator.counts, self._counts_of_datasets)
                 num_skipped = len(indices) - len(samples)
                 now_ms = time.monotonic_ns() // 1_000_000
@@ -201,7 +202,7 @@ class UpdateStepLoader:
         assert step.samples is not None
         collator = self.collator.with_bound(max_tokens)
         rows = group_samples(step.samples, collator.length, collator.plan)
-        microbatches = [each for row in rows for each in _collate(collator, *row)]
+        microbatches = [each for row in rows for each in _collate(collator, row)]
         return self._finished(replace(step, microbatches=microbatches, max_tokens=max_tokens))
 
     def __init__(
@@ -355,8 +356,8 @@ class UpdateStepLoader:
         return Prefetched(steps, self.settings.prefetch_update_steps, closed)
 
 
-def _collate(collator: Collator, samples: Sequence[Sample], part: Part) -> list[Microbatch]:
-    collate: Any = collator.collate
-    if part == WHOLE:
-        return [collate(each) for each in collator.split(samples)]
-    return [collate(samples, part)]
+def _collate(collator: Collator, row: Row) -> list[Microbatch]:
+    if row.part == WHOLE:
+        return list(map(collator.collate, collator.split(row.samples)))
+    whole = collator.collate(row.samples)
+    return [cut(whole, row.part, len(row.samples), collator.row_multiple)]

@@ -36,9 +36,7 @@ class SampleSums:
     def count(self, targets: "Targets") -> None:
         """Adds the numbers of a microbatch on the CPU."""
         if targets.sample_positions is not None:
-            num_ranks = 1 if targets.pairs is None else targets.pairs.num_ranks
-            found = targets.sample_positions.bincount(minlength=len(self.numbers))
-            self.numbers += found / num_ranks
+            self.numbers += targets.sample_positions.bincount(minlength=len(self.numbers))
 
 
 class Pairs(NamedTuple):
@@ -49,10 +47,6 @@ class Pairs(NamedTuple):
     and of the rejected one, in the order of the microbatch's targets."""
     names: tuple[str, ...]
     """Names of the pairs, for errors."""
-    of_row: Tensor | None = None
-    """[3 * p]: the same numbers of a whole row; None if no other rank computes a part of it."""
-    num_ranks: int = 1
-    """Ranks that compute the row together."""
 
 
 class Targets(NamedTuple):

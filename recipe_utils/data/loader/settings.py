@@ -126,7 +126,7 @@ class DataSettings(RankSettings):
         if not self.plans_by_tokens and self.balance_over_ranks:
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
         if self.max_ranks_per_row > 1:
-            yield from self._problems_of_spanning()
+            yield from self.problems_of_spanning()
         if self.dims_or_none is not None:
             yield from self._problems_with_ranks(self.dims_or_none)
         for key in ("dataset", "dataset_val"):
@@ -150,7 +150,7 @@ class DataSettings(RankSettings):
         except ValueError as error:
             yield Problem("collate_fn", str(error), self.collate_fn)
 
-    def _problems_of_spanning(self) -> Iterator[Problem]:
+    def problems_of_spanning(self) -> Iterator[Problem]:
         """Yields problems of rows that span ranks."""
         most = self.max_ranks_per_row
 
@@ -180,7 +180,7 @@ class DataSettings(RankSettings):
             self.num_accumulated(dims.dp_degree, self.must_divide)
         except ConfigError as error:
             yield from error.problems
-        if most == 1 or any(self._problems_of_spanning()):
+        if most == 1 or any(self.problems_of_spanning()):
             return
         num_neighbors = math.gcd(dims.dp_degree, most)
         num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbors)

@@ -25,9 +25,7 @@ from recipe_utils.data.loader.samples import (
 )
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.pairs.rows import SIDES
-from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.collate import (
-    cut_part,
     packed,
     padded,
     piece_of,
@@ -66,6 +64,11 @@ class PairSettings(DataSettings):
         if self.collate_fn != DataSettings.collate_fn:
             text = "pairs are collated in one way only; remove the key"
             yield Problem("collate_fn", text, self.collate_fn)
+
+    def problems_of_spanning(self) -> Iterator[Problem]:
+        """Yields the problem that rows which span ranks contain only text."""
+        text = "one rank computes both answers of a pair; remove the key"
+        yield Problem("max_ranks_per_row", text, self.max_ranks_per_row)
 
 
 def check_is_pair(sample: Any) -> None:
@@ -125,7 +128,7 @@ class PairCollator(RowCollator):
         "pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
     )  # fmt: skip
     """Pairs; targets of chosen answers; targets and tokens of both answers;
-    tokens computed once instead of twice; computed positions; also pairs in rows of several ranks."""
+    tokens computed once instead of twice; computed positions."""
     fingerprint_keys = tuple(f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels"))
 
     def __init__(
@@ -195,9 +198,7 @@ class PairCollator(RowCollator):
         token = {"tokens": sample["chosen_input_ids"][:1], "labels": np.array([IGNORE_INDEX])}
         return replace(self.make([], token=token), counts={})
 
-    def make(
-        self, samples: Sequence[Sample], part: Part = WHOLE, token: Sample | None = None
-    ) -> Microbatch:
+    def make(self, samples: Sequence[Sample], token: Sample | None = None) -> Microbatch:
         """Makes a row of a tree for each pair, or two padded rows, chosen before rejected.
 
         ``token`` is appended as one more document.
@@ -208,13 +209,12 @@ class PairCollator(RowCollator):
             shared = [sample["num_shared"] for sample in samples]
             segments = list(map(_segments_of, sides[::2], sides[1::2], shared))
             pieces = [*map(_piece_of, segments), *(piece_of(each, IGNORE_INDEX) for each in others)]
-            multiple = (self.row_multiple or 1) * part.num_ranks
-            row = packed(pieces, IGNORE_INDEX, self.pad_id, multiple)
+            row = packed(pieces, IGNORE_INDEX, self.pad_id, self.row_multiple)
             numbers = [
                 int((each[1] != IGNORE_INDEX).sum()) for of_pair in segments for each in of_pair
             ]
             num_targets = torch.tensor(numbers, dtype=torch.long).view(-1, 3)
-            return cut_part(_with_pairs(row, samples, num_targets), part, len(samples))
+            return _with_pairs(row, samples, num_targets)
         pad = partial(padded_collate_sft, padding_idx=self.pad_id, ignore_idx=IGNORE_INDEX)
         row = padded([*sides, *others], pad, IGNORE_INDEX)
         num_targets = (row.targets.labels != IGNORE_INDEX).sum(1)[: len(sides)].view(-1, 2)

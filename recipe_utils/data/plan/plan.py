@@ -10,7 +10,6 @@ least cost so far.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 Microbatches = list[list[int]]
 """Microbatches of one rank: for each of them the positions of its samples, none in a round without
@@ -18,24 +17,6 @@ one. Ranks with the same positions in a round compute one row together."""
 
 Plan = Callable[[Sequence[int], int], list[Microbatches]]
 """Lengths of samples [tokens], number of ranks -> microbatches of each rank."""
-
-
-class Part(NamedTuple):
-    """Tokens of a row that one rank computes: ``first``, ``first + num_ranks``, ..."""
-
-    first: int = 0
-    num_ranks: int = 1
-    """Ranks that compute the row together."""
-
-
-WHOLE = Part()
-
-
-def part_of(planned: Sequence[Microbatches], rank: int, index: int) -> Part:
-    """Returns the part that a rank has of its microbatch ``index``."""
-    row = planned[rank][index]
-    same = [r for r, each in enumerate(planned) if row and each[index : index + 1] == [row]]
-    return Part(same.index(rank), len(same)) if row else WHOLE
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.data.loader.samples import Sample
-from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.documents import Document, Documents, length_of
 from recipe_utils.data.text.trees import OF_TREES, Piece, share_beginnings
 
@@ -73,40 +72,6 @@ def _with_targets(
     return Microbatch(inputs, Targets(labels, positions), counts)
 
 
-def cut_part(row: Microbatch, part: Part, num_samples: int) -> Microbatch:
-    """Returns a part of the microbatch of one packed row; part 0 counts the whole row.
-
-    Parts are stripes, so that each has about as many targets: of a long prompt with a short answer,
-    the last of a few blocks would have them all. Labels are those of the whole row's next positions.
-    """
-    if part.num_ranks == 1:
-        return row
-    own = slice(part.first, None, part.num_ranks)
-    inputs: dict[str, Any] = {key: row.inputs[key][:, own] for key in ("tokens", "input_pos")}
-    documents = row.inputs["document_lengths"]
-    inputs["document_lengths"] = Documents(documents.lengths, part.num_ranks)
-    is_own = row.targets.positions % part.num_ranks == part.first
-    targets = row.targets._replace(
-        labels=row.targets.labels[:, own], positions=row.targets.positions[is_own] // part.num_ranks
-    )
-    if targets.dataset_indices is not None:
-        targets = targets._replace(dataset_indices=targets.dataset_indices[is_own])
-    if targets.sample_positions is not None and targets.pairs is None:
-        targets = targets._replace(sample_positions=targets.sample_positions[is_own])
-    if targets.pairs is not None:
-        of_row = targets.pairs.segment_lengths
-        segments = torch.arange(len(of_row)).repeat_interleave(of_row)[is_own]
-        own_lengths = segments.bincount(minlength=len(of_row))
-        pairs = targets.pairs._replace(
-            segment_lengths=own_lengths, of_row=of_row, num_ranks=part.num_ranks
-        )
-        targets = targets._replace(pairs=pairs)
-    counts = {**row.counts, "spanning_samples": num_samples}
-    if part.first > 0:
-        counts = dict.fromkeys(counts, 0)
-    return Microbatch(inputs, targets, counts)
-
-
 # ---- Text -----------------------------------------------------------------------------------------
 
 
@@ -147,12 +112,11 @@ def collate_packed_microbatch(
     ignore_index: int,
     padding_idx: int = 0,
     row_multiple: int | None = None,
-    part: Part = WHOLE,
     shares_beginnings: bool = False,
 ) -> Microbatch:
-    """Makes a microbatch of one packed row, or of a part of it.
+    """Makes a microbatch of one packed row.
 
-    Samples of a packed dataset lose their padding. Each part is padded to a multiple of
+    Samples of a packed dataset lose their padding. The row is padded to a multiple of
     ``row_multiple`` tokens. With ``shares_beginnings``, samples that begin with the same tokens may
     become one tree, see :func:`recipe_utils.data.text.trees.share_beginnings`.
 
@@ -169,14 +133,14 @@ def collate_packed_microbatch(
     if shares_beginnings and len(pieces) > 1:
         order, pieces, num_saved = share_beginnings(pieces, ignore_index)
         samples = [samples[i] for i in order]
-    row = packed(pieces, ignore_index, padding_idx, (row_multiple or 1) * part.num_ranks)
+    row = packed(pieces, ignore_index, padding_idx, row_multiple)
     row = _with_datasets(row, samples, [piece.columns.size(1) for piece in pieces])
     num_shared = num_saved + sum(sum(sample.get("num_shared", ())) for sample in samples)
     if shares_beginnings or any("documents" in sample for sample in samples):
         num_real = row.counts["real_tokens"] + num_shared
         counts = {**row.counts, "real_tokens": num_real, "shared_tokens": num_shared}
         row = replace(row, counts=counts)
-    return cut_part(row, part, len(samples))
+    return row
 
 
 def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Piece:

@@ -22,7 +22,6 @@ from recipe_utils.data.loader.samples import (
     whole_numbers,
 )
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.collate import (
     OF_LOADER,
     collate_dummy,
@@ -156,16 +155,16 @@ class RowCollator(Collator):
             )
 
     @abstractmethod
-    def make(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+    def make(self, samples: Sequence[Sample]) -> Microbatch:
         """Makes a microbatch without outputs of a frozen model."""
 
     @abstractmethod
     def num_outputs(self, sample: Sample) -> int:
         """Returns the number of a sample's outputs in the cache."""
 
-    def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
-        """Makes a microbatch of at least one sample, or a part of it, with the cache's outputs."""
-        microbatch = self.make(samples, part)
+    def collate(self, samples: Sequence[Sample]) -> Microbatch:
+        """Makes a microbatch of at least one sample, with the cache's outputs."""
+        microbatch = self.make(samples)
         if self.cache is None:
             return microbatch
         num_outputs = [self.num_outputs(sample) for sample in samples]
@@ -316,7 +315,7 @@ class TextCollator(RowCollator):
         labels = piece_of(sample, self._ignore_index, has_padding=True).columns[1]
         return int((labels != self._ignore_index).sum())
 
-    def make(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+    def make(self, samples: Sequence[Sample]) -> Microbatch:
         """Makes a microbatch, see :mod:`recipe_utils.data.text.collate`."""
         ignore, pad = self._ignore_index, self.pad_id
         if self.settings.is_packed:
@@ -326,7 +325,7 @@ class TextCollator(RowCollator):
                 text = f"rows contain only text; {', '.join(sorted(map(str, ignored)))} of samples is ignored"
                 log_rank_zero(_log, f"microbatching=packed: {text}", logging.WARNING)
             shares = self._shares and self.cache is None
-            return collate_packed_microbatch(samples, ignore, pad, self.row_multiple, part, shares)
+            return collate_packed_microbatch(samples, ignore, pad, self.row_multiple, shares)
         collate_fn = partial(
             component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore
         )

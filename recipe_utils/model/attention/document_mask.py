@@ -19,6 +19,7 @@ from torchtune.modules import MultiHeadAttention
 
 from recipe_utils.compiler import configure_compiler
 from recipe_utils.data.text.documents import Documents
+from recipe_utils.long_rows.exchange import PartMask, RowGroups, heads_of_row, tokens_of_part
 from recipe_utils.model.attention.block_mask import block_mask, dense_mask
 from recipe_utils.model.attention.chains import (
     MergedAttention,
@@ -30,8 +31,6 @@ from recipe_utils.model.attention.packed_attention import (
     attention_of,
     self_attentions,
 )
-from recipe_utils.model.attention.rows_over_ranks import PartMask, heads_of_row, tokens_of_part
-from recipe_utils.parallel.exchange import RowGroups
 
 
 def attend_within_documents(

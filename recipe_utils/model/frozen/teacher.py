@@ -18,6 +18,7 @@ from torchtune.utils import get_logger
 from recipe_utils.checkpoint.load import TEACHER
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
+from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.loss.attach_loss import HiddenAtTargets, attach_loss
 from recipe_utils.loss.chunks import chunks_of
 from recipe_utils.loss.distillation import (
@@ -40,7 +41,6 @@ from recipe_utils.model.frozen.model import (
 from recipe_utils.model.frozen.outputs import FrozenOutputs
 from recipe_utils.model.frozen.vocabulary import check_same_tokens
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.parallel.exchange import RowGroups
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, build, problems_with_folder

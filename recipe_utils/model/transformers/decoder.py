@@ -24,8 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from recipe_utils.checkpoint.transformers import names_of_weights
 from recipe_utils.data.text.documents import Documents
 from recipe_utils.data.text.limits import Kernel, Layout, PackedAttention
+from recipe_utils.long_rows.exchange import RowGroups, heads_of_row, tokens_of_part
 from recipe_utils.model.attention.packed_attention import AttentionNeeds, choose_kernel
-from recipe_utils.model.attention.rows_over_ranks import heads_of_row, tokens_of_part
 from recipe_utils.model.pipeline.stages import NotOnThisStage
 from recipe_utils.model.transformers.documents import (
     Exchange,
@@ -35,7 +35,6 @@ from recipe_utils.model.transformers.documents import (
     forward_of,
     run_by_document,
 )
-from recipe_utils.parallel.exchange import RowGroups
 
 _NOT_COMPUTED = {
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config",

@@ -35,7 +35,7 @@ from recipe_utils.model.attention.document_mask import attend_by_varlen
 
 
 class Exchange(NamedTuple):
-    """Functions of :mod:`recipe_utils.model.attention.rows_over_ranks` between the ranks of a row."""
+    """Functions of :mod:`recipe_utils.long_rows.exchange` between the ranks of a row."""
 
     heads_of_row: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     tokens_of_part: Callable[[Tensor], Tensor]

@@ -11,9 +11,9 @@ from torch import nn
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.plan.cost import MicrobatchCost
-from recipe_utils.data.plan.plan import Part
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.limits import ModelLimits
+from recipe_utils.long_rows.parts import Part, cut
 from recipe_utils.memory.expected import ExpectedPeak
 from recipe_utils.memory.out_of_memory import RowsDoNotFitError, read
 from recipe_utils.memory.steps import StepMemory
@@ -56,7 +56,8 @@ def test_a_row_of_several_samples_and_padding_is_not_taken_for_one_sample(
 def test_the_longest_part_of_a_row_is_that_of_the_rank(one_process, tmp_path):
     _, loader = make_memory(one_process, tmp_path, 64)
     sample = loader.collator.prepare(tiny.make_samples(12)[0], "sample")
-    parts = [loader.collator.make([sample], Part(first, 4)) for first in range(4)]
+    row, multiple = loader.collator.make([sample]), loader.collator.row_multiple
+    parts = [cut(row, Part(first, 4), 1, multiple) for first in range(4)]
     assert {UpdateStep(0, [part], {}, 4).longest for part in parts} == {64}
 
 

@@ -14,7 +14,7 @@ from recipe_utils.data.loader.collectives import (
     StepCounts,
 )
 from recipe_utils.data.plan.packed import plan_packed
-from recipe_utils.data.plan.plan import WHOLE, Part
+from recipe_utils.long_rows.parts import WHOLE, Part
 from recipe_utils.parallel.process_group import new_cpu_group
 
 NAMES = ("target_tokens", "real_tokens", "positions")

@@ -6,13 +6,26 @@ instead of one for all. Everything but attention is computed token by token, eac
 Shapes: s tokens of a part, c ranks of the row, h query heads, g heads of keys, d width of a head.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipe_utils.parallel.exchange import all_to_all
+from recipe_utils.parallel.ranks import Ranks
+
+RowGroups = Mapping[int, dist.ProcessGroup]
+"""Number of ranks -> this rank's group of so many, which compute rows together."""
+
+
+def row_groups(ranks: Ranks, max_ranks: int) -> RowGroups:
+    """Returns the groups of 2, 4, ..., ``max_ranks`` neighboring data-parallel ranks.
+
+    Collective; call it once.
+    """
+    sizes = [1 << i for i in range(1, max_ranks.bit_length())]
+    return {size: ranks.new_subgroup(size) for size in sizes}
 
 
 class PartMask:
@@ -41,7 +54,9 @@ def heads_of_row(
         times = (num_heads if c % num_keys else c) // num_keys
         k, v = (each.repeat_interleave(times, dim=1) for each in (k, v))
     parts = [each.reshape(len(q), c, -1) for each in (q, k, v)]
-    received = all_to_all(torch.cat(parts, dim=2).transpose(0, 1), group)  # [c, s, heads of a rank]
+    received = _all_to_all(
+        torch.cat(parts, dim=2).transpose(0, 1), group
+    )  # [c, s, heads of a rank]
     row = received.transpose(0, 1).flatten(0, 1)  # token i of the row is on rank i % c
     of_row = row.split([part.size(2) for part in parts], dim=1)
     q, k, v = (
@@ -53,5 +68,25 @@ def heads_of_row(
 def tokens_of_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchanges heads of the whole row [c * s, h / c, d] for all heads of this rank's part [s, h, d]."""
     c = dist.get_world_size(group)
-    received = all_to_all(x.unflatten(0, (-1, c)).transpose(0, 1), group)  # [c, s, h / c, d]
+    received = _all_to_all(x.unflatten(0, (-1, c)).transpose(0, 1), group)  # [c, s, h / c, d]
     return received.transpose(0, 1).flatten(1, 2)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grad, ctx.group), None  # its own transpose
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns [c, ...] with entry r from rank r, for ``x`` [c, ...] with entry r for rank r."""
+    received: Tensor = _AllToAll.apply(x, group)
+    return received

@@ -1,0 +1,71 @@
+"""Parts of a row: rank 0 of 2 computes the tokens 0, 2, 4, ..., rank 1 the tokens 1, 3, 5, ...
+
+Parts are stripes, so that each has about as many targets: of a long prompt with a short answer, the
+last of a few blocks would have them all.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.data.plan.plan import Microbatches
+from recipe_utils.data.text.documents import Documents
+
+
+class Part(NamedTuple):
+    """Tokens of a row that one rank computes: ``first``, ``first + num_ranks``, ..."""
+
+    first: int = 0
+    num_ranks: int = 1
+    """Ranks that compute the row together."""
+
+
+WHOLE = Part()
+
+
+def part_of(planned: Sequence[Microbatches], rank: int, index: int) -> Part:
+    """Returns the part that a rank has of its microbatch ``index``."""
+    row = planned[rank][index]
+    same = [r for r, each in enumerate(planned) if row and each[index : index + 1] == [row]]
+    return Part(same.index(rank), len(same)) if row else WHOLE
+
+
+def cut(row: Microbatch, part: Part, num_samples: int, row_multiple: int | None) -> Microbatch:
+    """Returns a part of the microbatch of one packed row of ``num_samples``; part 0 counts the whole row.
+
+    The row is padded with one more document, so that each part has a multiple of ``row_multiple``
+    positions. Labels are those of the whole row's next positions.
+    """
+    first, num_ranks = part
+    labels, documents = row.targets.labels, row.inputs["document_lengths"].lengths[0]
+    num_missing = -labels.numel() % ((row_multiple or 1) * num_ranks)
+    if num_missing:
+        documents = [*documents, num_missing]
+
+    def part_of_row(whole: Tensor) -> Tensor:
+        # The last position has no target, so copies of it are padding.
+        padded = torch.cat([whole, whole[:, -1:].expand(-1, num_missing)], dim=1)
+        return padded[:, first::num_ranks]
+
+    tensors = {key: x for key, x in row.inputs.items() if key != "document_lengths"}
+    inputs = {key: part_of_row(x) for key, x in tensors.items()}
+    is_own = row.targets.positions % num_ranks == first
+    by_target = {
+        key: value[is_own]
+        for key in ("dataset_indices", "sample_positions")
+        if (value := getattr(row.targets, key)) is not None
+    }
+    targets = row.targets._replace(
+        labels=part_of_row(labels),
+        positions=row.targets.positions[is_own] // num_ranks,
+        **by_target,
+    )
+    counts = dict.fromkeys((*row.counts, "spanning_samples"), 0)
+    if first == 0:
+        num_positions = labels.numel() + num_missing
+        counts = {**row.counts, "positions": num_positions, "spanning_samples": num_samples}
+    of_row = Documents([documents], num_ranks)
+    return Microbatch({**inputs, "document_lengths": of_row}, targets, counts)
