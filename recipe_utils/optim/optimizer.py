@@ -16,15 +16,13 @@ from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.settings.components import MadeWith
-from recipe_utils.settings.keys import STRICT, Count, OnlyWith, Positive
+from recipe_utils.settings.keys import STRICT, Count, Positive
 from recipe_utils.settings.problems import Problem
 
 _log = get_logger("INFO")
 
 _ADAMW_8BIT = "recipe_utils.optim.AdamW8bit"
 _FASTER = (".lora_b.weight", ".magnitude")
-
-OnNonfinite = Literal["stop", "skip"]
 
 
 def _infinite_as_float(value: Any) -> Any:
@@ -50,15 +48,10 @@ class OptimizerSettings(DataSettings):
     """Maximum norm of all gradients together; null or inf only measures it."""
     optimizer_in_bwd: bool = False
     """Steps each parameter within the backward. Needs one microbatch per update step and no clipping."""
-    on_nonfinite: OnNonfinite = "stop"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action on a NaN or infinite gradient. Such a step never changes the weights."""
     max_nonfinite_steps: Count = 10
     """Maximum number of consecutive steps that ``on_nonfinite: skip`` skips."""
-    on_spike: OnNonfinite | None = None
-    """``skip``: an update step whose gradient norm is above ``spike_factor`` times the median of
-    the last 100 (at least 10) does not change the weights; ``stop`` also saves and ends training."""
-    spike_factor: Annotated[Positive, OnlyWith("on_spike")] = 10.0
-    """Gradient norm of a spike over the median."""
 
     def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
         """Returns an optimizer's first argument: parameters, or groups with options of their own."""
@@ -102,7 +95,6 @@ class OptimizerSettings(DataSettings):
         every = "every backward updates the weights"
         for key, value, allowed, text in (
             ("clip_grad_norm", self.clip_grad_norm, None, "the gradients never exist all at once"),
-            ("on_spike", self.on_spike, None, "weights change before the norm is known"),
             ("loraplus_lr_ratio", self.loraplus_lr_ratio, None, "there is one learning rate"),
             (
                 "microbatching",

@@ -134,7 +134,6 @@ class Run:
         self.sample_losses = None
         if parts.loader.settings.sample_losses:
             self.sample_losses = SampleLosses(parts.loader, self._ranks, self._log)
-            parts.nonfinite.highest_losses = self.sample_losses.highest
         warnings = *self.settings.warnings(self.num_steps), *warnings_of(parts.model, self.settings)
         for text in warnings:
             self._log.warn(text)
@@ -149,7 +148,6 @@ class Run:
         self._at_exit.enter_context(self._memory)
         self.state = self._resume.restore(parts, self.seed)
         self._memory.restore(self.state.token_budget, self.settings.is_first_start)
-        parts.nonfinite.restore_norms(self.state.grad_norms)
         return self.num_steps, self.global_step
 
     # ---- Loop -----------------------------------------------------------------------------------
@@ -283,7 +281,7 @@ class Run:
         step = self._memory.stop(step)
         self.metrics.write_held()
         if self.sample_losses is not None:
-            self.sample_losses.take(step, self.state.epoch, self.global_step + 1)
+            self.sample_losses.take(step, self.state.epoch)
         # All ranks get the same answer, while the device computes. Earlier, and a request during
         # the update step would cost another one.
         self._stop_requested = start_any(self.stop.is_set(), self._ranks.cpu_group)
@@ -366,8 +364,7 @@ class Run:
     def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
-        norms, budget = self._parts.nonfinite.norms(), self._memory.state()
-        self._saves.save(replace(self.state, grad_norms=norms, token_budget=budget))
+        self._saves.save(replace(self.state, token_budget=self._memory.state()))
         self._unsaved_since_seconds = math.inf
 
     def export(self, name: str) -> str | None:

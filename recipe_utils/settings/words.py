@@ -27,7 +27,13 @@ class Removed(NamedTuple):
     """A run that had it cannot be resumed with the same losses."""
 
 
-REMOVED: Mapping[str, Removed] = {}
+_SPIKES = (
+    "it skipped update steps with a gradient norm far above the median; set clip_grad_norm instead"
+)
+REMOVED: Mapping[str, Removed] = {
+    "on_spike": Removed(_SPIKES, changes_losses=True),
+    "spike_factor": Removed(_SPIKES),
+}
 """Key, argument (``mixture.weigh``) or key of a mapping (``global_batch_size.0``) -> what became of it."""
 
 
