@@ -21,7 +21,6 @@ from recipe_utils.data.loader.start import log_start
 from recipe_utils.evaluation.sample_losses import SampleLosses
 from recipe_utils.memory.steps import StepMemory
 from recipe_utils.model.construct.build import describe_model
-from recipe_utils.optim.moved import ChangedWeights
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import start_any
 from recipe_utils.parallel.ranks import Ranks
@@ -130,7 +129,6 @@ class Run:
         """
         self._parts = self._saves.parts = parts
         self.num_steps = parts.loader.cuts.first_step(self.settings.epochs)
-        self._changed_weights = ChangedWeights(parts.optimizer)
         self.sample_losses = None
         if parts.loader.settings.sample_losses:
             self.sample_losses = SampleLosses(parts.loader, self._ranks, self._log)
@@ -201,7 +199,6 @@ class Run:
         epoch, consumed, device = self.state.epoch, self.state.samples_consumed, self._ranks.device
         epochs, world_size = self.settings.epochs, self._ranks.world_size
         self._throughput.restart()
-        self._changed_weights.restart()
         with loader.epoch(epoch, consumed) as steps:
             for step in steps:
                 self._wait_seconds = steps.wait_seconds
@@ -325,8 +322,6 @@ class Run:
         metrics |= {name: each() if callable(each) else each for name, each in more.items()}
         metrics |= step.token_shares
         metrics |= self._memory.metrics()
-        fraction = self._changed_weights.fraction(step.is_last_of_epoch)
-        metrics["weights_moved_fraction"] = fraction
         metrics["num_spanning_samples"] = step.totals.get("spanning_samples")
         if self.settings.log_peak_memory_stats and self._ranks.device.type != "cpu":
             metrics |= training.get_memory_stats(device=self._ranks.device)
