@@ -1,6 +1,7 @@
 """Optimizers, including one that steps inside the backward."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
@@ -17,7 +18,7 @@ from torchtune.utils import get_logger, log_rank_zero
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import STRICT, Count, Positive
-from recipe_utils.settings.problems import Problem
+from recipe_utils.settings.problems import ConfigError, Problem
 
 _log = get_logger("INFO")
 
@@ -162,6 +163,30 @@ def build_optimizer(
         groups_of = lambda each: settings.groups(dict(zip("p", each, strict=True)))  # noqa: E731
         return OptimizerInBackward(model, lambda each: make_optimizer(cfg, groups_of(each)))
     return make_optimizer(cfg, settings.groups(trained_parameters(model)))
+
+
+def check_optimizer(
+    cfg: DictConfig, cfg_schedule: DictConfig | None, settings: OptimizerSettings
+) -> None:
+    """Builds an optimizer and a schedule of a matrix and a vector, to refuse arguments before weights are read."""
+    if not math.isfinite(cfg.get("lr") or 0):
+        raise ValueError(f"optimizer.lr={cfg.lr}: it must be finite")
+    if cfg.get("maximize"):
+        raise ValueError("optimizer.maximize=True: it would raise the loss; take it out")
+    if cfg_schedule is not None and (num := cfg_schedule.get("num_warmup_steps", 0)) < 0:
+        raise ConfigError(Problem("lr_scheduler.num_warmup_steps", "it must be at least 0", num))
+    # skip_init draws no random numbers.
+    small = nn.ModuleDict({"lora_b": nn.utils.skip_init(nn.Linear, 2, 2)})
+    (optimizer, *_) = single_optimizers(build_optimizer(cfg, small, settings))
+    schedule = config.instantiate(cfg_schedule, optimizer, num_training_steps=1, last_epoch=-1)
+    inner = [group for each in inner_optimizers(optimizer) for group in each.param_groups]
+    if schedule is not None and {*map(id, inner)} - {*map(id, optimizer.param_groups)}:
+        text = (
+            "its inner optimizers have groups of their own, whose rates lr_scheduler does not set"
+        )
+        raise ValueError(
+            f"optimizer._component_={type(optimizer).__name__}: {text}; let them share their groups"
+        )
 
 
 def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:

@@ -244,8 +244,11 @@ class Run:
 
         Raises:
             NonfiniteError: too many gradients were not finite. A checkpoint is saved first.
+            ConfigError: after the first update step, if checkpoints cannot hold the optimizer's state.
         """
         self.advance(step)
+        if self.global_step == 1 and self.settings.saves_checkpoints:
+            self._saves.check()  # before more than one update step is lost
         due = self._due(step)
         if due.log:
             self._log_step(step, metrics, grad_norm, more)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from recipe_utils.checkpoint.export import export, write_generation_config
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
+from recipe_utils.checkpoint.tensors import optimizer_contents
 from recipe_utils.model.adapters.merge import contents_of_export
 from recipe_utils.model.construct.weights import gather_weights
 from recipe_utils.model.pipeline.stages import adapters_of
@@ -23,6 +24,7 @@ from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.log import METRICS_FILE, Log, read_metrics
 from recipe_utils.run.resume import TrainingParts
 from recipe_utils.run.settings import RunSettings
+from recipe_utils.settings.problems import ConfigError
 
 _EXPORT = re.compile(r"(epoch|export_step)_\d+")
 
@@ -59,6 +61,14 @@ class Saves:
             group=self._group,
             asynchronous=self._settings.enable_async_checkpointing,
         )
+
+    def check(self) -> None:
+        """Raises ConfigError if checkpoints cannot hold the optimizer's state after its first step."""
+        try:
+            optimizer_contents(self.parts.model, self.parts.optimizer)
+        except ValueError as error:
+            remedy = "set recipe_utils.optim.AdamW8bit or another one, or epochs=1 without save_every_* and resume_from_checkpoint"
+            raise ConfigError(f"{error}; {remedy}") from error
 
     def save(self, state: TrainingState) -> None:
         """Saves a checkpoint. Warns if it fails: the last complete one is kept."""
