@@ -366,7 +366,7 @@ def test_optimizer_state_that_is_no_plain_tensor_is_named():
     model.weight.grad = torch.ones(128, 64)
     with torch.compiler.set_stance("force_eager"):
         optimizer.step()
-    with pytest.raises(ValueError, match="AdamW8bit: its state .* of weight is a OptimState8bit"):
+    with pytest.raises(ValueError, match=r"AdamW8bit: its state .* of weight is a OptimState8bit"):
         optimizer_contents(model, optimizer)
 
 
