@@ -122,8 +122,8 @@ class DINOv3Recipe:
         transform = build("transform", config.instantiate, cfg.transform)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("checkpointer", check_normalization, self.checkpointer, transform)
-        build("optimizer", check_optimizer, cfg.optimizer, cfg.get("lr_scheduler"), settings)
-        build("loraplus_lr_ratio", settings.check_model, whole)
+        schedule = cfg.get("lr_scheduler")
+        build("optimizer", check_optimizer, cfg.optimizer, schedule, settings, whole)
 
         # ---- Data
         loaders = build_image_loaders(cfg, transform, layout_of(whole), settings, ranks, run)
@@ -160,7 +160,7 @@ class DINOv3Recipe:
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.models, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         position = run.resume(TrainingParts(*trained, exported=self.teacher.model))
-        self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
+        self.lr_scheduler = build_lr_scheduler(schedule, self.optimizer, *position)
 
     # ---- Objective and update -------------------------------------------------------------------
 

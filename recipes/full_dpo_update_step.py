@@ -113,8 +113,7 @@ class FullDPORecipe:
         loss_fn = build("loss", preference.make_preference_loss, make_loss)
         whole = build("model", build_on_meta, make_model, settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings)
-        build("loraplus_lr_ratio", settings.check_model, whole)
+        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, whole)
         self.reference = build("reference", Reference, settings, loss_fn, ranks)
         of_policy = cfg.get("ref_checkpointer"), whole, self.tokenizer
         build("ref_checkpointer", self.reference.check, *of_policy)

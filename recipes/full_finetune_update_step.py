@@ -105,8 +105,7 @@ class FullFinetuneRecipe:
         loss_fn = build("loss", build_loss, cfg.loss)
         whole = build("model", build_on_meta, make_model, settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings)
-        build("loraplus_lr_ratio", settings.check_model, whole)
+        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, whole)
 
         # ---- Data
         limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)

@@ -115,8 +115,7 @@ class KDRecipe:
         kd_loss_fn = build("kd_loss", config.instantiate, cfg.get("kd_loss"))
         whole = build("model", build_on_meta, make_model, settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings)
-        build("loraplus_lr_ratio", settings.check_model, whole)
+        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, whole)
         self.teacher.build_parts(cfg, self.tokenizer)
         if self.teacher.is_used:
             with naming():

@@ -67,12 +67,6 @@ class OptimizerSettings(DataSettings):
             groups.setdefault(key, {"params": [], **options})["params"].append(p)
         return [groups[key] for key in sorted(groups)]
 
-    def check_model(self, model: nn.Module) -> None:
-        """Raises ValueError if ``loraplus_lr_ratio`` is set for a model without LoRA."""
-        ratio, names = self.loraplus_lr_ratio, trained_parameters(model)
-        if ratio is not None and not any(name.endswith(_FASTER) for name in names):
-            raise ValueError(f"loraplus_lr_ratio={ratio}: the model has no LoRA; leave it out")
-
     def problems(self) -> Iterator[Problem]:
         """Yields problems between the keys."""
         if self.tensor_parallel_dim > 1 and self.optimizer.get("_component_") == _ADAMW_8BIT:
@@ -166,15 +160,24 @@ def build_optimizer(
 
 
 def check_optimizer(
-    cfg: DictConfig, cfg_schedule: DictConfig | None, settings: OptimizerSettings
+    cfg: DictConfig,
+    cfg_schedule: DictConfig | None,
+    settings: OptimizerSettings,
+    model: nn.Module,
 ) -> None:
-    """Builds an optimizer and a schedule of a matrix and a vector, to refuse arguments before weights are read."""
+    """Builds an optimizer and a schedule of a matrix and a vector, to refuse arguments before weights are read.
+
+    ``model`` is whole, on the meta device.
+    """
     if not math.isfinite(cfg.get("lr") or 0):
         raise ValueError(f"optimizer.lr={cfg.lr}: it must be finite")
     if cfg.get("maximize"):
         raise ValueError("optimizer.maximize=True: it would raise the loss; take it out")
     if cfg_schedule is not None and (num := cfg_schedule.get("num_warmup_steps", 0)) < 0:
         raise ConfigError(Problem("lr_scheduler.num_warmup_steps", "it must be at least 0", num))
+    ratio, names = settings.loraplus_lr_ratio, trained_parameters(model)
+    if ratio is not None and not any(name.endswith(_FASTER) for name in names):
+        raise ConfigError(f"loraplus_lr_ratio={ratio}: the model has no LoRA; leave it out")
     # skip_init draws no random numbers.
     small = nn.ModuleDict({"lora_b": nn.utils.skip_init(nn.Linear, 2, 2)})
     (optimizer, *_) = single_optimizers(build_optimizer(cfg, small, settings))

@@ -366,7 +366,7 @@ class Run:
         self._unsaved_since_seconds = math.inf
 
     def export(self, name: str) -> str | None:
-        """Exports the model; see :func:`.export_model`. Returns an error message or None."""
+        """Exports the model; see :meth:`.Saves.export`. Returns an error message or None."""
         self.metrics.write_held()
         return self._saves.export(name)
 

@@ -129,10 +129,10 @@ def test_inner_optimizers_have_the_state_of_their_wrapper_and_need_its_groups_fo
     model(torch.ones(2)).sum().backward()
     optimizer.step()
     assert optimizer.state[model.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    check_optimizer(cfg, None, settings())
+    check_optimizer(cfg, None, settings(), model)
     with pytest.raises(ValueError, match="_component_=GroupsApart: its inner optimizers have"):
-        check_optimizer(cfg, SCHEDULE, settings())
-    check_optimizer(component("tiny.MuonAndAdamW"), SCHEDULE, settings())
+        check_optimizer(cfg, SCHEDULE, settings(), model)
+    check_optimizer(component("tiny.MuonAndAdamW"), SCHEDULE, settings(), model)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_inner_optimizers_have_the_state_of_their_wrapper_and_need_its_groups_fo
 )
 def test_what_cannot_train_is_refused_before_weights_are_read(path, num_warmup_steps, text):
     schedule = component(COSINE, num_warmup_steps=num_warmup_steps)
-    drawn = torch.get_rng_state()
+    model, drawn = tiny.tiny_model(), torch.get_rng_state()
     with pytest.raises(ValueError, match=text):
-        check_optimizer(component(path), schedule, settings())
+        check_optimizer(component(path), schedule, settings(), model)
     assert torch.equal(torch.get_rng_state(), drawn)
