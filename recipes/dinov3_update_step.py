@@ -45,11 +45,11 @@ from recipe_utils.model.vision.average_teacher import AverageTeacher
 from recipe_utils.model.vision.vision_transformer import fresh_vit_weights, with_heads
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler
+from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, check_optimizer
 from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.run.build import build_image_loaders, build_optimizer_by_depth, try_optimizer
+from recipe_utils.run.build import build_image_loaders, build_optimizer_by_depth
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings, TrainingParts
 from recipe_utils.settings.components import Component
@@ -122,9 +122,8 @@ class DINOv3Recipe:
         transform = build("transform", config.instantiate, cfg.transform)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("checkpointer", check_normalization, self.checkpointer, transform)
-        of_training = cfg.get("lr_scheduler"), settings, ranks.device
-        build("optimizer", try_optimizer, cfg.optimizer, *of_training)
-        build("loraplus_lr_ratio", settings.check_model, whole)
+        schedule = cfg.get("lr_scheduler")
+        build("optimizer", check_optimizer, cfg.optimizer, schedule, settings, whole)
 
         # ---- Data
         loaders = build_image_loaders(cfg, transform, layout_of(whole), settings, ranks)
@@ -161,7 +160,7 @@ class DINOv3Recipe:
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.models, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         position = run.resume(TrainingParts(*trained, exported=self.teacher.model))
-        self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
+        self.lr_scheduler = build_lr_scheduler(schedule, self.optimizer, *position)
 
     # ---- Objective and update -------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.process_group import ratios
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.run.build import build_loaders, try_optimizer
+from recipe_utils.run.build import build_loaders
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings, TrainingParts
 from recipe_utils.settings.components import Component, MadeWith
@@ -106,8 +106,7 @@ class FullFinetuneRecipe:
         loss_fn = build("loss", build_loss, cfg.loss)
         whole = build("model", build_on_meta, make_model, settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", try_optimizer, cfg.optimizer, schedule, settings, ranks.device)
-        build("loraplus_lr_ratio", settings.check_model, whole)
+        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, whole)
 
         # ---- Data
         limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)

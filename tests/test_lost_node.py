@@ -89,16 +89,3 @@ def test_training_resumes_with_the_same_losses_after_one_of_four_nodes_is_killed
     assert sorted(re.findall(report, screens)) == ["0", "1", "2"]
     assert "Traceback" not in screens
     assert re.findall("take (.*) samples\n", screens) == ["6, 5 and 5"]
-
-
-@pytest.mark.slow
-def test_ranks_know_how_many_nodes_may_come(tiny_config, tmp_path, start):
-    """A single agent starts, the first of 1 or 2."""
-    config = tiny_config(pipeline_parallel_dim=2)
-    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
-    options = ("--nnodes=1:2", "--rdzv_conf=last_call_timeout=1")
-    assert start(*options, SFT, "--config", "my.yaml").wait(SECONDS) == 2
-    text = (
-        "start 2 processes (--nproc_per_node); of 1 to 2 nodes (--nproc_per_node 1) these fit: 2\n"
-    )
-    assert text in (tmp_path / "0.txt").read_text()

@@ -73,8 +73,6 @@ class TrainingState:
     """Bad samples that all update steps have skipped, over all ranks."""
     best_val_loss: float | None = None
     """Lowest validation loss so far."""
-    grad_norms: list[float | None] = field(default_factory=list)
-    """Last gradient norms, None if not finite, which ``on_spike`` compares with."""
     token_budget: dict[str, Any] = field(default_factory=dict)
     """Budget of microbatches that was found, and on which hardware."""
 

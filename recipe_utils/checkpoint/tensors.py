@@ -127,10 +127,7 @@ def _groups(optimizer: AnyOptimizer) -> Iterator[tuple[Optimizer, dict[str, Any]
 def _check_storable(value: Tensor, what: str) -> None:
     own = local(value)
     if is_traceable_wrapper_subclass(own):
-        raise ValueError(
-            f"{what} is a {type(own).__name__}, which step checkpoints cannot hold; use an "
-            "optimizer with plain tensors"
-        )
+        raise ValueError(f"{what} is a {type(own).__name__}, which step checkpoints cannot hold")
     dtype_name(own.dtype)
 
 

@@ -18,8 +18,6 @@ from recipe_utils.parallel.ranks import Ranks
 
 FILE, DATASETS = "sample_losses.npy", "sample_losses.json"
 _NUM_SHOWN, _NUM_CHARACTERS = 20, 60
-_NUM_KEPT = 100
-"""Update steps whose losses are in memory."""
 
 
 class SampleLosses:
@@ -35,7 +33,6 @@ class SampleLosses:
         self._loader, self._ranks, self._log = loader, ranks, log
         self._held: Callable[[], None] | None = None
         self._file: np.ndarray | None = None
-        self._latest: dict[int, tuple[np.ndarray, Tensor]] = {}
 
     def open(self, settings: Any, is_new: bool) -> None:
         """Opens the file on rank 0; unless ``is_new`` with the losses that it contains."""
@@ -57,7 +54,7 @@ class SampleLosses:
         except (OSError, ValueError) as error:
             self._log.warn(f"{path}: {error}; training continues without it")
 
-    def take(self, step: UpdateStep, epoch: int, global_step: int) -> None:
+    def take(self, step: UpdateStep, epoch: int) -> None:
         """Sums an enqueued update step over the ranks, and writes the one before. Collective."""
         self.write_held()
         assert step.sample_sums is not None
@@ -77,8 +74,6 @@ class SampleLosses:
             if arrived is not None:
                 arrived.synchronize()
             self.write(epoch, indices, on_host[: len(indices)])
-            self._latest[global_step] = indices, on_host
-            self._latest.pop(global_step - _NUM_KEPT, None)
 
         self._held = write
         if device.type == "cpu":
@@ -94,18 +89,6 @@ class SampleLosses:
         """Writes losses [n] of the samples ``indices`` [n]."""
         if self._file is not None:
             self._file[epoch, indices] = losses.numpy()
-
-    def highest(self, global_step: int) -> str:
-        """Returns the names of the five samples of highest loss of a late update step, or nothing."""
-        self.write_held()
-        indices, losses = self._latest.get(global_step, (np.empty(0), torch.empty(0)))
-        found = [
-            pair
-            for pair in zip(losses.tolist(), indices.tolist(), strict=False)
-            if pair[0] == pair[0]
-        ]
-        name = self._loader.dataset.name_of
-        return ", ".join(f"{name(i)} {loss:.3g}" for loss, i in sorted(found, reverse=True)[:5])
 
     def report(self, cfg: Mapping[str, Any]) -> Iterator[str]:
         """Yields the samples of highest loss, and of the highest rise."""

@@ -1,6 +1,7 @@
 """Optimizers, including one that steps inside the backward."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
@@ -16,15 +17,13 @@ from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.settings.components import MadeWith
-from recipe_utils.settings.keys import STRICT, Count, OnlyWith, Positive
-from recipe_utils.settings.problems import Problem
+from recipe_utils.settings.keys import STRICT, Count, Positive
+from recipe_utils.settings.problems import ConfigError, Problem
 
 _log = get_logger("INFO")
 
 _ADAMW_8BIT = "recipe_utils.optim.AdamW8bit"
 _FASTER = (".lora_b.weight", ".magnitude")
-
-OnNonfinite = Literal["stop", "skip"]
 
 
 def _infinite_as_float(value: Any) -> Any:
@@ -50,15 +49,10 @@ class OptimizerSettings(DataSettings):
     """Maximum norm of all gradients together; null or inf only measures it."""
     optimizer_in_bwd: bool = False
     """Steps each parameter within the backward. Needs one microbatch per update step and no clipping."""
-    on_nonfinite: OnNonfinite = "stop"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action on a NaN or infinite gradient. Such a step never changes the weights."""
     max_nonfinite_steps: Count = 10
     """Maximum number of consecutive steps that ``on_nonfinite: skip`` skips."""
-    on_spike: OnNonfinite | None = None
-    """``skip``: an update step whose gradient norm is above ``spike_factor`` times the median of
-    the last 100 (at least 10) does not change the weights; ``stop`` also saves and ends training."""
-    spike_factor: Annotated[Positive, OnlyWith("on_spike")] = 10.0
-    """Gradient norm of a spike over the median."""
 
     def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
         """Returns an optimizer's first argument: parameters, or groups with options of their own."""
@@ -72,12 +66,6 @@ class OptimizerSettings(DataSettings):
             options |= {"weight_decay": 0.0} if key[1] else {}
             groups.setdefault(key, {"params": [], **options})["params"].append(p)
         return [groups[key] for key in sorted(groups)]
-
-    def check_model(self, model: nn.Module) -> None:
-        """Raises ValueError if ``loraplus_lr_ratio`` is set for a model without LoRA."""
-        ratio, names = self.loraplus_lr_ratio, trained_parameters(model)
-        if ratio is not None and not any(name.endswith(_FASTER) for name in names):
-            raise ValueError(f"loraplus_lr_ratio={ratio}: the model has no LoRA; leave it out")
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems between the keys."""
@@ -102,7 +90,6 @@ class OptimizerSettings(DataSettings):
         every = "every backward updates the weights"
         for key, value, allowed, text in (
             ("clip_grad_norm", self.clip_grad_norm, None, "the gradients never exist all at once"),
-            ("on_spike", self.on_spike, None, "weights change before the norm is known"),
             ("loraplus_lr_ratio", self.loraplus_lr_ratio, None, "there is one learning rate"),
             (
                 "microbatching",
@@ -170,6 +157,39 @@ def build_optimizer(
         groups_of = lambda each: settings.groups(dict(zip("p", each, strict=True)))  # noqa: E731
         return OptimizerInBackward(model, lambda each: make_optimizer(cfg, groups_of(each)))
     return make_optimizer(cfg, settings.groups(trained_parameters(model)))
+
+
+def check_optimizer(
+    cfg: DictConfig,
+    cfg_schedule: DictConfig | None,
+    settings: OptimizerSettings,
+    model: nn.Module,
+) -> None:
+    """Builds an optimizer and a schedule of a matrix and a vector, to refuse arguments before weights are read.
+
+    ``model`` is whole, on the meta device.
+    """
+    if not math.isfinite(cfg.get("lr") or 0):
+        raise ValueError(f"optimizer.lr={cfg.lr}: it must be finite")
+    if cfg.get("maximize"):
+        raise ValueError("optimizer.maximize=True: it would raise the loss; take it out")
+    if cfg_schedule is not None and (num := cfg_schedule.get("num_warmup_steps", 0)) < 0:
+        raise ConfigError(Problem("lr_scheduler.num_warmup_steps", "it must be at least 0", num))
+    ratio, names = settings.loraplus_lr_ratio, trained_parameters(model)
+    if ratio is not None and not any(name.endswith(_FASTER) for name in names):
+        raise ConfigError(f"loraplus_lr_ratio={ratio}: the model has no LoRA; leave it out")
+    # skip_init draws no random numbers.
+    small = nn.ModuleDict({"lora_b": nn.utils.skip_init(nn.Linear, 2, 2)})
+    (optimizer, *_) = single_optimizers(build_optimizer(cfg, small, settings))
+    schedule = config.instantiate(cfg_schedule, optimizer, num_training_steps=1, last_epoch=-1)
+    inner = [group for each in inner_optimizers(optimizer) for group in each.param_groups]
+    if schedule is not None and {*map(id, inner)} - {*map(id, optimizer.param_groups)}:
+        text = (
+            "its inner optimizers have groups of their own, whose rates lr_scheduler does not set"
+        )
+        raise ValueError(
+            f"optimizer._component_={type(optimizer).__name__}: {text}; let them share their groups"
+        )
 
 
 def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:

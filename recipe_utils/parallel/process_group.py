@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torchtune.training import get_distributed_backend
 
-from recipe_utils.tune.launcher import NUM_NODES
-
 _IS_GONE = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|got 0 bytes|process exit(ed|ing)"
 )
@@ -37,12 +35,6 @@ def world_size_from_env() -> int:
 def local_world_size_from_env() -> int:
     """Returns the launcher's number of processes on this node; all without it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size_from_env()))
-
-
-def elastic_nodes() -> range:
-    """Returns the numbers of nodes that ``tune run --nnodes MIN:MAX`` allows; empty without a range."""
-    least, _, most = os.environ.get(NUM_NODES, "").partition(":")
-    return range(int(least), int(most) + 1) if most else range(0)
 
 
 def loss_of_rank(error: BaseException | None) -> str | None:

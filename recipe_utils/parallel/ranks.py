@@ -5,7 +5,6 @@ Dimensions are named as in later torchtune versions: ranks that differ in ``dp_r
 """
 
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass as plain_dataclass
 from functools import cached_property
@@ -98,22 +97,10 @@ class RankSettings:
             product = " * ".join(f"{key}={getattr(self, key)}" for key in keys)
             text = (
                 f"they make {num_ranks} ranks, but {world_size} run; set them so that their product "
-                f"is {world_size}, or start {num_ranks} processes (--nproc_per_node){self.nodes_that_fit()}"
+                f"is {world_size}, or start {num_ranks} processes (--nproc_per_node)"
             )
             raise ConfigError(Problem(product, text))
         return ParallelDims(replicate, shard, tp, pp)
-
-    def nodes_that_fit(self) -> str:
-        """Returns which numbers of nodes fit these dimensions, as text; empty if all of them do."""
-        nodes, per_node = process_group.elastic_nodes(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        replicate, shard = self.data_parallel_replicate_dim, self.data_parallel_shard_dim
-        unit = replicate * max(shard, 1) * self.tensor_parallel_dim * self.pipeline_parallel_dim
-        multiples = [n for n in nodes if n * per_node % unit == 0]
-        fit = multiples if shard == -1 else [n for n in multiples if n * per_node == unit]
-        if len(fit) == len(nodes):
-            return ""
-        numbers = ", ".join(map(str, fit)) or "none"
-        return f"; of {nodes[0]} to {nodes[-1]} nodes (--nproc_per_node {per_node}) these fit: {numbers}"
 
 
 @plain_dataclass(frozen=True)
@@ -216,11 +203,6 @@ def join_ranks(settings: RankSettings) -> Ranks:
         text = (
             f"gradient_sync={settings.gradient_sync}: pipeline stages keep gradients unsharded "
             "until the last microbatch, as with last_microbatch"
-        )
-        utils.log_rank_zero(utils.get_logger("INFO"), text, level=logging.WARNING)
-    if fit := settings.nodes_that_fit():
-        text = (
-            f"losing a node ends the training if the others do not fit the parallel dimensions{fit}"
         )
         utils.log_rank_zero(utils.get_logger("INFO"), text, level=logging.WARNING)
     pp_rank, tp_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")

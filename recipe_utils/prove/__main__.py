@@ -24,7 +24,6 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -58,12 +57,10 @@ from recipe_utils.tune.launcher import REPORTED_EXIT_CODE, wait_for_ranks
 FACTOR = 3.0
 """Largest difference, in units of the rounding of single samples in the same precision. Both are
 rounding errors of one computation in two orders, so their ratio is about 1."""
-COUNTED, TOKENS = {"pairs", "images"}, "target_tokens"
+_COUNTED = ("pairs", "target_tokens")
 """Totals that are printed, and must not be 0."""
 MOST_WEIGHTS = 1 << 27
 """Weights of models that stay whole: 1 GiB in fp64, and as much for gradients."""
-_IMAGES = "dinov3_update_step"
-"""Recipe whose losses couple samples: its own code computes the reference, in one microbatch."""
 _NOISE = 0.02
 """Standard deviation of the noise added to adapters: with B = 0, the gradient of A is 0."""
 _FOLDER = "TORCHTUNE_UPDATE_STEP_PROVE"
@@ -72,10 +69,6 @@ _UNUSED = (
     *OF_OUTPUT, "lr_scheduler", "clip_grad_norm", "loraplus_lr_ratio", "reference_cache_dir", "teacher_cache_dir",
 )  # fmt: skip
 """Keys without influence on the gradient, except clipping, which would change it."""
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LAYOUT = re.compile(
-    "fsdp|pipeline_|data_parallel_|tensor_parallel_|ac_|enable_act|custom_sharded|compile|microbatching"
-)
 _GROUPS = {
     "adapters": r"lora_|magnitude",
     "norms": r"norm|\.scale$",
@@ -103,7 +96,7 @@ def record(recipe_class: Any, cfg: DictConfig) -> Step:
         weights = {name: weight.clone() for name, weight in gather().items()}
         with loader.epoch(0) as steps:
             step = next(iter(steps))
-        if 0 in (step.totals.get(name) for name in (*COUNTED, TOKENS)):
+        if 0 in (step.totals.get(name) for name in _COUNTED):
             raise ConfigError("dataset: update step 1 has no targets; set a larger --num_samples")
         recipe.update(step)
         optimizers: list[Any] = single_optimizers(recipe.optimizer)
@@ -118,8 +111,8 @@ def record(recipe_class: Any, cfg: DictConfig) -> Step:
             except SampleError:  # skipped; training has raised any other
                 continue
             items.append((mixture.dataset_of(index) if mixture else 0, dataset[index]))
-        layout = [recipe.settings.microbatching] if TOKENS in step.totals else []
-        if layout and recipe.settings.is_packed:
+        layout = [recipe.settings.microbatching]
+        if recipe.settings.is_packed:
             whole = build_on_meta(partial(config.instantiate, cfg.model), recipe.settings)
             layout += [attention_of(whole, ranks.device).kernel]
         weighs = mixture.loss_weights if mixture and loader.num_sums > 1 else None
@@ -137,7 +130,7 @@ def perturb(adapters: Mapping[str, Tensor]) -> None:
 # ---- Config of the comparison --------------------------------------------------------------------
 
 
-def config_of(cfg: DictConfig, folder: Path, num_samples: int, is_text: bool) -> DictConfig:
+def config_of(cfg: DictConfig, folder: Path, num_samples: int) -> DictConfig:
     """Returns the config of one update step whose output goes to ``folder``."""
     raw = redirected(cfg, folder)
     kept = {key: value for key, value in raw.items() if key not in _UNUSED}
@@ -148,10 +141,9 @@ def config_of(cfg: DictConfig, folder: Path, num_samples: int, is_text: bool) ->
     ranks_per_row = (cfg.get("tensor_parallel_dim") or 1) * (cfg.get("pipeline_parallel_dim") or 1)
     per_pass = (cfg.get("batch_size") or 1) * max(world_size_from_env() // ranks_per_row, 1)
     steps = cfg.pop("gradient_accumulation_steps", None) or 1
-    most = num_samples if is_text else max(num_samples // per_pass, 1) * per_pass
     size = cfg.get("global_batch_size") or per_pass * steps
     size = size if isinstance(size, int) else max(size.values())
-    cfg.global_batch_size = size if size <= num_samples else most
+    cfg.global_batch_size = min(size, num_samples)
     return cfg
 
 
@@ -169,7 +161,7 @@ def refuse(cfg: DictConfig, is_text: bool) -> None:
         raise ConfigError(Problem("teacher_cache", text, "top_k"))
 
 
-def cut(cfg: DictConfig, folder: Path, is_text: bool) -> str:
+def cut(cfg: DictConfig, folder: Path) -> str:
     """Cuts models that are too large for fp64 on a CPU to a few layers with random weights, in place.
 
     Returns a description, empty if the models stay whole. Raises ConfigError if they cannot be cut.
@@ -185,7 +177,7 @@ def cut(cfg: DictConfig, folder: Path, is_text: bool) -> str:
     num_weights = sum(p.numel() for whole in wholes.values() for p in whole.parameters())
     texts = []
     for key, whole in wholes.items() if num_weights > MOST_WEIGHTS else ():
-        if not is_text or not hasattr(whole, "layers"):
+        if not hasattr(whole, "layers"):
             text = f"{num_weights:,} weights, above {MOST_WEIGHTS:,}, and it cannot be cut; set a smaller model"
             raise ConfigError(f"{key}: {text}")
         cut_one = cut_component(OmegaConf.to_container(cfg[key], resolve=True), whole, folder / key)
@@ -207,29 +199,15 @@ def cut(cfg: DictConfig, folder: Path, is_text: bool) -> str:
 def references(objective: Any, step: Step, is_cut: bool) -> tuple[Gradients, Gradients]:
     """Returns the gradient in higher precision, and that in the precision of the config."""
     gc.collect()  # frees the recipe's model
-    cfg = step.cfg
-    if objective is not None:
-        keys, device = (
-            ("dtype", "weights_dtype", "teacher_dtype"),
-            resolve_device(cfg.get("device")),
-        )
-        own = Precision(device, *[cfg.get(key) or cfg.get("dtype") or "fp32" for key in keys])
-        exact = Precision(torch.device("cpu"), *["fp64"] * 3)
-        if is_cut:
-            exact = Precision(device, *["fp32"] * 3)
-        with nullcontext() if is_cut else DoublePrecision(only_casts=True):
-            expected = plain.gradients_of(step, objective, exact)
-        return expected, plain.gradients_of(step, objective, own)
-    one: dict[str, Any] = {str(k): v for k, v in cfg.items() if not _LAYOUT.search(str(k))}
-    one["batch_size"] = cfg.global_batch_size
-    recipe_class = load_recipe(_IMAGES)[1]
-    with mock.patch.dict(os.environ):
-        for name in _LAUNCHER:  # this process alone
-            os.environ.pop(name, None)
-        of_one = record(recipe_class, OmegaConf.create(one)).gradients
-        one |= {"dtype": "fp64", "weights_dtype": None, "device": "cpu"}
-        with DoublePrecision(only_casts=True):
-            return record(recipe_class, OmegaConf.create(one)).gradients, of_one
+    cfg, device = step.cfg, resolve_device(step.cfg.get("device"))
+    keys = ("dtype", "weights_dtype", "teacher_dtype")
+    own = Precision(device, *[cfg.get(key) or cfg.get("dtype") or "fp32" for key in keys])
+    exact = Precision(torch.device("cpu"), *["fp64"] * 3)
+    if is_cut:
+        exact = Precision(device, *["fp32"] * 3)
+    with nullcontext() if is_cut else DoublePrecision(only_casts=True):
+        expected = plain.gradients_of(step, objective, exact)
+    return expected, plain.gradients_of(step, objective, own)
 
 
 def differences(found: Gradients, expected: Gradients) -> dict[str, float]:
@@ -247,10 +225,8 @@ def differences(found: Gradients, expected: Gradients) -> dict[str, float]:
 def report(step: Step, exact: Gradients, rounded: Gradients, name: str, cuts: str) -> int:
     """Prints the comparison. Returns the exit code."""
     dtype, totals, world_size = step.cfg.get("dtype") or "fp32", step.totals, world_size_from_env()
-    how = [f"{len(step.items)} samples"] if COUNTED.isdisjoint(totals) else []
-    how += [
-        f"{n:,} {key.replace('_', ' ')}" for key, n in totals.items() if key in {*COUNTED, TOKENS}
-    ]
+    how = [] if "pairs" in totals else [f"{len(step.items)} samples"]
+    how += [f"{n:,} {key.replace('_', ' ')}" for key, n in totals.items() if key in _COUNTED]
     how += [f"{world_size} rank{'s' * (world_size > 1)}", *step.layout, dtype]
     how += ["compiled"] * bool(step.cfg.get("compile"))
     print(f"{cuts}update step 1 of {name}: {', '.join(how)}")
@@ -263,14 +239,11 @@ def report(step: Step, exact: Gradients, rounded: Gradients, name: str, cuts: st
         print(f"  {group:12}{difference:.1e}      {roundings.get(group, 0):.1e}")
         if not difference <= FACTOR * roundings.get(group, 0) + floor:
             wrong.append(group)
-    other = "single samples"
-    if "images" in totals:
-        other = f"one microbatch of all images, which {_IMAGES} computed in fp64,"
     if wrong:
         bound = f"{FACTOR:g} times the rounding of {dtype}"
-        print(f"Not equal to {other} within {bound}: {', '.join(wrong)}.")
+        print(f"Not equal to single samples within {bound}: {', '.join(wrong)}.")
     else:
-        print(f"Equal to {other} within the precision of {dtype}.")
+        print(f"Equal to single samples within the precision of {dtype}.")
     return int(bool(wrong))
 
 
@@ -280,11 +253,12 @@ def compare(recipe: str, cfg: DictConfig, folder: Path, name: str, num_samples: 
     if recipe_class is None:
         raise ConfigError(f"recipe={recipe}: it needs one class with setup() and update()")
     keys = keys_of(settings)
-    objective: Any = plain.losses_of_pairs if "prefix_sharing" in keys else plain.losses_of_texts
-    objective = None if "mask_ratio" in keys else objective
+    if "mask_ratio" in keys:
+        raise ConfigError(f"recipe={recipe}: losses of images are not compared; give one of texts")
+    objective = plain.losses_of_pairs if "prefix_sharing" in keys else plain.losses_of_texts
     refuse(cfg, objective is plain.losses_of_texts)
-    cfg = config_of(cfg, folder, num_samples, objective is not None)
-    cuts = cut(cfg, folder, objective is not None)
+    cfg = config_of(cfg, folder, num_samples)
+    cuts = cut(cfg, folder)
     step = record(recipe_class, cfg)
     rank, world_size, code = os.environ.get("RANK", "0"), world_size_from_env(), 1
     make_store: Any = dist.rendezvous("env://") if world_size > 1 else iter([(dist.HashStore(),)])  # type: ignore[attr-defined]

@@ -126,9 +126,6 @@ class MetricsFile:
         self._file.seek(0, os.SEEK_END)
         self._last_offset = self._file.tell() - len(_as_line(self._last).encode()) * bool(kept)
 
-    def log_config(self, cfg: Any) -> None:
-        """Does nothing. Checkpoints and ``torchtune_config.yaml`` contain the config."""
-
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
         """Extends the last line if it is of the same update step, else appends a line."""
         found = {

@@ -96,13 +96,12 @@ class Metrics:
         """Holds metrics of an update step, or writes them at once; see :meth:`.Run.log`."""
         self.write_held()
         tensors = {name: each for name, each in metrics.items() if isinstance(each, Tensor)}
-        spikes = guard.take_spikes()
         counts, num_steps = guard.take_counts()
         means = mean_over_ranks(torch.stack([*sums.values()]))
         # CPU offload: the gradient norm is on the CPU, the sums of losses are on the device.
         others = [
             each.detach().to(means.device, means.dtype, non_blocking=True).view(1)
-            for each in (*tensors.values(), *counts, *spikes)
+            for each in (*tensors.values(), *counts)
         ]
         numbers = torch.cat([means, *others])
         on_host = numbers.to("cpu", non_blocking=numbers.is_cuda)  # pinned by PyTorch
@@ -111,17 +110,13 @@ class Metrics:
         def write() -> None:
             if arrived is not None:
                 arrived.synchronize()
-            *values, num_skipped, most_in_a_row = on_host[:-4].tolist()
-            spikes_on_host = on_host[-4:].tolist()
+            *values, num_skipped, most_in_a_row = on_host.tolist()
             found: dict[str, Any] = dict(zip([*sums, *tensors], values, strict=True))
             known = {name: each for name, each in metrics.items() if each is not None}
             found = {**known, **found, **self._throughput.read_and_restart()}
             if num_skipped:
                 found["num_nonfinite_steps"] = int(num_skipped)
-            if spikes_on_host[0]:
-                found["num_spikes"] = int(spikes_on_host[0])
             self.write(step, position, found)
-            self._log.warn(guard.judge_spikes(spikes_on_host, num_steps, step))
             self._log.warn(guard.judge(int(num_skipped), int(most_in_a_row), num_steps, step))
 
         self._held = write

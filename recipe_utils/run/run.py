@@ -21,7 +21,6 @@ from recipe_utils.data.loader.start import log_start
 from recipe_utils.evaluation.sample_losses import SampleLosses
 from recipe_utils.memory.steps import StepMemory
 from recipe_utils.model.construct.build import describe_model
-from recipe_utils.optim.moved import ChangedWeights
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import start_any
 from recipe_utils.parallel.ranks import Ranks
@@ -125,11 +124,9 @@ class Run:
         """
         self._parts = self._saves.parts = parts
         self.num_steps = parts.loader.steps_per_epoch * self.settings.epochs
-        self._changed_weights = ChangedWeights(parts.optimizer)
         self.sample_losses = None
         if parts.loader.settings.sample_losses:
             self.sample_losses = SampleLosses(parts.loader, self._ranks, self._log)
-            parts.nonfinite.highest_losses = self.sample_losses.highest
         warnings = *self.settings.warnings(self.num_steps), *warnings_of(parts.model, self.settings)
         for text in warnings:
             self._log.warn(text)
@@ -144,7 +141,6 @@ class Run:
         self._at_exit.enter_context(self._memory)
         self.state = self._resume.restore(parts, self.seed)
         self._memory.restore(self.state.token_budget, self.settings.is_first_start)
-        parts.nonfinite.restore_norms(self.state.grad_norms)
         return self.num_steps, self.global_step
 
     # ---- Loop -----------------------------------------------------------------------------------
@@ -198,7 +194,6 @@ class Run:
         epoch, consumed, device = self.state.epoch, self.state.samples_consumed, self._ranks.device
         epochs, world_size = self.settings.epochs, self._ranks.world_size
         self._throughput.restart()
-        self._changed_weights.restart()
         with loader.epoch(epoch, consumed) as steps:
             for step in steps:
                 self._wait_seconds = steps.wait_seconds
@@ -244,8 +239,11 @@ class Run:
 
         Raises:
             NonfiniteError: too many gradients were not finite. A checkpoint is saved first.
+            ConfigError: after the first update step, if checkpoints cannot hold the optimizer's state.
         """
         self.advance(step)
+        if self.global_step == 1 and self.settings.saves_checkpoints:
+            self._saves.check()  # before more than one update step is lost
         due = self._due(step)
         if due.log:
             self._log_step(step, metrics, grad_norm, more)
@@ -278,7 +276,7 @@ class Run:
         step = self._memory.stop(step)
         self.metrics.write_held()
         if self.sample_losses is not None:
-            self.sample_losses.take(step, self.state.epoch, self.global_step + 1)
+            self.sample_losses.take(step, self.state.epoch)
         # All ranks get the same answer, while the device computes. Earlier, and a request during
         # the update step would cost another one.
         self._stop_requested = start_any(self.stop.is_set(), self._ranks.cpu_group)
@@ -322,8 +320,6 @@ class Run:
         metrics |= {name: each() if callable(each) else each for name, each in more.items()}
         metrics |= step.token_shares
         metrics |= self._memory.metrics()
-        fraction = self._changed_weights.fraction(step.is_last_of_epoch)
-        metrics["weights_moved_fraction"] = fraction
         metrics["num_spanning_samples"] = step.totals.get("spanning_samples")
         if self.settings.log_peak_memory_stats and self._ranks.device.type != "cpu":
             metrics |= training.get_memory_stats(device=self._ranks.device)
@@ -361,12 +357,11 @@ class Run:
     def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
-        norms, budget = self._parts.nonfinite.norms(), self._memory.state()
-        self._saves.save(replace(self.state, grad_norms=norms, token_budget=budget))
+        self._saves.save(replace(self.state, token_budget=self._memory.state()))
         self._unsaved_since_seconds = math.inf
 
     def export(self, name: str) -> str | None:
-        """Exports the model; see :func:`.export_model`. Returns an error message or None."""
+        """Exports the model; see :meth:`.Saves.export`. Returns an error message or None."""
         self.metrics.write_held()
         return self._saves.export(name)
 

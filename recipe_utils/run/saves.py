@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from tqdm import tqdm
 
 from recipe_utils.checkpoint.export import export, write_generation_config
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
+from recipe_utils.checkpoint.tensors import optimizer_contents
 from recipe_utils.model.adapters.merge import contents_of_export
 from recipe_utils.model.construct.weights import gather_weights
 from recipe_utils.model.pipeline.stages import adapters_of
@@ -23,6 +22,7 @@ from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.log import METRICS_FILE, Log, read_metrics
 from recipe_utils.run.resume import TrainingParts
 from recipe_utils.run.settings import RunSettings
+from recipe_utils.settings.problems import ConfigError
 
 _EXPORT = re.compile(r"(epoch|export_step)_\d+")
 
@@ -60,6 +60,14 @@ class Saves:
             asynchronous=self._settings.enable_async_checkpointing,
         )
 
+    def check(self) -> None:
+        """Raises ConfigError if checkpoints cannot hold the optimizer's state after its first step."""
+        try:
+            optimizer_contents(self.parts.model, self.parts.optimizer)
+        except ValueError as error:
+            remedy = "set recipe_utils.optim.AdamW8bit or another one, or epochs=1 without save_every_* and resume_from_checkpoint"
+            raise ConfigError(f"{error}; {remedy}") from error
+
     def save(self, state: TrainingState) -> None:
         """Saves a checkpoint. Warns if it fails: the last complete one is kept."""
         try:
@@ -69,15 +77,42 @@ class Saves:
         self._report(outcome)
 
     def export(self, name: str) -> str | None:
-        """Exports the model; see :func:`.export_model`. Returns an error message or None."""
+        """Exports the model atomically in the checkpointer's format, with adapters merged or alone.
+
+        Returns the error message on all ranks, None on success.
+        """
         self.wait()  # the writer uses the same group and disk
-        parts, only_adapters = self.parts, self._settings.save_adapter_weights_only
+        parts, ranks, log = self.parts, self._ranks, self._log
         model = parts.model if parts.exported is None else parts.exported
-        what = parts.checkpointer, model, name, self._export_dtype, only_adapters, parts.frozen
-        folder, error = export_model(*what, self._ranks, self._group, self._log)
-        self.last_export = folder or self.last_export
-        if folder is not None and self._settings.keep_last_n_exports is not None:
-            remove_old_exports(folder.parent, self._settings.keep_last_n_exports, self._log)
+        adapters = adapters_of(model)
+        only_adapters = self._settings.save_adapter_weights_only and adapters.modules
+        what = model, ranks.device, ranks.dp_rank == 0, self._group
+        weights = gather_weights(*what, only=adapters.trained if only_adapters else None)
+        error = None
+        if nonfinite := [key for key, weight in weights.items() if not weight.isfinite().all()]:
+            num_nonfinite = f"{len(nonfinite)} of {len(weights)} weights"
+            error = (
+                f"{name}: not exported, {num_nonfinite} are NaN or infinite ({nonfinite[0]}, ...)"
+            )
+        elif ranks.is_zero:
+            try:
+                contents, lost = contents_of_export(weights, adapters, self._export_dtype)
+                self.last_export = export(parts.checkpointer, contents, name, parts.frozen)
+                log.info(f"Exported to {self.last_export}")
+                source = getattr(parts.checkpointer, "_checkpoint_dir", None)
+                if source is not None and not Path(source).is_dir():
+                    log.warn(f"{name}: without config.json and tokenizer, because {source} is gone")
+                if lost > 0.01:
+                    log.warn(
+                        f"{name}: rounding the merged weights loses {lost:.0%} of the adapters' change; "
+                        f"export_dtype=fp32 keeps it, and so do the adapters in {name}/adapter"
+                    )
+                if (keep_last_n := self._settings.keep_last_n_exports) is not None:
+                    remove_old_exports(self.last_export.parent, keep_last_n, log)
+            except Exception as failure:  # any: the other ranks wait for the result
+                error = str(failure)
+        error = gather_objects(error, self._group)[0]
+        log.warn(error or "")
         return error
 
     def wait(self) -> None:
@@ -101,50 +136,6 @@ class Saves:
         else:
             self.has_checkpoint = True
         self._log.warn(outcome.warning or "")
-
-
-def export_model(
-    checkpointer: Any,
-    model: nn.Module,
-    name: str,
-    dtype: torch.dtype | None,
-    adapters_only: bool,
-    frozen: Mapping[str, str],
-    ranks: Ranks,
-    group: dist.ProcessGroup,
-    log: Log,
-) -> tuple[Path | None, str | None]:
-    """Exports a model atomically in the checkpointer's format, with adapters merged or alone.
-
-    All ranks call it, with a CPU ``group`` of all. ``model`` may be pipeline stages, and sharded;
-    ``frozen`` are fingerprints of its frozen weights.
-    Returns the folder, on rank 0 only, and the error message on all ranks, None on success.
-    """
-    adapters = adapters_of(model)
-    only = adapters.trained if adapters_only and adapters.modules else None
-    weights = gather_weights(model, ranks.device, keeps=ranks.dp_rank == 0, group=group, only=only)
-    folder = error = None
-    if nonfinite := [key for key, weight in weights.items() if not weight.isfinite().all()]:
-        num_nonfinite = f"{len(nonfinite)} of {len(weights)} weights"
-        error = f"{name}: not exported, {num_nonfinite} are NaN or infinite ({nonfinite[0]}, ...)"
-    elif ranks.is_zero:
-        try:
-            contents, lost = contents_of_export(weights, adapters, dtype)
-            folder = export(checkpointer, contents, name, frozen)
-            log.info(f"Exported to {folder}")
-            source = getattr(checkpointer, "_checkpoint_dir", None)
-            if source is not None and not Path(source).is_dir():
-                log.warn(f"{name}: without config.json and tokenizer, because {source} is gone")
-            if lost > 0.01:
-                log.warn(
-                    f"{name}: rounding the merged weights loses {lost:.0%} of the adapters' change; "
-                    f"export_dtype=fp32 keeps it, and so do the adapters in {name}/adapter"
-                )
-        except Exception as failure:  # any: the other ranks wait for the result
-            error = str(failure)
-    error = gather_objects(error, group)[0]
-    log.warn(error or "")
-    return folder, error
 
 
 def remove_old_exports(folder: Path, keep_last_n: int, log: Log) -> None:

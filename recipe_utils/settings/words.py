@@ -27,6 +27,9 @@ class Removed(NamedTuple):
     """A run that had it cannot be resumed with the same losses."""
 
 
+_SPIKES = (
+    "it skipped update steps with a gradient norm far above the median; set clip_grad_norm instead"
+)
 REMOVED: Mapping[str, Removed] = {
     "dataset.max_epochs": Removed(
         "it bounded passes over a dataset; the log shows them, set weight"
@@ -43,6 +46,8 @@ REMOVED: Mapping[str, Removed] = {
     "mixture.weigh": Removed(
         "weights are those of samples; take it out, and divide weight by target tokens per sample"
     ),
+    "on_spike": Removed(_SPIKES, changes_losses=True),
+    "spike_factor": Removed(_SPIKES),
 }
 """Key, argument (``mixture.weigh``) or key of a mapping (``global_batch_size.0``) -> what became of it."""
 

@@ -30,8 +30,6 @@ CONFIG_ERROR_EXIT_CODE = 2
 """Exit code of all ranks and the launcher after a config error."""
 REPORTED_EXIT_CODE = 3
 """Exit code of a rank whose error has been reported, by itself or by another rank."""
-NUM_NODES = "TORCHTUNE_UPDATE_STEP_NUM_NODES"
-"""Environment variable with the numbers of ``--nnodes MIN:MAX``, which torchrun does not pass to ranks."""
 
 
 def wait_for_ranks() -> None:
@@ -81,8 +79,6 @@ def wait_for_ranks() -> None:
         return result
 
     def launch(config: api.LaunchConfig, *args: Any, **kwargs: Any) -> Any:
-        if config.min_nodes < config.max_nodes:
-            os.environ[NUM_NODES] = f"{config.min_nodes}:{config.max_nodes}"
         try:
             return torch_launch(config, *args, **kwargs)
         except ChildFailedError as error:

@@ -32,6 +32,7 @@ from recipe_runs import (
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 from recipe_utils.data.loader import loader as update_steps
+from recipe_utils.settings.problems import ConfigError
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38}
 
@@ -342,9 +343,21 @@ def test_without_a_checkpoint_it_starts_from_scratch_only_with_auto(tiny_config)
     assert "set resume_from_checkpoint=auto" in error
 
 
+def test_state_that_no_checkpoint_can_hold_is_refused_after_one_update_step(tiny_config):
+    odd = {"_component_": "tiny.UnsavableSGD", "lr": 0.01, "first_step": 1}
+    config = config_of(tiny_config, optimizer=odd)
+    text = r"optimizer=UnsavableSGD: its state odd of \S+ is a object, which step .* set recipe_utils.optim"
+    with pytest.raises(ConfigError, match=text):
+        run_recipe(config)
+    assert ListLogger.logged == []
+    assert saved(config) == []
+    saves_none = {**config, "epochs": 1, "save_every_n_steps": None}
+    assert len(run_recipe(saves_none)) == 5
+
+
 @pytest.mark.slow
 def test_an_optimizer_whose_state_cannot_be_saved_does_not_end_the_training(tiny_config):
-    """Its state cannot be saved from its fourth step on; it is tried for three steps."""
+    """Its state cannot be saved from its fourth step on; it is checked after the first."""
     config = config_of(tiny_config, optimizer={"_component_": "tiny.UnsavableSGD", "lr": 0.01})
     ((logged, warnings),) = run_distributed(run_recipe_keeping_warnings, 1, config)
     assert len(logged) == 10

@@ -120,34 +120,3 @@ def test_late_metrics_are_read_before_anything_is_saved(changes, make_config):
     assert REASON in error
     assert changed == [True, True, False]
     assert not Path(config["output_dir"], "epoch_0").exists()
-
-
-@pytest.mark.parametrize(("fused", "reads_late"), [(True, True), slow(False, False)])
-def test_a_spike_is_skipped_alike_before_and_after_a_resume(fused, reads_late, make_config):
-    """Update steps 14 and 16 of 18 are compared with norms of which 12 are in a checkpoint."""
-    changes = {"on_spike": "skip", "sample_losses": True, "save_every_n_steps": 12}
-    whole = make_config(fused, epochs=3, **changes)
-    (logged, warnings, changed), other = run(2, whole, [14, 16], 1000.0, reads_late)
-    assert [i + 1 for i, has in enumerate(changed) if not has] == [14, 16]
-    assert other[2] == changed
-    assert [m["step"] for m in logged if m.get("num_spikes")] == [14, 16]
-    (first, _) = [text for text in warnings if "gradient norm" in text]
-    assert first.startswith("update step 14 had a gradient norm of ")
-    assert first.count(" of dataset ") == 5
-    assert first.endswith("(on_spike=skip)")
-
-    ((_, _, changed),) = run(1, make_config(fused, epochs=2, **changes), [3], 1000.0, reads_late)
-    assert all(changed)  # 2 norms have no meaningful median
-    resumed = {**whole, "resume_from_checkpoint": True}
-    ((_, _, changed),) = run(1, resumed, [14, 16], 1000.0, reads_late)
-    assert changed == [True, False, True, False, True, True]
-
-
-def test_stop_stops_at_a_spike_with_a_checkpoint(make_config):
-    config = make_config(epochs=3, on_spike="stop", spike_factor=20)
-    ((error, _, changed),) = run(1, config, [13], 1000.0)
-    assert error.startswith("update step 13 had a gradient norm of ")
-    assert "on_spike=stop: resume_from_checkpoint=True resumes from here" in error
-    assert changed == [True] * 12 + [False]
-    ((_, _, changed),) = run(1, {**config, "resume_from_checkpoint": True}, [14], 5.0)
-    assert changed == [True] * 5

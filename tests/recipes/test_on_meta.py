@@ -192,7 +192,7 @@ BY_DOCUMENT = {**PACKED, "packed_attention": "by_document"}
 OFFLOAD = {"fsdp_cpu_offload": True}
 LORA = {"model": tiny.adapted(tiny.MODEL)}
 DROPS = {"model": tiny.adapted(tiny.MODEL, lora_dropout=0.3)}
-KNOWN = {"sample_losses": True, "on_spike": "skip"}
+KNOWN = {"sample_losses": True}
 QDORA = {"model": tiny.adapted(tiny.WIDE_MODEL, use_dora=True, quantize_base=True)}
 GEMMA = {"model": tiny.GEMMA2_MODEL}
 CACHED = {"reference": "cached"}

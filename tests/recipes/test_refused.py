@@ -65,7 +65,6 @@ REFUSED = {
     (SFT, "balance_over_ranks=True"): "balance_over_ranks=True: ",
     (SFT, "run_val_every_n_steps=2"): "run_val_every_n_steps=2: set dataset_val, too",
     (SFT, "pipeline_parallel_schedule=GPipe"): "=GPipe: it has no effect with pipeline_parallel_dim=1; .* more than 1",
-    (SFT, "on_spike=skip optimizer_in_bwd=True gradient_accumulation_steps=1"): "on_spike=skip: with optimizer_in_bwd=True weights change before",
     (SFT, "global_batch_size={0: 8, 9: 4}"): r"global_batch_size=\{0: 8, 9: 4\}: removed; sizes by update step; set one number",
     (SFT, "sample_losses=True loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"): "sample_losses=True: .* does not sum by sample; set loss._component_",
     (DINO, "sample_losses=True"): "sample_losses=True: losses of views are not by image; leave it out",
@@ -110,6 +109,8 @@ REFUSED = {
     (SFT, "context_parallel_dim=2"): "context_parallel_dim=2: .* and max_ranks_per_row=2",
     (SFT, "quantizer={groupsize: 16}"): r"quantizer=\{'groupsize': 16\}: it must .* set quantizer._component_ to its path",
     (SFT, f"tensor_parallel_dim=2 {QAT}=16"): "tensor_parallel_dim=2: a quantizer needs whole weights",
+    # ---- Removed keys
+    (SFT, "on_spike=skip"): "on_spike=skip: removed; .* set clip_grad_norm",
     # ---- Mixtures
     (SFT, f"dataset=[{ALSO},{ALSO}]"): "dataset: 2 of its datasets are called tiny_dataset; give each a name",
     (SFT, mixture("")): "dataset: 1 of 2 datasets have a weight; give all of them one, or none",

@@ -62,8 +62,7 @@ def figures(logged, is_same_layout=True):
         (metrics["step"], name, value)
         for metrics in logged
         for name, value in metrics.items()
-        if name in ("loss", "val_loss")
-        or (is_same_layout and "second" not in name and name != "weights_moved_fraction")
+        if name in ("loss", "val_loss") or (is_same_layout and "second" not in name)
     ]
 
 

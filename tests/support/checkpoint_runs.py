@@ -32,6 +32,9 @@ MAKE_OPTIMIZER = {
     "adamw": partial(torch.optim.AdamW, lr=0.01),
     "sgd": partial(torch.optim.SGD, lr=0.01),
     "sgd_momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+    "asgd": torch.optim.ASGD,
+    "nadam": torch.optim.NAdam,
 }
 
 

@@ -470,14 +470,18 @@ class MeanOverPositions(nn.CrossEntropyLoss):
 
 
 class UnsavableSGD(torch.optim.SGD):
-    """Optimizer whose state has a value that is neither tensor nor plain, from its fourth step on."""
+    """Optimizer whose state has a value that is neither tensor nor plain, from a step on."""
 
     num_steps = 0
+
+    def __init__(self, params, lr, first_step=4):
+        super().__init__(params, lr)
+        self.first_step = first_step
 
     def step(self, closure=None):
         super().step(closure)
         self.num_steps += 1
-        if self.num_steps < 4:
+        if self.num_steps < self.first_step:
             return
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -14,7 +14,6 @@ from torchtune.utils import get_logger
 from recipe_utils.data.collator import Collator
 from recipe_utils.data.loader.samples import CheckedDataset, SampleError
 from recipe_utils.data.mixture import MixtureOrder
-from recipe_utils.parallel.process_group import elastic_nodes
 from recipe_utils.settings.problems import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -180,11 +179,6 @@ def log_start(loader: "UpdateStepLoader", epochs: int) -> None:
         _log.warning(text)
     settings, size, (*others, least) = loader.settings, loader.global_batch_size, loader.shares
     name, is_uneven = loader.dataset.name, least < loader.samples_per_rank
-    if elastic_nodes() and (settings.gradient_accumulation_steps or not settings.global_batch_size):
-        _log.warning(
-            f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 1}: another number of nodes would "
-            f"change the update step, so a resume would be refused; set global_batch_size={size} instead"
-        )
     if is_uneven:
         listed = f"{', '.join(map(str, others))} and" if len(others) < 8 else f"{others[0]} or"
         _log.info(

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+import torchao
 from checkpoint_runs import RECIPE, build, contents, save_once, state, train
 from distributed_runs import run_distributed
 from torch import nn
@@ -14,7 +15,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from recipe_utils.checkpoint.load import _check_frozen, differences, load
 from recipe_utils.checkpoint.save import CheckpointWriter
-from recipe_utils.checkpoint.tensors import describe_mismatch, note_options, unwrapped
+from recipe_utils.checkpoint.tensors import (
+    describe_mismatch,
+    note_options,
+    optimizer_contents,
+    unwrapped,
+)
 from recipe_utils.files import CheckpointError
 from recipe_utils.model.construct.build import ModelSettings, parallelize_model
 from recipe_utils.parallel.process_group import new_cpu_group
@@ -24,7 +30,7 @@ OPTIMIZERS = ("adamw", "sgd", "sgd_momentum", "in_backward")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "adafactor", "asgd", "nadam"])
 def test_a_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path, optimizer, dtype):
     model, optim = build(optimizer, dtype=dtype)
     train(model, optim, range(2))
@@ -352,6 +358,16 @@ class Eccentric(torch.optim.SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["habits"] = {"tea"}
+
+
+def test_optimizer_state_that_is_no_plain_tensor_is_named():
+    model = nn.Embedding(128, 64)
+    optimizer = torchao.optim.AdamW8bit(model.parameters())
+    model.weight.grad = torch.ones(128, 64)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"AdamW8bit: its state .* of weight is a OptimState8bit"):
+        optimizer_contents(model, optimizer)
 
 
 def test_a_state_that_no_file_can_hold_is_named(tmp_path):

@@ -8,7 +8,12 @@ from omegaconf import OmegaConf
 from torchtune.training.lr_schedulers import get_lr
 
 from recipe_utils.optim import AdamW8bit
-from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, build_optimizer
+from recipe_utils.optim.optimizer import (
+    OptimizerSettings,
+    build_lr_scheduler,
+    build_optimizer,
+    check_optimizer,
+)  # fmt: skip
 
 NUM_STEPS = 6
 
@@ -102,3 +107,44 @@ def test_tensor_parallelism_refuses_fused_optimizers():
     (problem,) = OptimizerSettings(optimizer=fused, tensor_parallel_dim=2).problems()
     assert str(problem).startswith("optimizer.fused=True: ")
     assert list(OptimizerSettings(optimizer=fused).problems()) == []
+
+
+class GroupsApart(torch.optim.Optimizer):
+    """Wrapper whose inner optimizer does not see the rates of a schedule."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.inner = {"all": torch.optim.AdamW(self.param_groups[0]["params"], lr=lr)}
+
+    def step(self, closure=None):
+        self.inner["all"].step()
+
+
+def test_inner_optimizers_have_the_state_of_their_wrapper_and_need_its_groups_for_a_schedule(
+    monkeypatch,
+):
+    monkeypatch.setattr(tiny, "GroupsApart", GroupsApart, raising=False)
+    cfg, model = component("tiny.GroupsApart"), torch.nn.Linear(2, 2)
+    optimizer = build_optimizer(cfg, model, settings())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[model.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    check_optimizer(cfg, None, settings(), model)
+    with pytest.raises(ValueError, match="_component_=GroupsApart: its inner optimizers have"):
+        check_optimizer(cfg, SCHEDULE, settings(), model)
+    check_optimizer(component("tiny.MuonAndAdamW"), SCHEDULE, settings(), model)
+
+
+@pytest.mark.parametrize(
+    ("path", "num_warmup_steps", "text"),
+    [
+        ("torch.optim.AdamW", -1, "lr_scheduler.num_warmup_steps=-1: it must be at least 0"),
+        ("torch.optim.Muon", 2, "Muon only supports 2D parameters"),
+    ],
+)
+def test_what_cannot_train_is_refused_before_weights_are_read(path, num_warmup_steps, text):
+    schedule = component(COSINE, num_warmup_steps=num_warmup_steps)
+    model, drawn = tiny.tiny_model(), torch.get_rng_state()
+    with pytest.raises(ValueError, match=text):
+        check_optimizer(component(path), schedule, settings(), model)
+    assert torch.equal(torch.get_rng_state(), drawn)

@@ -7,7 +7,6 @@ from distributed_runs import run_distributed
 
 from recipe_utils.parallel.process_group import init_process_group
 from recipe_utils.parallel.ranks import RankSettings, join_ranks, resolve_device
-from recipe_utils.tune.launcher import NUM_NODES
 
 CPU = torch.device("cpu")
 
@@ -57,17 +56,6 @@ def test_dimensions_that_do_not_make_the_world_size_are_refused_with_both_number
     (problem,) = found.problems()
     assert all(part in str(problem) for part in parts)
     assert found.dims_or_none is None
-
-
-@pytest.mark.parametrize(
-    ("dims", "fit"), [((1, -1, 1), None), ((1, -1, 1, 2), "2, 4"), ((1, 3, 1), "3"), ((5, -1, 1), "none")]
-)  # fmt: skip
-def test_the_numbers_of_nodes_that_can_work_are_named(dims, fit, monkeypatch):
-    monkeypatch.setenv(NUM_NODES, "2:4")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    text = f"; of 2 to 4 nodes (--nproc_per_node 1) these fit: {fit}"
-    assert settings(*dims).nodes_that_fit() == ("" if fit is None else text)
-    assert all(str(problem).endswith(text) for problem in settings(*dims).problems())
 
 
 def test_an_available_device_is_used():

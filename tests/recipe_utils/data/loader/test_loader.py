@@ -20,7 +20,6 @@ from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.tune.launcher import NUM_NODES
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 SAMPLES = tiny.make_samples(12, num_without_targets=2)
@@ -142,19 +141,6 @@ def test_update_steps_of_7_samples_are_the_same_on_1_2_and_3_ranks(microbatching
         text = f"global_batch_size=7: {num_ranks} ranks take {shares} samples"
         assert logged == ([text] if shares else [])
     assert len(expected) == 2
-
-
-@pytest.mark.parametrize(
-    ("nodes", "size", "is_warned"), [("2:4", None, True), ("2:4", 4, False), ("", None, False)]
-)
-def test_an_update_step_that_depends_on_the_nodes_is_warned_of(
-    nodes, size, is_warned, one_process, monkeypatch
-):
-    monkeypatch.setenv(NUM_NODES, nodes)
-    with keep_messages() as logged:
-        log_start(make_loader(SAMPLES, global_batch_size=size), epochs=1)
-    text = "gradient_accumulation_steps=1: another number of nodes would change the update step"
-    assert sum(message.startswith(text) for message in logged) == is_warned
 
 
 # ---- Failures -------------------------------------------------------------------------------------
