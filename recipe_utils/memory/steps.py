@@ -2,7 +2,6 @@
 
 import gc
 import json
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_utils.memory import out_of_memory
-from recipe_utils.memory.expected import ExpectedPeak
 from recipe_utils.memory.out_of_memory import ONE_SAMPLE, OutOfMemory, RowsDoNotFitError
 from recipe_utils.memory.search import BudgetSearch
 from recipe_utils.parallel.process_group import gather_objects
@@ -32,9 +30,9 @@ _OF_OPTIMIZER = (
 class StepMemory:
     """Memory of a training's update steps.
 
-    With ``max_tokens_per_microbatch: auto`` each one is measured; on CUDA the peak of the second one is
-    compared with its forecast. One that runs out of memory is repeated in shorter rows by one rank without
-    sharding. Otherwise the training ends with a record, from which its next start lowers the bound of rows.
+    With ``max_tokens_per_microbatch: auto`` each one is measured. One that runs out of memory is repeated in
+    shorter rows by one rank without sharding. Otherwise the training ends with a record, from which its next
+    start lowers the bound of rows.
 
     Args:
         loader: loader of the training.
@@ -61,10 +59,6 @@ class StepMemory:
         self._search = None
         if loader.settings.finds_budget:
             self._search = BudgetSearch(loader, ranks, log.info)
-        self._expected: ExpectedPeak | None = None
-        if ranks.is_zero and ranks.device.type == "cuda":
-            config_of_run = self._folder / "logs" / "config.yaml"
-            self._expected = ExpectedPeak(sys.argv[0], config_of_run, ranks.world_size)
         self._step: Any = None  # in progress
         self._is_stepping = False
         # FSDP2's state and the stash of offloaded activations cannot be reset within a backward.
@@ -114,8 +108,6 @@ class StepMemory:
         self._step, self._number, self._is_stepping = step, number, False
         if self._search is not None:
             self._search.start(step, number)
-        if self._expected is not None:
-            self._expected.before()
         self._loader.in_use = step.max_tokens
 
     def retrying(self, update: Callable[[Any], T], step: Any) -> T:
@@ -148,8 +140,6 @@ class StepMemory:
         made, self._step = self._step or step, None
         if self._search is not None:
             self._search.stop(made, self._number)
-        if self._expected is not None:
-            self._log.info(self._expected.after(made))
         return made
 
     def state(self) -> dict[str, Any]:
@@ -165,8 +155,6 @@ class StepMemory:
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         """Records an update step that ran out of memory, and raises RowsDoNotFitError."""
-        if self._expected is not None:
-            self._expected.close()
         if not isinstance(error, torch.OutOfMemoryError) or self._step is None:
             return
         record = self._record()

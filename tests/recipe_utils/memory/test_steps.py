@@ -1,4 +1,4 @@
-"""Records of update steps that ran out of memory, and the peak that is compared with its forecast."""
+"""Records of update steps that ran out of memory."""
 
 import logging
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.plan.plan import Part
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.limits import ModelLimits
-from recipe_utils.memory.expected import ExpectedPeak
 from recipe_utils.memory.out_of_memory import RowsDoNotFitError, read
 from recipe_utils.memory.steps import StepMemory
 
@@ -58,22 +57,3 @@ def test_the_longest_part_of_a_row_is_that_of_the_rank(one_process, tmp_path):
     sample = loader.collator.prepare(tiny.make_samples(12)[0], "sample")
     parts = [loader.collator.make([sample], Part(first, 4)) for first in range(4)]
     assert {UpdateStep(0, [part], {}, 4).longest for part in parts} == {64}
-
-
-def test_the_peak_of_the_second_update_step_excludes_a_validation_before_it(
-    one_process, tmp_path, monkeypatch
-):
-    memory, loader = make_memory(one_process, tmp_path, 64)
-    memory._expected = expected = ExpectedPeak("none.py", tmp_path / "none.yaml", 1)  # as on CUDA
-    peaks = [0]
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.clear())
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: max(peaks))
-    sample = loader.collator.prepare(tiny.make_samples(12)[0], "sample")
-    step = UpdateStep(0, [loader.collator.collate([sample])], {}, 1)
-    for number, peak, validation in ((1, 3, 5), (2, 2, 5)):
-        memory.start(step, number)
-        peaks.append(peak)
-        memory.stop(step)
-        peaks.append(validation)
-    expected.close()
-    assert expected._measured == 2
