@@ -50,7 +50,6 @@ class BudgetSearch:
         """Returns the budget for a checkpoint."""
         is_settled = self._budget.is_settled
         tokens = self._budget.proposal if is_settled else self._loader.in_use
-        tokens = min(tokens, self._loader.most_tokens)
         return {"tokens": tokens, "is_settled": is_settled, **self._hardware}
 
     def start(self, step: Any, number: int) -> None:
@@ -61,10 +60,6 @@ class BudgetSearch:
             self._log(f"update step {number}: rows of up to {tokens:,} tokens from here ({taken})")
         if number > 1 and number - 1 in self._loader.batch_sizes:
             self._budget.search_again()  # a larger update step may fill larger rows
-        self.start_again()
-
-    def start_again(self) -> None:
-        """Measures from here on."""
         self._meter.start()
 
     def stop(self, step: Any, number: int) -> None:

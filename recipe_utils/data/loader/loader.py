@@ -48,7 +48,6 @@ from recipe_utils.data.loader.start import check_draws, content_hashes, make_ord
 from recipe_utils.data.mixture import MixtureOrder
 from recipe_utils.data.order import NUM_IN_MEMORY
 from recipe_utils.data.plan.plan import WHOLE, Part
-from recipe_utils.memory.budget import MOST_TOKENS
 from recipe_utils.parallel.process_group import agree_on_length, gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
@@ -77,9 +76,6 @@ class UpdateStep:
     """Losses by sample on this rank; None unless ``sample_losses``."""
     max_tokens: int | None = None
     """Budget of a microbatch that the update step was planned with; None for that of the config."""
-
-    samples: Sequence[Sample] | None = None
-    """Samples of an update step that a single rank computes; None otherwise."""
 
     @property
     def longest(self) -> int:
@@ -137,7 +133,6 @@ class UpdateStepLoader:
         ranks, fill, names = self.ranks, self._fill, self.collator.counts
         names = [*names, *self._counts_of_datasets]
         together = StepCollectives(names, ranks.is_dp_leader, ranks.dp_peers, self._group, closed)
-        is_alone = ranks.world_size == 1 and self.settings.plans_by_tokens
         exchanges = ranks.dp_degree > 1 and self.settings.moves_samples
         loaded = load_samples(self.dataset, indices_per_step, self.settings.num_workers)
         dummy: Any = None
@@ -163,8 +158,7 @@ class UpdateStepLoader:
                 counts = counts_of(microbatches, collator.counts, self._counts_of_datasets)
                 num_skipped = len(indices) - len(samples)
                 now_ms = time.monotonic_ns() // 1_000_000
-                proposal = self.propose_tokens() if self.propose_tokens else MOST_TOKENS
-                proposal = min(proposal, self.most_tokens)
+                proposal = self.propose_tokens() if self.propose_tokens else 0
                 local = RankCounts(counts, len(microbatches), now_ms, num_skipped, proposal)
             agreed = together.count(local)
             num_to_run = agreed.max_microbatches if fill is None else fill(agreed.max_microbatches)
@@ -179,9 +173,8 @@ class UpdateStepLoader:
                 clock_seconds=agreed.clock_seconds,
                 num_skipped=agreed.num_skipped,
                 max_tokens=max_tokens,
-                samples=samples if is_alone else None,
             )
-            if self.propose_tokens or agreed.max_tokens < (max_tokens or MOST_TOKENS):
+            if self.propose_tokens:
                 self.bound_rows(agreed.max_tokens)
             yield self._finished(step)
 
@@ -199,14 +192,6 @@ class UpdateStepLoader:
         if self.ranks.device.type == "cuda":
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         return replace(step, microbatches=tuple(microbatches), sample_sums=sample_sums)
-
-    def planned_again(self, step: UpdateStep, max_tokens: int) -> UpdateStep:
-        """Returns an update step of a single rank, planned with at most ``max_tokens`` per microbatch."""
-        assert step.samples is not None
-        collator = self.collator.with_bound(max_tokens)
-        rows = group_samples(step.samples, collator.length, collator.plan)
-        microbatches = [each for row in rows for each in _collate(collator, *row)]
-        return self._finished(replace(step, microbatches=microbatches, max_tokens=max_tokens))
 
     def __init__(
         self,
@@ -230,8 +215,6 @@ class UpdateStepLoader:
         """Loader whose budget in use is the first one of an epoch."""
         self.propose_tokens: Callable[[], int] | None = None
         """Function that returns this rank's proposal of a budget; the least of all ranks is used."""
-        self.most_tokens = MOST_TOKENS
-        """Bound of budgets after an update step ran out of memory."""
         self._group = ranks.prefetch_group if name == "dataset" else ranks.validation_group
         skips_bad = settings.on_bad_sample == "skip"
         self.dataset = CheckedDataset(dataset, name, collator.prepare, skips_bad)
