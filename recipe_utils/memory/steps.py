@@ -40,9 +40,7 @@ class StepMemory:
 
     def __init__(self, loader: Any, optimizer: Any, ranks: Ranks, log: Any) -> None:
         self._loader, self._settings, self._ranks = loader, loader.settings, ranks
-        self._search = None
-        if loader.settings.finds_budget:
-            self._search = BudgetSearch(loader, ranks, log.info)
+        self._search = BudgetSearch(loader, ranks, log.info) if loader.max_tokens else None
         self._step: Any = None  # in progress
         self._is_stepping = False
         if hasattr(optimizer, "register_step_pre_hook"):
@@ -52,14 +50,12 @@ class StepMemory:
         """Continues with the budget of a checkpoint."""
         if self._search is not None:
             self._search.restore(saved)
-        self._loader.in_use = self._loader.max_tokens
 
     def start(self, step: Any, number: int) -> None:
         """Starts an update step."""
         self._step, self._number, self._is_stepping = step, number, False
         if self._search is not None:
-            self._search.start(step, number)
-        self._loader.in_use = step.max_tokens
+            self._search.start()
 
     def stop(self, step: Any) -> None:
         """Ends an enqueued update step."""
@@ -94,11 +90,12 @@ class StepMemory:
             return _OF_OPTIMIZER
         if not self._settings.plans_by_tokens:
             return f"set {'microbatching=packed, or ' * bool(tokens)}a smaller batch_size"
-        collator, bound = self._loader.collator, self._step.max_tokens  # includes padding
-        configured = self._settings.max_tokens_per_microbatch
-        if bound is None and isinstance(configured, int):
+        collator, bound = self._loader.collator, self._settings.max_tokens_per_microbatch
+        if self._search is not None:
+            bound = self._search.budget.largest
+        elif bound is not None:
             multiple = collator.row_multiple or 1
-            bound = -(-configured // multiple) * multiple
+            bound = -(-bound // multiple) * multiple  # rows are padded
         if bound is not None and tokens > bound:  # no bound makes it shorter
             return _OF_ONE_SAMPLE
         safe = collator.with_bound(int(_SAFE * tokens)).settings.max_tokens_per_microbatch

@@ -87,40 +87,35 @@ def test_a_budget_that_is_found_gives_the_losses_of_a_fixed_one(row, weights_fol
     budgets = [m["max_tokens_per_microbatch"] for m in logged if "loss" in m]
     assert budgets[0] == live_meter.FIRST_TOKENS < budgets[-1]
     for (_, peak), limit in zip(results, limits, strict=True):
-        assert peak < limit * 0.95 / 0.92
+        assert peak < limit * 0.95 / 0.9
     if row == "one":
         assert results[0][1] > 0.9 * limits[0]
 
 
 @pytest.mark.slow
 def test_a_resume_begins_with_the_budget_that_was_found(weights_folder, tmp_path):
-    """Losses are bitwise equal once it has settled; before, and with another memory, up to rounding."""
+    """Losses are bitwise equal if budgets are; otherwise, and with another memory, up to rounding."""
     changes = {**TEXTS, "prefetch_update_steps": 0, "save_every_n_steps": 3, "global_batch_size": 8}
     changes |= {"keep_last_n_checkpoints": None, "max_tokens_per_microbatch": "auto"}
     config = tiny_config(weights_folder, **{**PACKED, **changes})
     config = writing_to(tmp_path / "whole", config)
-    logged, _ = run_distributed(run_auto, 1, config, SFT, 300 * KIB)[0]
-    states = {
-        json.loads(path.read_text())["global_step"]: json.loads(path.read_text())["token_budget"]
-        for path in tmp_path.glob("whole/step_*/state.json")
-    }
-    settled = [step for step, budget in sorted(states.items()) if budget["is_settled"]]
-    for step, limit in ((settled[0], 300), (settled[0] - 6, 300), (settled[0], 1)):
-        folder = tmp_path / f"from_{step}_{limit}"
+    logged, _ = run_distributed(run_auto, 1, config, SFT, 600 * KIB)[0]
+    for step, run in ((9, run_auto), (30, run_auto), (30, run_auto_elsewhere)):
+        folder = tmp_path / f"from_{step}_{run.__name__}"
         shutil.copytree(tmp_path / "whole" / f"step_{step}", folder / f"step_{step}")
-        resumed = resuming_in(folder, config)
-        other = limit == 1
-        run = run_auto_elsewhere if other else run_auto
-        found, _ = run_distributed(run, 1, resumed, SFT, 300 * KIB)[0]
+        state = json.loads((folder / f"step_{step}/state.json").read_text())
+        found, _ = run_distributed(run, 1, resuming_in(folder, config), SFT, 600 * KIB)[0]
         expected = [m for m in logged if m["step"] > step]
-        if step == settled[0] and not other:
+        budgets, whole = (
+            [m["max_tokens_per_microbatch"] for m in each] for each in (found, expected)
+        )
+        is_elsewhere = run is run_auto_elsewhere
+        tokens = live_meter.FIRST_TOKENS if is_elsewhere else state["token_budget"]["tokens"]
+        assert budgets[0] == tokens
+        assert losses(found) == pytest.approx(losses(expected), rel=1e-6)
+        if step == 30 and not is_elsewhere:
+            assert budgets == whole
             assert losses(found) == losses(expected)
-            budgets = {m["max_tokens_per_microbatch"] for m in found}
-            assert budgets == {states[step]["tokens"]}
-        else:
-            assert losses(found) == pytest.approx(losses(expected), rel=1e-6)
-        first = live_meter.FIRST_TOKENS if other else states[step]["tokens"]
-        assert found[0]["max_tokens_per_microbatch"] == first
 
 
 # ---- Out of memory ------------------------------------------------------------------------------

@@ -74,8 +74,6 @@ class UpdateStep:
     """Skipped samples of the update step, over all DP ranks."""
     sample_sums: SampleSums | None = None
     """Losses by sample on this rank; None unless ``sample_losses``."""
-    max_tokens: int | None = None
-    """Budget of a microbatch that the update step was planned with; None for that of the config."""
 
     @property
     def longest(self) -> int:
@@ -137,7 +135,7 @@ class UpdateStepLoader:
         loaded = load_samples(self.dataset, indices_per_step, self.settings.num_workers)
         dummy: Any = None
         for index, indices in enumerate(indices_per_step, start=first):
-            collator, max_tokens = self.collator, self.max_tokens
+            collator = self.collator
             length_of, plan, most = collator.length, collator.plan, self.samples_per_rank
             exchange = partial(together.exchange, length_of=length_of, plan=plan, max_samples=most)
             with reporting_failure(exchange if exchanges else together.count):
@@ -172,7 +170,6 @@ class UpdateStepLoader:
                 is_last_of_epoch=index + 1 == self.cuts.num_steps(epoch),
                 clock_seconds=agreed.clock_seconds,
                 num_skipped=agreed.num_skipped,
-                max_tokens=max_tokens,
             )
             if self.propose_tokens:
                 self.bound_rows(agreed.max_tokens)
@@ -206,13 +203,9 @@ class UpdateStepLoader:
         dropout_seed: int | None = None,
     ) -> None:
         self.collator, self.settings, self.ranks, self._fill = collator, settings, ranks, fill
-        self.max_tokens = collator.first_tokens
+        self.max_tokens = collator.first_tokens or 0
         """Budget of a microbatch in update steps that are planned from now on, the same on all ranks;
-        None for that of the config."""
-        self.in_use: int | None = None
-        """Budget of the update step that the loop consumes."""
-        self.follows: UpdateStepLoader | None = None
-        """Loader whose budget in use is the first one of an epoch."""
+        0 for that of the config."""
         self.propose_tokens: Callable[[], int] | None = None
         """Function that returns this rank's proposal of a budget; the least of all ranks is used."""
         self._group = ranks.prefetch_group if name == "dataset" else ranks.validation_group
@@ -297,9 +290,6 @@ class UpdateStepLoader:
             :class:`recipe_utils.data.loader.collectives.OtherRankFailedError`: all ranks stop
             before the same update step.
         """
-        if self.follows is not None and self.follows.in_use is not None:
-            # Ranks plan further update steps at different moments, but validate after the same one.
-            self.bound_rows(self.follows.in_use)
         first = self.cuts.step_at(epoch, samples_consumed)
         steps = range(first, self.cuts.num_steps(epoch))
         self._latest = self._order(epoch), epoch

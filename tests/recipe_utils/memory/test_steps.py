@@ -1,7 +1,8 @@
-"""Advice after an update step that ran out of memory."""
+"""Budgets of checkpoints, and advice after an update step that ran out of memory."""
 
 import logging
 
+import live_meter
 import pytest
 import tiny
 import torch
@@ -35,6 +36,15 @@ def test_a_row_of_several_samples_and_padding_is_not_taken_for_one_sample(max_to
     memory.start(step, 1)
     with pytest.raises(RowsDoNotFitError, match=text), memory:
         raise torch.OutOfMemoryError
+
+
+def test_budgets_of_version_0_5_resume(one_process):
+    for is_settled in (False, True):
+        with live_meter.pretended(1000):
+            loader = make_loader(one_process, "auto")
+            memory = StepMemory(loader, None, one_process, logging.getLogger())
+            memory.restore({**memory.state(), "tokens": 512, "is_settled": is_settled})
+        assert loader.max_tokens == loader.propose_tokens() == 512
 
 
 def test_the_longest_part_of_a_row_is_that_of_the_rank(one_process):
