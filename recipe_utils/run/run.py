@@ -140,7 +140,7 @@ class Run:
         stops = getattr(loader.collator, "stop_tokens", ())
         for text in norms_of_frozen_rows(parts.model, stops, ranks.device):
             self._log.info(text)
-        self._memory = StepMemory(loader, parts.optimizer, ranks, self._log)
+        self._memory = StepMemory(loader, parts.optimizer, ranks, self._log.info)
         # Left before the process group is closed, which ends the other ranks.
         self._at_exit.enter_context(self._memory)
         self.state = self._resume.restore(parts, self.seed)

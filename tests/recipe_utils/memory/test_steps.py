@@ -1,7 +1,5 @@
 """Budgets of checkpoints, and advice after an update step that ran out of memory."""
 
-import logging
-
 import live_meter
 import pytest
 import tiny
@@ -30,7 +28,7 @@ def test_a_row_of_several_samples_and_padding_is_not_taken_for_one_sample(max_to
     samples = tiny.make_samples(12)[:6]  # 68 tokens, in a row of 128 positions
     prepared = [loader.collator.prepare(sample, "sample") for sample in samples]
     step = UpdateStep(0, [loader.collator.collate(prepared)], {}, 1)
-    memory = StepMemory(loader, None, one_process, logging.getLogger())
+    memory = StepMemory(loader, None, one_process, print)
     # With 0.85 of 128 tokens, rows would be padded to 128 positions again.
     text = "at rows of 128 tokens; set max_tokens_per_microbatch=64, with which a resume"
     memory.start(step, 1)
@@ -42,7 +40,7 @@ def test_budgets_of_version_0_5_resume(one_process):
     for is_settled in (False, True):
         with live_meter.pretended(1000):
             loader = make_loader(one_process, "auto")
-            memory = StepMemory(loader, None, one_process, logging.getLogger())
+            memory = StepMemory(loader, None, one_process, print)
             memory.restore({**memory.state(), "tokens": 512, "is_settled": is_settled})
         assert loader.max_tokens == loader.propose_tokens() == 512
 
