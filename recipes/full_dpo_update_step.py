@@ -221,7 +221,7 @@ class FullDPORecipe:
         """Trains until the last epoch or a requested stop."""
         due = {"validate": self.validate, "answer": self.answer}
         for step in self.run.steps(self.loader, counted="pairs", **due):
-            metrics, grad_norm = self.run.retrying(self.update, step)
+            metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm, num_left_out=step.num_skipped)
 
 

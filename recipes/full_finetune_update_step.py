@@ -197,7 +197,7 @@ class FullFinetuneRecipe:
         """Trains until the last epoch or a requested stop."""
         due = {"validate": self.validate, "answer": self.answer}
         for step in self.run.steps(self.loader, counted="target_tokens", **due):
-            metrics, grad_norm = self.run.retrying(self.update, step)
+            metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm)
 
 

@@ -222,7 +222,7 @@ class KDRecipe:
         """Trains until the last epoch or a requested stop."""
         due = {"validate": self.validate, "answer": self.answer}
         for step in self.run.steps(self.loader, counted="target_tokens", **due):
-            metrics, grad_norm = self.run.retrying(self.update, step)
+            metrics, grad_norm = self.update(step)
             seconds = self.teacher.read_seconds
             self.run.finish(step, metrics, grad_norm, teacher_seconds=seconds)
 

@@ -1,27 +1,24 @@
-"""Measurement of an update step's memory and time on its device."""
+"""Measurement of an update step's memory on its device."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
-from recipe_utils.memory.budget import Measured
-
-_LIMIT = 0.92
+_LIMIT = 0.9
 """Share of the memory that an update step may take; the rest is for fragmentation."""
 
 
-class Meter(Protocol):
-    """Meter of update steps."""
+class Measured(NamedTuple):
+    """Memory of an update step on this rank [bytes]."""
 
-    total_bytes: int
-    """Memory of the device."""
-
-    def start(self) -> None:
-        """Starts an update step, before its first forward."""
-
-    def stop(self) -> tuple[Measured, Callable[[], float]]:
-        """Returns the memory of an enqueued update step, and a function that waits for its seconds."""
+    before: int
+    """Bytes before the first forward."""
+    peak: int
+    limit: int
+    """Bytes that ``peak`` may reach."""
+    has_retried: bool = False
+    """True if the allocator freed its cached blocks to find space, as it does before it fails."""
 
 
 class CudaMeter:
@@ -36,31 +33,20 @@ class CudaMeter:
         self.total_bytes = torch.cuda.get_device_properties(device).total_memory
 
     def start(self) -> None:
-        """Starts an update step."""
+        """Starts an update step, before its first forward."""
         torch.cuda.reset_peak_memory_stats(self._device)
         stats = torch.cuda.memory_stats(self._device)
         self._before = stats["active_bytes.all.current"]
         self._num_retries = stats["num_alloc_retries"]
-        self._began = torch.cuda.current_stream(self._device).record_event(_event())
 
-    def stop(self) -> tuple[Measured, Callable[[], float]]:
-        """Returns the memory of an enqueued update step, and a function that waits for its seconds."""
-        began, ended = self._began, torch.cuda.current_stream(self._device).record_event(_event())
-
-        def seconds() -> float:
-            ended.synchronize()
-            return float(began.elapsed_time(ended)) / 1000
-
+    def stop(self) -> Measured:
+        """Returns the memory of an enqueued update step."""
         stats = torch.cuda.memory_stats(self._device)
         free, _ = torch.cuda.mem_get_info(self._device)
         limit = int(_LIMIT * (free + stats["reserved_bytes.all.current"]))
         has_retried = stats["num_alloc_retries"] > self._num_retries
-        return Measured(self._before, stats["active_bytes.all.peak"], limit, has_retried), seconds
+        return Measured(self._before, stats["active_bytes.all.peak"], limit, has_retried)
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
-
-
-METERS: dict[str, Callable[[torch.device], Meter]] = {"cuda": CudaMeter}
+METERS: dict[str, Callable[[torch.device], CudaMeter]] = {"cuda": CudaMeter}
 """Meters by the type of the device."""

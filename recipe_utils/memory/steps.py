@@ -1,199 +1,147 @@
-"""Memory of a training's update steps: search for their budget, and recovery from out-of-memory errors."""
+"""Memory of a training's update steps: search for their budget, and advice after out-of-memory errors."""
 
-import gc
-import json
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from recipe_utils.memory import out_of_memory
-from recipe_utils.memory.expected import ExpectedPeak
-from recipe_utils.memory.out_of_memory import ONE_SAMPLE, OutOfMemory, RowsDoNotFitError
-from recipe_utils.memory.search import BudgetSearch
+from recipe_utils.memory.meter import METERS
+from recipe_utils.memory.search import MOST_TOKENS, NUM_DIGITS, TokenBudget
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.settings.problems import ConfigError, Problem
 
-T = TypeVar("T")
-
+_SAFE = 0.85
+"""Factor of the tokens of a row that did not fit."""
 _OF_OPTIMIZER = (
     "it was in the optimizer's step, so shorter rows do not help; set an optimizer with less state "
     "(recipe_utils.optim.AdamW8bit), fsdp_cpu_offload=True, or more ranks"
 )
+_OF_ONE_SAMPLE = (
+    "a row is one sample there; set enable_activation_checkpointing=True, max_ranks_per_row=2 (packed), or a "
+    "smaller tokenizer.max_seq_len"
+)
+
+
+class RowsDoNotFitError(RuntimeError):
+    """An update step ran out of memory."""
 
 
 class StepMemory:
     """Memory of a training's update steps.
 
-    With ``max_tokens_per_microbatch: auto`` each one is measured; on CUDA the peak of the second one is
-    compared with its forecast. One that runs out of memory is repeated in shorter rows by one rank without
-    sharding. Otherwise the training ends with a record, from which its next start lowers the bound of rows.
+    With ``max_tokens_per_microbatch: auto`` each one is measured, and the loader plans with the least proposal
+    of all ranks. As a context manager it replaces an out-of-memory error of an update step by
+    RowsDoNotFitError, which names the row and the key to set.
 
     Args:
         loader: loader of the training.
-        model: model of this rank.
-        optimizer: its optimizer. Until it steps, an update step changes nothing but gradients.
+        optimizer: its optimizer.
         ranks: ranks of the job.
-        config: keys that memory depends on; a record with other ones has no effect.
-        log: log of the run.
+        log: logs a line on rank 0.
     """
 
     def __init__(
-        self,
-        loader: Any,
-        model: nn.Module,
-        optimizer: Any,
-        ranks: Ranks,
-        config: Mapping[str, Any],
-        log: Any,
+        self, loader: Any, optimizer: Any, ranks: Ranks, log: Callable[[str], None]
     ) -> None:
-        self._loader, self._settings, self._ranks = loader, loader.settings, ranks
-        self._optimizer, self._log = optimizer, log
-        self._config = json.loads(json.dumps(config))
-        self._folder = Path(loader.settings.output_dir)
-        self._search = None
-        if loader.settings.finds_budget:
-            self._search = BudgetSearch(loader, ranks, log.info)
-        self._expected: ExpectedPeak | None = None
-        if ranks.is_zero and ranks.device.type == "cuda":
-            config_of_run = self._folder / "logs" / "config.yaml"
-            self._expected = ExpectedPeak(sys.argv[0], config_of_run, ranks.world_size)
+        self._loader, self._settings, self._ranks, self._log = loader, loader.settings, ranks, log
         self._step: Any = None  # in progress
         self._is_stepping = False
-        # FSDP2's state and the stash of offloaded activations cannot be reset within a backward.
-        has_hooks = hasattr(optimizer, "register_step_pre_hook")
-        self._can_repeat = (
-            has_hooks
-            and self._settings.plans_by_tokens
-            and not self._settings.enable_activation_offloading
-            and not any(isinstance(module, FSDPModule) for module in model.modules())
-        )
-        if has_hooks:
+        if hasattr(optimizer, "register_step_pre_hook"):
             optimizer.register_step_pre_hook(lambda *_: setattr(self, "_is_stepping", True))
+        self._budget: TokenBudget | None = None
+        if loader.max_tokens:
+            self._meter, self._peak = METERS[ranks.device.type](ranks.device), 0
+            self._hardware = {
+                "memory_bytes": self._meter.total_bytes,
+                "world_size": ranks.world_size,
+            }
+            self._start_at(loader.max_tokens)
 
-    def restore(self, saved: Mapping[str, Any], is_new: bool) -> None:
-        """Bounds rows by the budget of a checkpoint, and by the record of an earlier start.
+    def _start_at(self, tokens: int) -> None:
+        # With few lengths, kernels are compiled for each: budgets double.
+        digits = 1 if self._loader.collator.has_few_lengths else NUM_DIGITS
+        self._budget, self._logged = TokenBudget(tokens, digits), tokens
+        self._loader.propose_tokens = lambda: self._budget.proposal
+        self._loader.bound_rows(tokens)
 
-        A new training removes the record. Raises ConfigError if the recorded row is a sample by itself.
-        """
-        if self._search is not None:
-            self._search.restore(saved)
-        self._lower_rows(is_new)
-        self._loader.in_use = self._loader.max_tokens
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continues with the budget of a checkpoint if it was found on the same hardware."""
+        if self._budget is not None:
+            is_same = self._hardware.items() <= saved.items()
+            if all(gather_objects(is_same, self._ranks.cpu_group)):
+                self._start_at(saved["tokens"])
 
-    def _lower_rows(self, is_new: bool) -> None:
-        record = None if is_new else out_of_memory.read(self._folder)
-        if is_new and self._ranks.is_zero:
-            (self._folder / out_of_memory.FILE).unlink(missing_ok=True)
-        of_ranks = gather_objects(record, self._ranks.cpu_group)
-        here = self._ranks.world_size, self._config
-        found = [each for each in of_ranks if each and (each.world_size, each.config) == here]
-        if not found:
-            return
-        record = min(found, key=lambda each: each.tokens)
-        if record.is_one_sample:
-            text = f"{record}; {ONE_SAMPLE}. If something else took the memory, delete"
-            path = self._folder / out_of_memory.FILE
-            raise ConfigError(Problem("max_tokens_per_microbatch", f"{text} {path}"))
-        loader, most = self._loader, record.lowered
-        bound = loader.max_tokens or self._settings.max_tokens_per_microbatch or most
-        loader.most_tokens = most
-        loader.bound_rows(min(bound, most))
-        text = f"rows have at most {loader.max_tokens:,} from here on, with the same losses"
-        self._log.warn(f"max_tokens_per_microbatch: {record}; {text}")
+    def state(self) -> dict[str, Any]:
+        """Returns the budget for a checkpoint; {} if none is searched for."""
+        if self._budget is None:
+            return {}
+        return {"tokens": self._loader.max_tokens, **self._hardware}
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the budget of the next rows and this rank's last peak; {} if no budget is searched for."""
+        if self._budget is None:
+            return {}
+        tokens, peak = self._loader.max_tokens, self._peak / 2**30
+        return {"max_tokens_per_microbatch": tokens, "peak_memory_gib": peak}
 
     def start(self, step: Any, number: int) -> None:
         """Starts an update step."""
         self._step, self._number, self._is_stepping = step, number, False
-        if self._search is not None:
-            self._search.start(step, number)
-        if self._expected is not None:
-            self._expected.before()
-        self._loader.in_use = step.max_tokens
+        if self._budget is not None:
+            self._meter.start()
 
-    def retrying(self, update: Callable[[Any], T], step: Any) -> T:
-        """Returns ``update(step)``; a single rank without sharding repeats it in shorter rows if out of memory.
-
-        All gradients are computed again, so no microbatch counts twice.
-        """
-        while True:
-            if step.samples is not None and step.longest > self._loader.most_tokens:
-                self._step = step = self._loader.planned_again(step, self._loader.most_tokens)
-            try:
-                return update(step)
-            except torch.OutOfMemoryError:
-                record = self._record()
-                is_safe = self._can_repeat and step.samples is not None and not self._is_stepping
-                if not is_safe or record.is_one_sample:
-                    raise
-            # Outside of the except block, whose traceback holds the activations.
-            self._optimizer.zero_grad(set_to_none=True)
-            gc.collect()  # recomputation leaves cycles
-            if self._ranks.device.type == "cuda":
-                torch.cuda.empty_cache()
-            self._loader.most_tokens = most = record.tokens // 2
-            self._log.warn(f"{record}; repeated with at most {most:,}, with the same gradient")
-            if self._search is not None:
-                self._search.start_again()
-
-    def stop(self, step: Any) -> Any:
-        """Ends an enqueued update step; returns it as it was made, possibly in shorter rows."""
-        made, self._step = self._step or step, None
-        if self._search is not None:
-            self._search.stop(made, self._number)
-        if self._expected is not None:
-            self._log.info(self._expected.after(made))
-        return made
-
-    def state(self) -> dict[str, Any]:
-        """Returns the budget for a checkpoint; {} if none is searched for."""
-        return {} if self._search is None else self._search.state()
-
-    def metrics(self) -> dict[str, float]:
-        """Returns budget and peak of the last update step on this rank; {} if none is searched for."""
-        return {} if self._search is None else self._search.metrics()
+    def stop(self, step: Any) -> None:
+        """Ends an enqueued update step, and proposes a budget for those not yet planned."""
+        self._step = None
+        if self._budget is None:
+            return
+        memory, longest, tokens = self._meter.stop(), step.longest, self._loader.max_tokens
+        self._peak = memory.peak
+        if tokens != self._logged:
+            took = f"{longest:,} took {memory.peak / 2**30:.2f} of {memory.limit / 2**30:.2f} GiB"
+            self._log(
+                f"update step {self._number}: next rows have up to {tokens:,} tokens ({took})"
+            )
+            self._logged = tokens
+        if memory.has_retried:
+            text = "the allocator had to free cached blocks; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            self._log(f"update step {self._number}: {text} lowers fragmentation")
+        # One microbatch needs no longer rows, and had no gradients beside its activations.
+        cap = MOST_TOKENS if len(step.microbatches) > 1 else 0
+        if (num_stages := self._settings.pipeline_parallel_dim) > 1:
+            # Two microbatches for each stage keep the bubble small.
+            positions = sum(m.counts.get("positions", 0) for m in step.microbatches)
+            cap = positions // (2 * num_stages)
+        if self._number > 1:  # the first one has no optimizer state
+            self._budget.add(longest, memory, cap)
 
     def __enter__(self) -> "StepMemory":
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        """Records an update step that ran out of memory, and raises RowsDoNotFitError."""
-        if self._expected is not None:
-            self._expected.close()
-        if not isinstance(error, torch.OutOfMemoryError) or self._step is None:
-            return
-        record = self._record()
-        how = f"the next start has rows of at most {record.lowered:,}, with the same losses"
-        if self._is_stepping:
-            how = _OF_OPTIMIZER
-        elif not self._settings.plans_by_tokens:
-            how = "set microbatching=packed, or " * bool(record.tokens) + "a smaller batch_size"
-        else:
-            with suppress(OSError):
-                record.write(self._folder)
-            if record.is_one_sample:
-                how = ONE_SAMPLE
-        raise RowsDoNotFitError(f"{record}; {how}") from error
+        """Raises RowsDoNotFitError if an update step ran out of memory."""
+        if isinstance(error, torch.OutOfMemoryError) and self._step is not None:
+            device, tokens = self._ranks.device, self._step.longest
+            text = f"rank {dist.get_rank()} ran out of memory in update step {self._number}"
+            if tokens:
+                text += f", at rows of {tokens:,} tokens"
+            if device.type == "cuda":
+                text += f" (peak {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB)"
+            raise RowsDoNotFitError(f"{text}; {self._advice(tokens)}") from error
 
-    def _record(self) -> OutOfMemory:
-        device, bound = self._ranks.device, self._step.max_tokens  # includes padding
-        configured = self._settings.max_tokens_per_microbatch
-        if bound is None and isinstance(configured, int):
-            multiple = self._loader.collator.row_multiple or 1
-            bound = -(-configured // multiple) * multiple
-        return OutOfMemory(
-            tokens=self._step.longest,
-            max_tokens=bound,
-            peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
-            update_step=self._number,
-            rank=dist.get_rank(),
-            world_size=self._ranks.world_size,
-            config=self._config,
-        )
+    def _advice(self, tokens: int) -> str:
+        if self._is_stepping:
+            return _OF_OPTIMIZER
+        if not self._settings.plans_by_tokens:
+            return f"set {'microbatching=packed, or ' * bool(tokens)}a smaller batch_size"
+        collator, bound = self._loader.collator, self._settings.max_tokens_per_microbatch
+        if self._budget is not None:
+            bound = self._budget.largest
+        elif bound is not None:
+            multiple = collator.row_multiple or 1
+            bound = -(-bound // multiple) * multiple  # rows are padded
+        if bound is not None and tokens > bound:  # no bound makes it shorter
+            return _OF_ONE_SAMPLE
+        safe = collator.with_bound(int(_SAFE * tokens)).settings.max_tokens_per_microbatch
+        return f"set max_tokens_per_microbatch={safe}, with which a resume has the same losses"

@@ -74,7 +74,8 @@ def build_loaders(
         return loader, None
     data, collator = settings.of_validation(), collator.for_validation()
     val_loader = UpdateStepLoader(dataset_val, collator, data, ranks, "dataset_val", fill)
-    val_loader.follows = loader
+    if loader.max_tokens:
+        val_loader.propose_tokens = lambda: loader.max_tokens
     return loader, val_loader
 
 

@@ -23,7 +23,7 @@ from recipe_utils.data.loader.collectives import OtherRankFailedError
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.workers import WorkerDiedError
 from recipe_utils.files import CheckpointError
-from recipe_utils.memory.out_of_memory import RowsDoNotFitError
+from recipe_utils.memory.steps import RowsDoNotFitError
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import (
     end_with_parent,

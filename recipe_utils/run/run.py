@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -31,12 +31,10 @@ from recipe_utils.run.metrics import Metrics, Throughput, build_profiler
 from recipe_utils.run.resume import Resume, TrainingParts, norms_of_frozen_rows, warnings_of
 from recipe_utils.run.saves import Saves, log_model, summary_of_training
 from recipe_utils.run.settings import Due, RunSettings
-from recipe_utils.settings.keys import own_keys
 from recipe_utils.settings.problems import naming
 
 _COUNTS = {"target_tokens": "num_tokens", "pairs": "num_pairs"}
 """Totals of an update step that are logged, and their metrics."""
-T = TypeVar("T")
 _Validate = Callable[[], Mapping[str, Tensor]]
 _Answer = Callable[[Sequence[str], int], Sequence[str]]
 
@@ -130,17 +128,15 @@ class Run:
         warnings = *self.settings.warnings(self.num_steps), *warnings_of(parts.model, self.settings)
         for text in warnings:
             self._log.warn(text)
-        loader, ranks, config = parts.loader, self._ranks, dict(self._resume.config)
+        loader, ranks = parts.loader, self._ranks
         stops = getattr(loader.collator, "stop_tokens", ())
         for text in norms_of_frozen_rows(parts.model, stops, ranks.device):
             self._log.info(text)
-        of_memory = {key: config[key] for key in config.keys() - own_keys(RunSettings).keys()}
-        model, optimizer = parts.model, parts.optimizer
-        self._memory = StepMemory(loader, model, optimizer, ranks, of_memory, self._log)
+        self._memory = StepMemory(loader, parts.optimizer, ranks, self._log.info)
         # Left before the process group is closed, which ends the other ranks.
         self._at_exit.enter_context(self._memory)
         self.state = self._resume.restore(parts, self.seed)
-        self._memory.restore(self.state.token_budget, self.settings.is_first_start)
+        self._memory.restore(self.state.token_budget)
         return self.num_steps, self.global_step
 
     # ---- Loop -----------------------------------------------------------------------------------
@@ -215,10 +211,6 @@ class Run:
                 bar.set_description_str(text, refresh=False)  # bar.update shows it
                 bar.update(1)
 
-    def retrying(self, update: Callable[[UpdateStep], T], step: UpdateStep) -> T:
-        """Returns ``update(step)``, repeated in shorter rows if out of memory; see :meth:`.StepMemory.retrying`."""
-        return self._memory.retrying(update, step)
-
     def finish(
         self,
         step: UpdateStep,
@@ -273,7 +265,7 @@ class Run:
 
     def advance(self, step: UpdateStep) -> None:
         """Counts an enqueued update step and writes the metrics of the previous one."""
-        step = self._memory.stop(step)
+        self._memory.stop(step)
         self.metrics.write_held()
         if self.sample_losses is not None:
             self.sample_losses.take(step, self.state.epoch)

@@ -1,7 +1,6 @@
 """Keys of a run: length, log, checkpoints, exports."""
 
 import math
-import os
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -105,12 +104,6 @@ class RunSettings(RankSettings):
             export=is_due(self.export_every_n_steps) and not is_last_of_epoch,
             save=(is_due_by_clock or is_due(self.save_every_n_steps)) and not is_last_of_epoch,
         )
-
-    @property
-    def is_first_start(self) -> bool:
-        """True unless training resumes or the launcher starts it again."""
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return not (self.resume_from_checkpoint or restarts)
 
     @property
     def saves_checkpoints(self) -> bool:

@@ -1,6 +1,5 @@
 """A meter of update steps on a CPU: the true bytes of live storages, with a simulated limit."""
 
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -8,8 +7,7 @@ import torch
 
 from recipe_utils.data.text import collator
 from recipe_utils.forecast.live_bytes import LiveBytes
-from recipe_utils.memory.budget import Measured
-from recipe_utils.memory.meter import METERS
+from recipe_utils.memory.meter import METERS, Measured
 
 FIRST_TOKENS = 16
 
@@ -19,21 +17,16 @@ class LiveMeter:
 
     def __init__(self, limit):
         self.limit, self.total_bytes = limit, 1
-        self._live, self.peaks, self._is_started = LiveBytes(), [], False
+        self._live, self.peaks = LiveBytes(), []
 
     def start(self):
-        if self._is_started:  # an update step is repeated
-            self._live.__exit__(None, None, None)
-        self._is_started, self._began = True, time.perf_counter()
         self._live.__enter__()
         self._before = self._live.peak = self._live.now
 
     def stop(self):
-        self._is_started = False
         self._live.__exit__(None, None, None)
         self.peaks.append(self._live.peak)
-        seconds = time.perf_counter() - self._began
-        return Measured(self._before, self._live.peak, self.limit), lambda: seconds
+        return Measured(self._before, self._live.peak, self.limit)
 
 
 @contextmanager

@@ -43,13 +43,12 @@ from recipe_utils.data.loader.sampler import (
     shares_of_ranks,
     update_step_indices,
 )
-from recipe_utils.data.loader.samples import CheckedDataset, Sample, load_samples
+from recipe_utils.data.loader.samples import CheckedDataset, load_samples
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.start import check_draws, content_hashes, probe
 from recipe_utils.data.mixture import Mixture, MixtureOrder
 from recipe_utils.data.order import NUM_IN_MEMORY
 from recipe_utils.long_rows.parts import WHOLE, cut
-from recipe_utils.memory.budget import MOST_TOKENS
 from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError, naming
@@ -76,11 +75,6 @@ class UpdateStep:
     """Skipped samples of the update step, over all DP ranks."""
     sample_sums: SampleSums | None = None
     """Losses by sample on this rank; None unless ``sample_losses``."""
-    max_tokens: int | None = None
-    """Budget of a microbatch that the update step was planned with; None for that of the config."""
-
-    samples: Sequence[Sample] | None = None
-    """Samples of an update step that a single rank computes; None otherwise."""
 
     @property
     def longest(self) -> int:
@@ -134,12 +128,11 @@ class UpdateStepLoader:
         ranks, fill, names = self.ranks, self._fill, self.collator.counts
         names = [*names, *self._counts_of_datasets]
         together = StepCollectives(names, ranks.is_dp_leader, ranks.dp_peers, self._group, closed)
-        is_alone = ranks.world_size == 1 and self.settings.plans_by_tokens
         exchanges = ranks.dp_degree > 1 and self.settings.moves_samples
         loaded = load_samples(self.dataset, indices_per_step, self.settings.num_workers)
         dummy: Any = None
         for index, indices in enumerate(indices_per_step, start=first):
-            collator, max_tokens = self.collator, self.max_tokens
+            collator = self.collator
             length_of, plan, most = collator.length, collator.plan, self.samples_per_rank
             exchange = partial(together.exchange, length_of=length_of, plan=plan, max_samples=most)
             with reporting_failure(exchange if exchanges else together.count):
@@ -160,8 +153,7 @@ class UpdateStepLoader:
                 counts = counts_of(microbatches, collator.counts, self._counts_of_datasets)
                 num_skipped = len(indices) - len(samples)
                 now_ms = time.monotonic_ns() // 1_000_000
-                proposal = self.propose_tokens() if self.propose_tokens else MOST_TOKENS
-                proposal = min(proposal, self.most_tokens)
+                proposal = self.propose_tokens() if self.propose_tokens else 0
                 local = RankCounts(counts, len(microbatches), now_ms, num_skipped, proposal)
             agreed = together.count(local)
             num_to_run = agreed.max_microbatches if fill is None else fill(agreed.max_microbatches)
@@ -175,10 +167,8 @@ class UpdateStepLoader:
                 is_last_of_epoch=index + 1 == self.steps_per_epoch,
                 clock_seconds=agreed.clock_seconds,
                 num_skipped=agreed.num_skipped,
-                max_tokens=max_tokens,
-                samples=samples if is_alone else None,
             )
-            if self.propose_tokens or agreed.max_tokens < (max_tokens or MOST_TOKENS):
+            if self.propose_tokens:
                 self.bound_rows(agreed.max_tokens)
             yield self._finished(step)
 
@@ -197,14 +187,6 @@ class UpdateStepLoader:
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         return replace(step, microbatches=tuple(microbatches), sample_sums=sample_sums)
 
-    def planned_again(self, step: UpdateStep, max_tokens: int) -> UpdateStep:
-        """Returns an update step of a single rank, planned with at most ``max_tokens`` per microbatch."""
-        assert step.samples is not None
-        collator = self.collator.with_bound(max_tokens)
-        rows = group_samples(step.samples, collator.length, collator.plan)
-        microbatches = [each for row in rows for each in _collate(collator, row)]
-        return self._finished(replace(step, microbatches=microbatches, max_tokens=max_tokens))
-
     def __init__(
         self,
         dataset: Any,
@@ -216,17 +198,11 @@ class UpdateStepLoader:
         is_drawn: bool = False,
     ) -> None:
         self.collator, self.settings, self.ranks, self._fill = collator, settings, ranks, fill
-        self.max_tokens = collator.first_tokens
+        self.max_tokens = collator.first_tokens or 0
         """Budget of a microbatch in update steps that are planned from now on, the same on all ranks;
-        None for that of the config."""
-        self.in_use: int | None = None
-        """Budget of the update step that the loop consumes."""
-        self.follows: UpdateStepLoader | None = None
-        """Loader whose budget in use is the first one of an epoch."""
+        0 for that of the config."""
         self.propose_tokens: Callable[[], int] | None = None
         """Function that returns this rank's proposal of a budget; the least of all ranks is used."""
-        self.most_tokens = MOST_TOKENS
-        """Bound of budgets after an update step ran out of memory."""
         self._group = ranks.prefetch_group if name == "dataset" else ranks.validation_group
         skips_bad = settings.on_bad_sample == "skip"
         self.dataset = CheckedDataset(dataset, name, collator.prepare, skips_bad)
@@ -304,9 +280,6 @@ class UpdateStepLoader:
             :class:`recipe_utils.data.loader.collectives.OtherRankFailedError`: all ranks stop
             before the same update step.
         """
-        if self.follows is not None and self.follows.in_use is not None:
-            # Ranks plan further update steps at different moments, but validate after the same one.
-            self.bound_rows(self.follows.in_use)
         first = samples_consumed // self.global_batch_size
         steps = range(first, self.steps_per_epoch)
         return self.of_samples(

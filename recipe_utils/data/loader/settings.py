@@ -44,8 +44,8 @@ class DataSettings(RankSettings):
     the same."""
     max_tokens_per_microbatch: Count | Literal["auto"] | None = None
     """Maximum positions per microbatch, not with ``in_order``: tokens of a packed row, or rows
-    times the longest row. ``auto`` finds the fastest that fits while training (CUDA). Default:
-    ``auto`` with ``packed`` on CUDA, otherwise ``batch_size`` times ``tokenizer.max_seq_len``."""
+    times the longest row. ``auto`` finds the largest that fits while training (CUDA). Default:
+    ``batch_size`` times ``tokenizer.max_seq_len``."""
     max_ranks_per_row: Count = 1
     """With ``packed``: 2, 4, ... neighboring ranks, up to so many, compute a sample of more
     than ``max_tokens_per_microbatch`` tokens together."""
@@ -90,19 +90,6 @@ class DataSettings(RankSettings):
         return self.microbatching == "packed"
 
     @property
-    def finds_budget(self) -> bool:
-        """Returns True if ``max_tokens_per_microbatch`` is found while training."""
-        if self.max_tokens_per_microbatch is None:
-            return self.is_packed and self._device_type in METERS
-        return self.max_tokens_per_microbatch == "auto"
-
-    @property
-    def _device_type(self) -> str | None:
-        with suppress(ConfigError):  # a problem of ``device`` by itself
-            return resolve_device(self.device).type
-        return None
-
-    @property
     def moves_samples(self) -> bool:
         """Returns True if samples move between data-parallel ranks."""
         return self.plans_by_tokens if self.balance_over_ranks is None else self.balance_over_ranks
@@ -117,12 +104,14 @@ class DataSettings(RankSettings):
         instead = "set microbatching=packed or least_padding"
         if not self.plans_by_tokens and self.max_tokens_per_microbatch is not None:
             yield unused("max_tokens_per_microbatch", f"counts samples, not tokens; {instead}")
-        elif self.max_tokens_per_microbatch == "auto" and self._device_type not in {None, *METERS}:
+        elif self.max_tokens_per_microbatch == "auto":
             text = (
                 "this device has no exact peak of memory to measure; set a number (on a CPU all from 512 "
                 "on are about equally fast)"
             )
-            yield Problem("max_tokens_per_microbatch", text, "auto")
+            with suppress(ConfigError):  # a problem of ``device`` by itself
+                if resolve_device(self.device).type not in METERS:
+                    yield Problem("max_tokens_per_microbatch", text, "auto")
         if not self.plans_by_tokens and self.balance_over_ranks:
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
         if self.max_ranks_per_row > 1:
@@ -161,7 +150,7 @@ class DataSettings(RankSettings):
         if not self.is_packed:
             text = f"microbatching={self.microbatching} {keeps}; set microbatching=packed"
             yield problem(text)
-        elif self.max_tokens_per_microbatch is None and not self.finds_budget:
+        elif self.max_tokens_per_microbatch is None:
             text = (
                 "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens "
                 "that fit on one"

@@ -31,7 +31,7 @@ from recipe_utils.data.text.collate import (
 )
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.data.text.trees import OF_TREES, merge, split_trees
-from recipe_utils.memory.budget import FIRST_TOKENS, MOST_TOKENS
+from recipe_utils.memory.search import FIRST_TOKENS, MOST_TOKENS
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
 
@@ -87,7 +87,7 @@ class RowCollator(Collator):
             raise ConfigError(Problem("tokenizer.max_seq_len", text, self.max_seq_len))
         if settings.max_ranks_per_row > 1:
             self.counts = (*self.counts, "spanning_samples")
-        if settings.finds_budget:
+        if settings.max_tokens_per_microbatch == "auto":
             self.first_tokens = FIRST_TOKENS
             settings = replace(settings, max_tokens_per_microbatch=FIRST_TOKENS)
         self._set(settings)

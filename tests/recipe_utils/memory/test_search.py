@@ -6,13 +6,14 @@ from collections import deque
 
 import pytest
 
-from recipe_utils.memory.budget import Measured, TokenBudget, rounded
+from recipe_utils.memory.meter import Measured
+from recipe_utils.memory.search import TokenBudget, rounded
 
 NUM_DELAYED = 4
-LIMIT = 0.92  # of the memory
+LIMIT = 0.9  # of the memory
 
 
-def searched(seed, power, noise, seconds=lambda tokens: 1 / tokens, num_ranks=1, jump_at=None):
+def searched(seed, power, noise, num_ranks=1, jump_at=None):
     """Returns the best budget of the tightest rank, budgets of 160 update steps, and peaks over the memory."""
     rng = random.Random(seed)
     ranks = []
@@ -21,7 +22,7 @@ def searched(seed, power, noise, seconds=lambda tokens: 1 / tokens, num_ranks=1,
         constant = rng.choice((0, 0.1, 0.3, 0.6)) * room
         ranks.append((best, before, before + room, constant, (room - constant) / best**power))
     tightest = min(best for best, *_ in ranks)
-    budgets = [TokenBudget(num_delayed=NUM_DELAYED) for _ in ranks]
+    budgets = [TokenBudget() for _ in ranks]
     planned, found, peaks = deque([2048] * NUM_DELAYED), [], []
     for step in range(160):
         tokens = planned.popleft()
@@ -32,12 +33,8 @@ def searched(seed, power, noise, seconds=lambda tokens: 1 / tokens, num_ranks=1,
             before += 0.1 * limit if jump_at is not None and step >= jump_at else 0
             peaks.append(LIMIT * (before + added) / limit)
             if step:
-                budget.add(tokens, longest, Measured(int(before), int(before + added), int(limit)))
-        if step:
-            is_latest = all(each == tokens for each in planned)
-            budgets[0].take_time(tokens, seconds(tokens) * (1 + rng.gauss(0, 0.01)), is_latest)
+                budget.add(longest, Measured(int(before), int(before + added), int(limit)))
         found.append(tokens)
-    assert budgets[0].is_settled
     return tightest, found, peaks
 
 
@@ -45,9 +42,9 @@ def searched(seed, power, noise, seconds=lambda tokens: 1 / tokens, num_ranks=1,
 def test_in_600_memories_it_finds_the_largest_budget_and_never_more(power):
     for noise in (0.0, 0.02):
         found = [searched(seed, power, noise) for seed in range(100)]
-        assert max(max(peaks) for *_, peaks in found) < 0.95
+        assert max(max(peaks) for *_, peaks in found) < 0.92
         ends = sorted(budgets[-1] / best for best, budgets, _ in found)
-        assert ends[0 if noise == 0 else 1] > 0.9  # noise near the limit lowers one in a hundred
+        assert ends[0] > 0.9
         assert ends[50] > 0.95
 
 
@@ -68,18 +65,12 @@ def test_a_power_through_two_rows_passes_the_memory(monkeypatch):
 
 
 def test_growing_from_the_budget_instead_of_its_rows_passes_the_memory(monkeypatch):
+    """Rows have 0.6 to 1 of the budget."""
     add = TokenBudget.add
     monkeypatch.setattr(
-        TokenBudget, "add", lambda self, tokens, longest, *rest: add(self, tokens, tokens, *rest)
+        TokenBudget, "add", lambda self, longest, step: add(self, self.proposal, step)
     )
     assert max(max(searched(seed, 2, 0.0)[2]) for seed in range(20)) > 0.95
-
-
-def test_it_settles_on_the_smallest_budget_that_is_as_fast_as_the_best():
-    for seed in range(20):
-        _, found, _ = searched(seed, 1, 0.0, lambda tokens: 1.1 if tokens < 3000 else 1.0)
-        assert len(set(found[-20:])) == 1
-        assert 3000 <= found[-1] <= 8192
 
 
 def test_ranks_take_the_least_of_what_fits_them():
@@ -99,29 +90,12 @@ def test_a_peak_that_appears_later_lowers_the_budget():
 
 def test_a_row_for_which_the_allocator_freed_blocks_was_too_long():
     budget = TokenBudget()
-    budget.add(2048, 2000, Measured(0, 500, 1000, has_retried=True))
+    budget.add(2000, Measured(0, 500, 1000, has_retried=True))
     assert budget.proposal == rounded(0.85 * 2000)
 
 
 @pytest.mark.parametrize("has_retried", [False, True])
-def test_a_rank_with_dummy_rows_only_at_most_halves_the_budget(has_retried):
+def test_a_rank_with_dummy_rows_only_does_not_lower_the_budget(has_retried):
     budget = TokenBudget(8192)
-    for budget_in_use in (8192, 4096):
-        budget.add(budget_in_use, 16, Measured(0, 1001, 1000, has_retried))
-        assert budget.proposal == budget_in_use // 2
-
-
-def test_a_search_that_starts_again_waits_again():
-    budget = TokenBudget(num_delayed=2)
-    full = Measured(0, 1000, 1000)
-
-    def num_steps():
-        for number in range(100):
-            budget.add(2048, 2000, full)
-            if budget.take_time(2048, 1.0, is_latest=True):
-                return number
-        return None
-
-    first = num_steps()
-    budget.search_again()
-    assert num_steps() >= first - 1 > 8
+    budget.add(16, Measured(0, 1001, 1000, has_retried))
+    assert budget.proposal == 8192
