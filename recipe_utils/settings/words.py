@@ -27,7 +27,11 @@ class Removed(NamedTuple):
     """A run that had it cannot be resumed with the same losses."""
 
 
-REMOVED: Mapping[str, Removed] = {}
+REMOVED: Mapping[str, Removed] = {
+    "microbatch_overhead_slots": Removed(
+        "it was the cost of one more microbatch, which is now a constant of the device; take it out"
+    ),
+}
 """Key, argument (``mixture.weigh``) or key of a mapping (``global_batch_size.0``) -> what became of it."""
 
 

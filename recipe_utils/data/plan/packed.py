@@ -62,13 +62,13 @@ def plan_packed(
         ]
 
     fewest = sizes_at(float("inf"))
-    best = _plan(lengths, costs, fewest, sizes, num_ranks, max_tokens, cost.overhead_slots)
+    best = _plan(lengths, costs, fewest, sizes, num_ranks, max_tokens, cost.overhead)
     level = max(map(operator.truediv, costs, fewest), default=0.0)
     # A round lasts as long as its costliest row, so more ranks for that may shorten it.
     while max(fewest, default=1) > 1:
         level *= _LOWER
         more = sizes_at(level)
-        found = _plan(lengths, costs, more, sizes, num_ranks, max_tokens, cost.overhead_slots)
+        found = _plan(lengths, costs, more, sizes, num_ranks, max_tokens, cost.overhead)
         if found.total >= best.total:
             break
         best = found

@@ -112,7 +112,7 @@ def _level_cuts(
     lowest = float("inf")
     while True:
         cuts_of_ranks, highest = _cut_rounds(
-            row_costs, max_rows, cost.overhead_slots, num_ranks, num_rounds
+            row_costs, max_rows, cost.overhead, num_ranks, num_rounds
         )
         if highest >= lowest:
             return best

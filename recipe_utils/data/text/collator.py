@@ -142,9 +142,8 @@ class RowCollator(Collator):
         return self._with(self.settings.of_validation())
 
     def warnings(self) -> Iterator[str]:
-        """Yields warnings about estimated costs and about samples longer than a microbatch."""
+        """Yields a warning about samples longer than a microbatch."""
         settings, longest, num_rows = self.settings, self.max_seq_len, self._sequences
-        yield from settings.cost_warnings(self.limits.costs_are_estimated)
         bound, most = _number(settings), settings.max_ranks_per_row
         if self.first_tokens:
             return
@@ -229,8 +228,8 @@ class TextCollator(RowCollator):
         bound, cost = self._most_tokens(settings), self.limits.cost
         if num_common:
             self.row_multiple = self.limits.multiple_of_packed_rows(bound, _COMMON)
-            overhead = cost.overhead_slots + cost.of_sample(num_common)
-            cost = cost._replace(overhead_slots=overhead)
+            overhead = cost.overhead + cost.of_sample(num_common)
+            cost = cost._replace(overhead=overhead)
         self.plan = settings.make_plan(max(bound - num_common, 1), cost)
         if self._trees is None:
             return

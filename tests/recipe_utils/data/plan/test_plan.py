@@ -31,7 +31,7 @@ def cost_of(name, lengths, microbatch):
     of_samples = [lengths[position] for position in microbatch]
     if name != "packed":
         of_samples = [max(of_samples)] * len(of_samples)
-    return COST.overhead_slots + sum(map(COST.of_sample, of_samples))
+    return COST.overhead + sum(map(COST.of_sample, of_samples))
 
 
 @given(LENGTHS, NUM_RANKS, st.integers(1, 9), st.sampled_from(sorted(PLANS)))
