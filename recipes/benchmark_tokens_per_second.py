@@ -1,7 +1,7 @@
 """Compares the tokens per second of several trainers on the same update steps.
 
 All baselines train the same model from the same weights on the same samples: torchtune's recipe,
-this project's, Hugging Face's trainers, and a bare loop as the upper bound. All run at once in
+this project's, Hugging Face's Trainer, and a bare loop as the upper bound. All run at once in
 separate processes and take turns of one optimizer step, in an order that changes every step. Ratios
 are taken step by step, so other load on the machine affects all baselines.
 
@@ -59,7 +59,7 @@ class Settings:
     update_step_config: str
     """Config of `update_step_recipe` for all baselines, by name or path."""
     peers: Annotated[dict[str, Any], AS_WRITTEN]
-    """Baselines: name -> `kind` (stock, update_step, hf_trainer, trl, or limit, a bare loop) and
+    """Baselines: name -> `kind` (stock, update_step, hf_trainer, or limit, a bare loop) and
     overrides of the config."""
     update_step_recipe: Literal[
         "full_finetune_update_step", "full_dpo_update_step", "knowledge_distillation_update_step"
@@ -197,11 +197,11 @@ class BenchmarkTokensPerSecond:
             parts.append(
                 "The loss deviation is that of the first update step: stock divides the mean of each microbatch by the "
                 "number of tokens of the update step, so its weights differ afterwards. Losses include the teacher's "
-                "entropy, as stock's do, but for kind=trl."
+                "entropy, as stock's do."
             )
         if self.settings.nproc_per_node > 1:
             parts.append(
-                "stock and update_step shard the model (FSDP2), hf_trainer and trl copy it (DDP)."
+                "stock and update_step shard the model (FSDP2), hf_trainer copies it (DDP)."
             )
         text = "\n\n".join(parts) + "\n"
         (self.settings.output_dir / "benchmark.md").write_text(text)

@@ -29,7 +29,6 @@ from omegaconf import OmegaConf
 from torchtune.utils import get_logger
 
 from recipe_utils.benchmark.baselines.update_step import make_recipe
-from recipe_utils.benchmark.microbatch_cost import median_seconds
 from recipe_utils.benchmark.report import versions
 from recipe_utils.benchmark.token_audit import IGNORE_INDEX
 from recipe_utils.data.loader.samples import Sample
@@ -165,7 +164,7 @@ def speed(stage: Stage) -> Result:
     """Times update steps with the shapes of Llama-3.2-1B as the recipe logs them, and a product."""
     shape = [64 if stage.is_small else 8192] * 2
     left = torch.randn(shape, device=stage.device, dtype=torch.bfloat16)
-    seconds = median_seconds(lambda: torch.mm(left, left), stage.device, 3, 10)
+    seconds = _median_seconds(lambda: torch.mm(left, left), stage.device)
     peak = 2 * shape[0] ** 3 / seconds / 1e12
     ways: dict[str, dict[str, Any]] = {
         "eager": {},
@@ -200,6 +199,18 @@ def speed(stage: Stage) -> Result:
         rows.append({**row, "peak_memory_gb": max(memory, default=0)})
     name = torch.cuda.get_device_name(stage.device) if stage.device.type == "cuda" else "CPU"
     return {"device": name, "versions": versions(), "product_tflops": peak, "rows": rows}
+
+
+def _median_seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Returns the median time of ten calls after three."""
+    times: list[float] = []
+    for _ in range(13):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[3:])
 
 
 STAGES: dict[str, Callable[[Stage], Result]] = {

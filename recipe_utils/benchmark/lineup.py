@@ -43,6 +43,7 @@ _FIXED = {
     "resume_from_checkpoint": False,
     "run_val_every_n_steps": None,
     "save_every_n_minutes": None,
+    "save_every_n_steps": None,
     "log_every_n_steps": 1,
     "log_peak_memory_stats": False,
     "profiler": None,
@@ -55,7 +56,6 @@ _DEFAULTS = {
     "enable_activation_checkpointing": False,
     "lr_scheduler": None,
     "optimizer_in_bwd": False,
-    "save_every_n_steps": None,
     "seed": None,
     "shuffle": True,
 }
@@ -68,6 +68,7 @@ _STOCK_LOSSES = {
 """Recipe -> key -> torchtune's loss that replaces a loss of this project in stock recipes."""
 _SUPPORTED = {
     "optimizer_in_bwd": (False, "it would step in every backward; set it to False"),
+    "dataset.packed": (False, "kind=update_step packs while training; set it to False"),
     "quantizer": (None, "only kind=update_step trains with it; set it to null"),
     "sft_loss_weight": (0, "only kind=update_step adds it; set it to 0"),
     "tensor_parallel_dim": (1, "only data-parallel processes are compared; set it to 1"),
@@ -195,22 +196,19 @@ def _resolve(
     if kind not in KINDS[recipe]:
         raise ConfigError(Problem("kind", f"set it to one of {', '.join(KINDS[recipe])}", kind))
     overrides = {key: value for key, value in entry.items() if key != "kind"}
-    foreign = OWN_KEYS[recipe].get(kind, set())
+    foreign = OWN_KEYS.get(kind, set())
     of_recipe = {key: value for key, value in overrides.items() if key not in foreign}
     merged = merge(base, {**of_recipe, "output_dir": str(output_dir)})
     # Only keys of this entry: it may have replaced the reference to a key of the base config.
     wrong = check_keys(merged, settings_of(recipe))[1]
     if problems := [problem for problem in wrong if problem.root in overrides]:
         raise ConfigError(*problems)
-    is_packed = bool(OmegaConf.select(merged, "dataset.packed"))
-    adapters, kd_ratio = adapters_in(merged), merged.get("kd_ratio", 0.5)
-    if reason := why_skipped(recipe, kind, num_ranks, is_packed, adapters, kd_ratio):
+    adapters = adapters_in(merged)
+    if reason := why_skipped(recipe, kind, num_ranks, adapters):
         return f"skipped: {reason}"
 
     config = merge(merge(base, overrides), {**_FIXED, "output_dir": str(output_dir)})
     config.pop("dataset_val", None)
-    if "save_every_n_steps" not in overrides:
-        config.save_every_n_steps = None
     for key, value in {**_DEFAULTS, "device": resolve_device(None).type}.items():
         config.setdefault(key, value)
     if kind == "stock":
@@ -220,7 +218,7 @@ def _resolve(
                 config[key] = {"_component_": f"torchtune.modules.loss.{stock}"}
     config.metric_logger = {"_component_": "recipe_utils.benchmark.interleave.LossLogger"}
     if recipe == DISTILLATION:
-        config.metric_logger.kd_ratio = kd_ratio
+        config.metric_logger.kd_ratio = merged.get("kd_ratio", 0.5)
     batch_keys = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
     batch = OmegaConf.create({key: config[key] for key in batch_keys if key in config})
     data = read_settings(batch, DataSettings)

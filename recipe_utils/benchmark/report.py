@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 PACKAGES = (
-    "torch", "torchtune", "torchao", "transformers", "accelerate", "peft", "trl", "torchtune-update-step",
+    "torch", "torchtune", "torchao", "transformers", "accelerate", "torchtune-update-step",
 )  # fmt: skip
 
 

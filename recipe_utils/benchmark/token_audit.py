@@ -39,15 +39,12 @@ class StepContents(NamedTuple):
 
 
 def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
-    """Counts the samples of an update step. Packed samples also have ``seq_lens``."""
+    """Counts the samples of an update step."""
     num_targets = num_real = tokens_fingerprint = 0
     for sample in samples:
         labels = torch.as_tensor(sample["labels"])
         is_target = labels != IGNORE_INDEX
-        lengths = torch.as_tensor(sample.get("seq_lens", [len(labels)]))
-        first = lengths.cumsum(0) - lengths  # first tokens of documents are not predicted
-        is_target[first[first < len(labels)]] = False
-        num_targets += int(is_target.sum())
+        num_targets += int(is_target[1:].sum())  # the first token is not predicted
         num_real += num_real_tokens(sample, IGNORE_INDEX)
         tokens_fingerprint += int(fingerprint(torch.as_tensor(sample["tokens"]), pad_id))
     return StepContents(num_targets, num_real, tokens_fingerprint)

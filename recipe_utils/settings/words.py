@@ -40,6 +40,9 @@ REMOVED: Mapping[str, Removed] = {
     "global_batch_size.0": Removed(
         "sizes by update step; set one number, such as the last one", changes_losses=True
     ),
+    "microbatch_overhead_slots": Removed(
+        "it was the cost of one more microbatch, which is now a constant of the device; take it out"
+    ),
     "mixture.temperature": Removed(
         "weights by length; set weight of each dataset (length ** (1 / temperature) gives the same)"
     ),

@@ -50,6 +50,7 @@ REFUSED = {
     (SFT, "model.intermediate=3"): "model.intermediate: llama3_2 has no such argument; did you mean intermediate_dim",
     (SFT, "model.num_heads=3"): r"1 problem .*\n.*model: num_heads \(3\) must be divisible by num_kv_heads",
     (SFT, "model.max_seq_len=1000000000000"): r"model: its tables, of max_seq_len positions, take \d+ GiB .* a smaller max_seq_len",
+    (SFT, "microbatch_overhead_slots=75.0"): "microbatch_overhead_slots=75.0: removed; it was the cost of one more microbatch",
     (SFT, "max_tokens_per_microbatch=64"): "max_tokens_per_microbatch=64: microbatching=in_order counts samples",
     (SFT, "microbatching=packed collate_fn=tiny.collate_images"): "collate_fn=tiny.collate_images",
     (SFT, f"microbatching=packed model={GEMMA2}"): "microbatching=packed: the model's Gemma2Attention",

@@ -24,19 +24,14 @@ from recipe_utils.model.construct.build import ModelSettings, build_on_meta
 from recipe_utils.settings.problems import naming
 
 
-def model_on_meta(config: Mapping[str, Any]) -> nn.Module:
-    """Builds a model on the meta device; raises ConfigError if that fails."""
+def adapters_in(config: Mapping[str, Any]) -> Adapters:
+    """Returns the adapters of a config's model; raises ConfigError if it cannot be built."""
     cfg_model = config["model"]
     if isinstance(cfg_model, DictConfig):
         cfg_model = OmegaConf.to_container(cfg_model, resolve=True)
     make_model = partial(torchtune_config.instantiate, OmegaConf.create(cfg_model))
     with naming("model"):
-        return build_on_meta(make_model, ModelSettings())
-
-
-def adapters_in(config: Mapping[str, Any]) -> Adapters:
-    """Returns the adapters of a config's model."""
-    return find_adapters(model_on_meta(config))
+        return find_adapters(build_on_meta(make_model, ModelSettings()))
 
 
 def write_fresh_adapters(config: DictConfig) -> None:

@@ -1,4 +1,4 @@
-"""Update-step recipes as baselines, with checkpoints only if ``save_every_n_steps`` is set."""
+"""Update-step recipes as baselines, without checkpoints."""
 
 from functools import partial
 from typing import Any
@@ -10,16 +10,14 @@ from recipe_utils.settings.describe import load_recipe
 
 
 def make_recipe(name: str, config: DictConfig) -> Any:
-    """Returns an update-step recipe that exports nothing."""
+    """Returns an update-step recipe that saves and exports nothing."""
     recipe = load_recipe(name)[1](config)
-    recipe.run.export = _do_nothing
+    recipe.run.export = recipe.run.save = _do_nothing
     return recipe
 
 
 def _train(name: str, config: DictConfig) -> None:
     recipe = make_recipe(name, config)
-    if config.get("save_every_n_steps") is None:
-        recipe.run.save = _do_nothing
     with recipe.run:
         recipe.setup(config)
         recipe.train()

@@ -19,7 +19,7 @@ from recipe_utils.memory.meter import METERS
 from recipe_utils.parallel.process_group import local_world_size_from_env
 from recipe_utils.parallel.ranks import ParallelDims, RankSettings, resolve_device
 from recipe_utils.settings.components import component_at
-from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith, Positive
+from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith
 from recipe_utils.settings.problems import ConfigError, Problem
 
 
@@ -49,12 +49,6 @@ class DataSettings(RankSettings):
     max_ranks_per_row: Count = 1
     """With ``packed``: 2, 4, ... neighboring ranks, up to so many, compute a sample of more
     than ``max_tokens_per_microbatch`` tokens together."""
-    microbatch_overhead_slots: Annotated[
-        Positive | None, OnlyWith("microbatching", ("least_padding",))
-    ] = None
-    """Cost of one more microbatch for ``least_padding``, in positions. Default: 75 on CPU
-    (measured), 400 elsewhere (an estimate). ``python -m recipe_utils.benchmark.microbatch_cost``
-    measures it."""
     balance_over_ranks: bool | None = None
     """Moves samples between ranks to balance their computation. Default: True unless ``in_order``."""
     last_update_step: Literal["train", "drop"] = "train"
@@ -229,24 +223,14 @@ class DataSettings(RankSettings):
         """
         if not self.plans_by_tokens:
             return partial(plan_in_order, batch_size=self.batch_size)
-        overhead = self.microbatch_overhead_slots or cost.overhead_slots
         limits: dict[str, Any] = {
             "batch_size": self.batch_size,
             "max_tokens_per_microbatch": max_tokens and max(max_tokens // num_rows, 1),
-            "cost": cost._replace(overhead_slots=overhead / num_rows),
+            "cost": cost._replace(overhead=cost.overhead / num_rows),
         }
         if self.is_packed:
             return partial(plan_packed, max_ranks_per_row=self.max_ranks_per_row, **limits)
         return partial(plan_least_padding, **limits)
-
-    def cost_warnings(self, is_estimated: bool) -> Iterator[str]:
-        """Yields a warning if plans depend on an estimated cost."""
-        is_used = self.microbatching == "least_padding" and self.microbatch_overhead_slots is None
-        if is_estimated and is_used:
-            yield (
-                "microbatching=least_padding: the cost of a microbatch on this device is an estimate; python -m "
-                "recipe_utils.benchmark.microbatch_cost measures it, and microbatch_overhead_slots sets it"
-            )
 
     def of_validation(self) -> "DataSettings":
         """Returns settings for all samples in dataset order, ``batch_size_val`` on each rank at a time."""

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Sequence
 
 from recipe_utils.data.plan.cost import MicrobatchCost
-from recipe_utils.data.plan.plan import Microbatches, least_loaded, longest_first
+from recipe_utils.data.plan.plan import Microbatches, longest_first
 
 _DEFAULT_COST = MicrobatchCost()
 
@@ -31,11 +31,12 @@ def plan_least_padding(
     max_tokens_per_microbatch: int | None = None,
     cost: MicrobatchCost = _DEFAULT_COST,
 ) -> list[Microbatches]:
-    """Sorts the samples by length and cuts them into microbatches for the least cost.
+    """Sorts the samples by length, cuts them into microbatches and deals these to ranks.
 
-    On one rank no partition of the samples costs less. Over several ranks, each takes neighboring
-    samples in every round, which limits padding, and as many as balance the totals. The longest
-    samples are first, so that an out-of-memory error occurs in the first microbatch.
+    On one rank no partition of the samples costs less. Several ranks compute as many rounds as the
+    cheapest cut fills, of microbatches of about equal cost; in each, the costliest one goes to the
+    rank with the least cost so far. The longest samples are first, so that an out-of-memory error
+    occurs in the first microbatch.
 
     The result has the form of :func:`plan_in_order`'s; every rank gets the same number of
     microbatches, unless there are too few samples.
@@ -48,17 +49,28 @@ def plan_least_padding(
             the longest of these samples. A longer sample gets its own microbatch.
         cost: cost of a microbatch.
     """
-    if not lengths:
-        return [[] for _ in range(num_ranks)]
-    max_tokens = max_tokens_per_microbatch or batch_size * max(lengths)
+    max_tokens = max_tokens_per_microbatch or batch_size * max(lengths, default=1)
     order = longest_first(lengths)
     descending = [lengths[position] for position in order]
     max_rows = [max(max_tokens // length, 1) for length in descending]
-    if num_ranks == 1:
-        cuts_of_ranks = [_cheapest_cut(descending, max_rows, cost)]
-    else:
-        cuts_of_ranks = _level_cuts(descending, max_rows, cost, num_ranks)
-    return [[order[start:end] for start, end in cuts] for cuts in cuts_of_ranks]
+    cuts = _cheapest_cut(descending, max_rows, cost)
+    if num_ranks > 1:
+        row_costs = [cost.of_sample(length) for length in descending]
+        num_rounds = -(-len(cuts) // num_ranks)
+        cuts = _even_cut(row_costs, max_rows, num_rounds * num_ranks)
+
+    def cost_of(rows: tuple[int, int]) -> float:
+        return cost(rows[1] - rows[0], descending[rows[0]])
+
+    ranks: list[Microbatches] = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
+    for first in range(0, len(cuts), num_ranks):
+        of_round = sorted(cuts[first : first + num_ranks], key=cost_of, reverse=True)
+        by_load = sorted(range(num_ranks), key=loads.__getitem__)
+        for rank, rows in zip(by_load, of_round, strict=False):
+            ranks[rank].append(order[slice(*rows)])
+            loads[rank] += cost_of(rows)
+    return ranks
 
 
 # ---- Cuts of lengths in descending order, as (start, end) of each microbatch -----------------------
@@ -89,97 +101,30 @@ def _cheapest_cut(descending: Sequence[int], max_rows: Sequence[int], cost: Micr
     return cuts[::-1]
 
 
-_NUM_BISECTIONS = 8
-"""Bisections of a limit, to within 1/256 of the range between the mean cost and an upper bound."""
+def _even_cut(row_costs: Sequence[float], max_rows: Sequence[int], num_microbatches: int) -> Cuts:
+    """Returns a cut into ``num_microbatches``, or one for each sample if there are fewer samples.
 
-
-def _level_cuts(
-    descending: Sequence[int], max_rows: Sequence[int], cost: MicrobatchCost, num_ranks: int
-) -> list[Cuts]:
-    """Returns the cuts of each rank, one per round, so that the ranks' totals differ little.
-
-    Rounds are as few as the bound allows, and more while that lowers the costliest rank's total:
-    more rounds pad less and balance better, and each costs its overhead.
-    """
-    fewest_microbatches = start = 0
-    while start < len(descending):
-        start += max_rows[start]
-        fewest_microbatches += 1
-    num_rounds = -(-fewest_microbatches // num_ranks)
-
-    row_costs = [cost.of_sample(length) for length in descending]
-    best: list[Cuts] = []
-    lowest = float("inf")
-    while True:
-        cuts_of_ranks, highest = _cut_rounds(
-            row_costs, max_rows, cost.overhead_slots, num_ranks, num_rounds
-        )
-        if highest >= lowest:
-            return best
-        best, lowest = cuts_of_ranks, highest
-        num_rounds += 1
-
-
-def _cut_rounds(
-    row_costs: Sequence[float],
-    max_rows: Sequence[int],
-    overhead: float,
-    num_ranks: int,
-    num_rounds: int,
-) -> tuple[list[Cuts], float]:
-    """Returns the cuts of each rank, and the total cost of the costliest rank.
-
-    Each microbatch takes as many of the sorted samples as a limit on its cost allows, the lowest at
-    which all samples fit, and is below it by up to one sample. So the last round, with the shortest
-    samples, is cut again after the others are assigned: every rank fills up to a total, again the
-    lowest.
+    Each microbatch takes as many samples as a limit on its cost allows, the lowest at which all fit.
     """
     num_samples = len(row_costs)
 
-    def cut(start: int, limits: Sequence[float]) -> Cuts:
-        """Cuts the samples from ``start`` on; each microbatch takes as many as its limit allows."""
+    def cut(limit: float) -> Cuts:
         cuts = []
-        for num_to_come, limit in zip(range(len(limits) - 1, -1, -1), limits, strict=True):
-            if start == num_samples:
-                break
+        start = 0
+        for num_to_come in reversed(range(min(num_microbatches, num_samples))):
             # The small term corrects quotients that rounding puts below an integer.
             num_rows = int(limit / row_costs[start] + 1e-9)
-            # Leaves one sample for each later microbatch, as long as there are any.
+            # Leaves one sample for each later microbatch.
             num_rows = min(num_rows, max_rows[start], num_samples - start - num_to_come)
             cuts.append((start, start + max(num_rows, 1)))
             start = cuts[-1][1]
         return cuts
 
-    def cut_lowest(start: int, loads: Sequence[float], most: float) -> Cuts:
-        """Cuts at the lowest total with loads at which all samples fit; ``most`` above each load suffices."""
-
-        def cut_to(total: float) -> Cuts:
-            return cut(start, [total - load for load in loads])
-
-        too_low = (sum(loads) + sum(row_costs[start:])) / len(loads)
-        enough = max(loads) + most
-        for _ in range(_NUM_BISECTIONS):
-            middle = (too_low + enough) / 2
-            if cut_to(middle)[-1][1] == num_samples:
-                enough = middle
-            else:
-                too_low = middle
-        return cut_to(enough)
-
-    def rows_cost(rows: tuple[int, int]) -> float:
-        return (rows[1] - rows[0]) * row_costs[rows[0]]
-
-    as_the_bound = max(map(operator.mul, row_costs, max_rows))
-    cuts = cut_lowest(0, [0.0] * (num_ranks * num_rounds), as_the_bound)
-    cuts_of_ranks: list[Cuts] = [[] for _ in range(num_ranks)]
-    loads = [0.0] * num_ranks
-    for first in range(0, len(cuts), num_ranks):
-        ranks = least_loaded(loads)
-        of_round = sorted(cuts[first : first + num_ranks], key=rows_cost, reverse=True)
-        if first + num_ranks >= len(cuts):
-            held = [loads[rank] for rank in ranks]
-            of_round = cut_lowest(cuts[first][0], held, rows_cost(of_round[0]))
-        for rank, rows in zip(ranks, of_round, strict=False):
-            cuts_of_ranks[rank].append(rows)
-            loads[rank] += rows_cost(rows) + overhead
-    return cuts_of_ranks, max(loads)
+    too_low, enough = 0.0, max(map(operator.mul, row_costs, max_rows), default=0.0)
+    for _ in range(10):
+        middle = (too_low + enough) / 2
+        if sum(end - start for start, end in cut(middle)) == num_samples:
+            enough = middle
+        else:
+            too_low = middle
+    return cut(enough)

@@ -22,8 +22,3 @@ Plan = Callable[[Sequence[int], int], list[Microbatches]]
 def longest_first(lengths: Sequence[int]) -> list[int]:
     """Returns positions by descending length; equal lengths stay in order."""
     return sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
-
-
-def least_loaded(loads: Sequence[float]) -> list[int]:
-    """Returns ranks by ascending load."""
-    return sorted(range(len(loads)), key=loads.__getitem__)

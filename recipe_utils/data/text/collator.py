@@ -140,9 +140,8 @@ class RowCollator(Collator):
         return self._with(self.settings.of_validation())
 
     def warnings(self) -> Iterator[str]:
-        """Yields warnings about estimated costs and about samples longer than a microbatch."""
+        """Yields a warning about samples longer than a microbatch."""
         settings, longest, num_rows = self.settings, self.max_seq_len, self._sequences
-        yield from settings.cost_warnings(self.limits.costs_are_estimated)
         bound, most = _number(settings), settings.max_ranks_per_row
         if self.first_tokens:
             return

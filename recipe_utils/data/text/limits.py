@@ -109,8 +109,6 @@ class ModelLimits(NamedTuple):
     """Number of positions that packed rows are padded to a multiple of; None for no padding."""
     limits_length: str = "the model's"
     """Owner of ``max_seq_len``, for errors."""
-    costs_are_estimated: bool = False
-    """True if ``cost`` was never measured on such a device."""
 
     @property
     def merges_rows(self) -> bool:

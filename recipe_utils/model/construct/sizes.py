@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchtune.utils import get_logger
 
-from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
+from recipe_utils.data.plan.cost import cost_on
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.model.attention.packed_attention import attention_of
 from recipe_utils.parallel.ranks import Ranks
@@ -42,15 +42,13 @@ def limits_of(
         vocab_size = min(vocab_size, own_vocab_size)
         if own_length < max_seq_len:
             max_seq_len, limits_length = own_length, "the teacher_model's"
-    costs = MEASURED_COSTS.get(device.type, ESTIMATED_COSTS)
     return ModelLimits(
         vocab_size,
         max_seq_len,
-        costs._replace(equal_attention_length=equal_attention_length(model)),
+        cost_on(device.type, equal_attention_length(model)),
         tuple(attentions),
         row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
         limits_length=limits_length,
-        costs_are_estimated=device.type not in MEASURED_COSTS,
     )
 
 

@@ -119,10 +119,7 @@ def test_a_baseline_that_cannot_run_is_skipped(read):
     ("recipe", "kind", "changes", "reason"),
     [
         ("text", "hf_trainer", ADAPTED, "trains no adapters"),
-        ("text", "trl", {}, "trains adapters only; kind=hf_trainer trains whole models"),
         ("pairs", "stock", ADAPTED, "trains no adapters on pairs"),
-        ("distillation", "trl", {"kd_ratio": 0.9}, "computes no cross-entropy; set kd_ratio=1"),
-        ("distillation", "trl", {"kd_ratio": 1.0, **ADAPTED}, "trains no adapters with a teacher"),
     ],
 )
 def test_baselines_are_skipped_where_they_compute_something_else(
@@ -144,11 +141,12 @@ def test_keys_and_components_of_the_base_config_are_checked(read):
     found = problems(
         read,
         {"batchsize": 2, "optimizer": {"_component_": "torch.optim.AdamW", "lrr": 0.1}},
-        overrides={"tensor_parallel_dim": 2},
+        overrides={"tensor_parallel_dim": 2, "dataset": {"packed": True}},
     )
     assert any(text.startswith("batchsize: this recipe has no such key") for text in found)
     assert "optimizer.lrr: AdamW has no such argument; did you mean lr?" in found
-    assert any(text.startswith("overrides.tensor_parallel_dim=2: ") for text in found)
+    for override in ("tensor_parallel_dim=2", "dataset.packed=True"):
+        assert any(text.startswith(f"overrides.{override}: ") for text in found)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +159,13 @@ def test_a_problem_of_a_baseline_names_it_and_its_key(read, key, value):
 
 
 def test_pairs_have_kinds_and_keys_of_their_own(read):
-    peers = {"hf": {"kind": "hf_trainer"}, "trl": {"kind": "trl", "padding_free": True}}
+    peers = {"hf": {"kind": "hf_trainer"}, "stock": {"kind": "stock", "max_tokens_per_row": 9}}
     base = {"ref_checkpointer": None, "sft_loss_weight": 1.0}
     (found,) = problems(read, base, "pairs", peers=peers)
     assert found.startswith("overrides.sft_loss_weight=1.0: only kind=update_step adds it")
     first, second = problems(read, {"ref_checkpointer": None}, "pairs", peers=peers)
-    assert first == "peers.hf: kind=hf_trainer: set it to one of stock, update_step, trl"
-    assert second.startswith("peers.trl: padding_free: this recipe has no such key")
+    assert first == "peers.hf: kind=hf_trainer: set it to one of stock, update_step"
+    assert second.startswith("peers.stock: max_tokens_per_row: this recipe has no such key")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 import pytest
 import torch
 from torch import nn
-from torchtune.datasets import PackedDataset
 
 from recipe_utils.benchmark.token_audit import (
     FedTokens,
@@ -25,11 +24,9 @@ def fed_tokens(monkeypatch):
     return fed_tokens
 
 
-def test_the_first_token_of_a_sample_is_no_target_in_a_packed_row_neither():
+def test_the_first_token_of_a_sample_is_no_target():
     contents = contents_of(SAMPLES, pad_id=1)
     assert (contents.num_target_tokens, contents.num_real_tokens) == (4, 7)
-    (row,) = PackedDataset([{k: list(v) for k, v in s.items()} for s in SAMPLES], max_seq_len=10)
-    assert contents_of([row], pad_id=1) == contents
 
 
 def test_fingerprints_see_tokens_but_neither_order_nor_padding():

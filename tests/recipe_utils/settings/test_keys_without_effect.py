@@ -26,7 +26,6 @@ def read(recipe, config, folder, **changes):
     [
         (SFT, {"batch_size_val": 3}, {"run_val_every_n_steps": 5}),
         (SFT, {"sample_max_new_tokens": 7}, {"sample_prompts": ["a"], "sample_every_n_steps": 5}),
-        (SFT, {"microbatch_overhead_slots": 5.0}, {"microbatching": "least_padding"}),
         (SFT, {"keep_best_checkpoint": True}, {"run_val_every_n_steps": 5}),
         (KD, {"teacher_top_k": 5}, {"teacher_cache": "top_k"}),
         (KD, {"teacher_top_k_at_any_temperature": True}, {"teacher_cache": "top_k"}),

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.data.plan.cost import MicrobatchCost
 
 
 def accumulated(steps, global_batch_size, must_divide=False):
@@ -85,10 +84,3 @@ def test_validation_takes_every_sample_once_in_order_with_batch_size_val():
 def test_a_collate_function_that_does_not_exist_is_a_problem():
     (problem,) = DataSettings(collate_fn="nowhere.collate").problems()
     assert str(problem).startswith("collate_fn=nowhere.collate: ")
-
-
-def test_the_config_overrides_the_overhead_of_a_microbatch():
-    cost = MicrobatchCost(75, 30)
-    for given, overhead in (({"microbatch_overhead_slots": 7.0}, 7), ({}, 75)):
-        plan = DataSettings(microbatching="least_padding", **given).make_plan(80, cost)
-        assert plan.keywords["cost"] == MicrobatchCost(overhead, 30)

@@ -4,6 +4,7 @@ import heapq
 import random
 import types
 from itertools import chain
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +32,7 @@ def cost_of(name, lengths, microbatch):
     of_samples = [lengths[position] for position in microbatch]
     if name != "packed":
         of_samples = [max(of_samples)] * len(of_samples)
-    return COST.overhead_slots + sum(map(COST.of_sample, of_samples))
+    return COST.overhead + sum(map(COST.of_sample, of_samples))
 
 
 @given(LENGTHS, NUM_RANKS, st.integers(1, 9), st.sampled_from(sorted(PLANS)))
@@ -65,18 +66,22 @@ def test_microbatches_keep_the_bound_and_ranks_get_equally_many_if_samples_suffi
         assert all(len(microbatch) == 1 for microbatch in last_round)
 
 
-@pytest.mark.parametrize("name", ["least_padding", "packed"])
+@pytest.mark.parametrize(("name", "bound"), [("least_padding", 1.15), ("packed", 1.03)])
 @pytest.mark.parametrize("num_ranks", [8, 64])
-def test_no_rank_computes_much_more_than_the_mean(num_ranks, name):
-    """There are 16 samples per rank, with lengths as different as those of documents."""
-    rng = random.Random(num_ranks)
-    lengths = [min(20 + int(rng.lognormvariate(3.8, 0.9)), 512) for _ in range(16 * num_ranks)]
-    ranks = PLANS[name](lengths, num_ranks, max_tokens_per_microbatch=2048, cost=COST)
-    loads = [sum(cost_of(name, lengths, m) for m in microbatches) for microbatches in ranks]
-    assert max(loads) / (sum(loads) / num_ranks) < 1.03
-    in_order = [lengths[16 * rank : 16 * rank + 16] for rank in range(num_ranks)]
-    undealt = [sum(map(COST.of_sample, of_rank)) for of_rank in in_order]
-    assert max(undealt) / (sum(undealt) / num_ranks) > 1.1
+def test_no_rank_computes_much_more_than_the_mean(num_ranks, name, bound):
+    """There are 16 samples per rank, with lengths as different as those of documents; mean of several draws."""
+    planned, undealt = [], []
+    for seed in range(1 + 80 // num_ranks):
+        rng = random.Random(seed)
+        lengths = [min(20 + int(rng.lognormvariate(3.8, 0.9)), 512) for _ in range(16 * num_ranks)]
+        ranks = PLANS[name](lengths, num_ranks, max_tokens_per_microbatch=2048, cost=COST)
+        loads = [sum(cost_of(name, lengths, m) for m in microbatches) for microbatches in ranks]
+        planned.append(max(loads) / fmean(loads))
+        in_order = [lengths[16 * rank : 16 * rank + 16] for rank in range(num_ranks)]
+        loads = [sum(map(COST.of_sample, of_rank)) for of_rank in in_order]
+        undealt.append(max(loads) / fmean(loads))
+    assert fmean(planned) < bound
+    assert fmean(undealt) > 1.2
 
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=40), NUM_RANKS)

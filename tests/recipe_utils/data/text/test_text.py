@@ -307,15 +307,6 @@ def test_samples_that_may_exceed_a_microbatch_are_warned_of(max_tokens, max_seq_
     assert all(f"max_tokens_per_microbatch={max_tokens}: " in text for text in warnings)
 
 
-@pytest.mark.parametrize("microbatching", ["least_padding", "packed", "in_order"])
-def test_plans_by_estimated_costs_are_warned_of(microbatching):
-    for are_estimated in (False, True):
-        collator = make_collator(microbatching, costs_are_estimated=are_estimated)
-        warnings = list(collator.warnings())
-        assert len(warnings) == (microbatching == "least_padding" and are_estimated)
-        assert all("microbatch_overhead_slots sets it" in text for text in warnings)
-
-
 def test_validation_has_a_batch_size_of_its_own():
     """Three samples of 64 tokens per microbatch instead of two; cached outputs as in training."""
     settings = DataSettings(batch_size=2, batch_size_val=3, microbatching="least_padding")

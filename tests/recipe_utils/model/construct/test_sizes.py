@@ -7,7 +7,7 @@ from tiny import on_meta
 from torch import nn
 from torchtune.modules.model_fusion import FusionEmbedding
 
-from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
+from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.model.construct.sizes import (
     equal_attention_length,
     limits_of,
@@ -38,11 +38,9 @@ def test_attention_costs_as_much_as_the_parameters_at_a_length_that_the_model_se
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     expected = num_parameters / (2 * 32)
     assert equal_attention_length(model) == pytest.approx(expected)
-    for device, costs in (("cpu", MEASURED_COSTS["cpu"]), ("cuda", ESTIMATED_COSTS)):
+    for device, overhead, slowness in (("cpu", 75, 3.6), ("cuda", 400, 2)):
         limits = limits_of(model, torch.device(device), compiles=False)
-        expected_cost = costs._replace(equal_attention_length=expected)
-        assert limits.cost == pytest.approx(expected_cost)
-        assert limits.costs_are_estimated == (device == "cuda")
+        assert limits.cost == pytest.approx(MicrobatchCost(overhead, expected / slowness))
 
 
 @pytest.mark.parametrize(("compiles", "num_row_lengths"), [(False, None), (True, 1)])
