@@ -54,9 +54,8 @@ def heads_of_row(
         times = (num_heads if c % num_keys else c) // num_keys
         k, v = (each.repeat_interleave(times, dim=1) for each in (k, v))
     parts = [each.reshape(len(q), c, -1) for each in (q, k, v)]
-    received = _all_to_all(
-        torch.cat(parts, dim=2).transpose(0, 1), group
-    )  # [c, s, heads of a rank]
+    # [c, s, heads of a rank]
+    received = _all_to_all(torch.cat(parts, dim=2).transpose(0, 1), group)
     row = received.transpose(0, 1).flatten(0, 1)  # token i of the row is on rank i % c
     of_row = row.split([part.size(2) for part in parts], dim=1)
     q, k, v = (
