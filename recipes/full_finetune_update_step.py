@@ -129,8 +129,7 @@ class FullFinetuneRecipe:
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         if settings.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
-        dtype, num_sums = settings.torch_dtype, self.loader.num_sums
-        self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
+        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks)
         self.offloading = settings.offloading(self.model)
 
         # ---- Optimizer, and resume
@@ -147,7 +146,7 @@ class FullFinetuneRecipe:
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Returns the cross-entropy summed over the microbatch's target tokens [nats], shape [1].
 
-        With k named datasets [1 + k]: a sum with ``loss_weights``, and one for each dataset.
+        Of named datasets, each target has the weight of its dataset.
         ``attach_loss`` makes the loss a part of the model, where FSDP2 gathers the output weight.
         """
         with self.offloading:
@@ -162,18 +161,18 @@ class FullFinetuneRecipe:
         """
         # dp_degree / target tokens on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("target_tokens")
-        losses = torch.zeros(self.loader.num_sums, dtype=torch.float64, device=self.ranks.device)
+        loss = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
         if self.pipeline is not None:
             # One schedule per update step pays the pipeline bubble once.
             sums = self.pipeline.forward_backward(step.microbatches, lambda sums: sums[0] * scale)
-            losses += sums * scale
+            loss += sums * scale
         else:
             microbatches = mark_last(step.microbatches)
             for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
                 with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                     scaled = self.sums(microbatch) * scale
                     scaled[0].backward()
-                losses += scaled.detach()
+                loss += scaled.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)
         # Fused optimizers skip non-finite gradients without a device synchronization.
@@ -182,13 +181,14 @@ class FullFinetuneRecipe:
         self.optimizer.zero_grad(set_to_none=True)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        return losses_by_dataset(losses, step.totals), grad_norm
+        of_datasets = losses_by_dataset(step.sums_by_dataset(self.ranks) * scale, step.totals)
+        return {"loss": loss[0], **of_datasets}, grad_norm
 
     def validate(self) -> dict[str, Tensor]:
         """Returns mean losses per target token of ``dataset_val`` [nats], over all ranks."""
-        how = self.val_loader.num_sums, self.pipeline, self.ranks.device
-        sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
-        losses = losses_by_dataset(sums, totals, "val_")
+        how = 1, self.pipeline, self.ranks.device
+        (sum_of_all, *of_datasets), totals = sum_over(self.val_loader, self.model, self.sums, *how)
+        losses = {"val_loss": sum_of_all, **losses_by_dataset(of_datasets, totals, "val_")}
         return ratios(losses, totals, "target_tokens", self.ranks.dp_degree)
 
     # ---- Training loop --------------------------------------------------------------------------

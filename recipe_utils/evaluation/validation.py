@@ -25,22 +25,25 @@ def sum_over(
     device: torch.device,
     attached: Attached = lambda step: nullcontext(step.microbatches),
 ) -> tuple[Tensor, Counter[str]]:
-    """Returns this rank's sums [num_sums] over a loader in fp64, and its totals over all ranks.
+    """Returns this rank's sums over a loader in fp64, and its totals over all ranks.
 
+    The sums are ``num_sums``, and those of each named dataset if losses are recorded by sample.
     ``sums`` maps a microbatch to its sums; with a ``pipeline`` they are those of its last stage.
     ``attached`` maps an update step to its microbatches with the outputs of a frozen model.
     """
     model.eval()
     total = torch.zeros(num_sums, dtype=torch.float64, device=device)
+    of_datasets: Tensor | float = 0.0
     totals: Counter[str] = Counter()
     with loader.epoch(0) as steps:
         for step in steps:
             with attached(step) as microbatches:
                 if pipeline is not None:
-                    total += pipeline.forward(microbatches, num_sums)
+                    total += pipeline.forward(microbatches)
                 else:
                     for microbatch in to_device_ahead(microbatches, device):
                         total += sums(microbatch)
+            of_datasets = of_datasets + step.sums_by_dataset(loader.ranks)
             totals.update(step.totals)
     model.train()
-    return total, totals
+    return torch.cat([total, torch.as_tensor(of_datasets).view(-1)]), totals

@@ -53,15 +53,11 @@ def cut(row: Microbatch, part: Part, num_samples: int, row_multiple: int | None)
     tensors = {key: x for key, x in row.inputs.items() if key != "document_lengths"}
     inputs = {key: part_of_row(x) for key, x in tensors.items()}
     is_own = row.targets.positions % num_ranks == first
-    by_target = {
-        key: value[is_own]
-        for key in ("dataset_indices", "sample_positions")
-        if (value := getattr(row.targets, key)) is not None
-    }
+    samples = row.targets.sample_positions
     targets = row.targets._replace(
         labels=part_of_row(labels),
         positions=row.targets.positions[is_own] // num_ranks,
-        **by_target,
+        sample_positions=None if samples is None else samples[is_own],
     )
     counts = dict.fromkeys((*row.counts, "spanning_samples"), 0)
     if first == 0:

@@ -32,7 +32,7 @@ class LossWeightSettings:
         text = ""
         with suppress(ValueError):  # a problem of ``loss`` by itself
             path = str(loss.get("_component_"))
-            if not hasattr(component_at(path), "sums_datasets"):
+            if not hasattr(component_at(path), "sums_by_sample"):
                 text = f"{path} cannot weight targets; set loss._component_ to recipe_utils.loss.LinearCrossEntropyLoss"
         yield from refused_weights(text, dataset=dataset)
         entries = dataset if isinstance(dataset, list) else []
@@ -72,15 +72,15 @@ def refused_weights(
 def losses_by_dataset(
     sums: Tensor, totals: Mapping[str, int], prefix: str = ""
 ) -> dict[str, Tensor]:
-    """Returns sums [1] or [1 + k] as ``loss`` and, for each named dataset with targets, ``loss/NAME``.
+    """Returns sums [k] of named datasets with targets as ``loss/NAME``, times N / n of ``totals``.
 
-    Those of datasets are multiplied by N / n of ``totals``: divided by all N target tokens, they are
-    means over the dataset's n.
+    Divided by all N target tokens, they are means over the dataset's n.
     """
-    losses = {f"{prefix}loss": sums[0]}
-    of_datasets = [name for name in totals if name.startswith(OF_DATASET)]
-    for name, part in zip(of_datasets, sums[1:], strict=False):
-        if totals[name]:
-            factor = totals["target_tokens"] / totals[name]
-            losses[f"{prefix}loss/{name.removeprefix(OF_DATASET)}"] = part * factor
-    return losses
+    names = [name for name in totals if name.startswith(OF_DATASET)]
+    return {
+        f"{prefix}loss/{name.removeprefix(OF_DATASET)}": part
+        * totals["target_tokens"]
+        / totals[name]
+        for name, part in zip(names, sums, strict=False)
+        if totals[name]
+    }

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules.tied_linear import TiedLinear
@@ -23,7 +22,7 @@ class LinearCrossEntropyLoss(ChunkedLoss):
     ``tokens_per_chunk * v`` fp32 numbers.
     """
 
-    sums_datasets = True
+    sums_by_sample = True
 
     def __init__(
         self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8, ignore_index: int = -100
@@ -44,12 +43,13 @@ class LinearCrossEntropyLoss(ChunkedLoss):
     ) -> Tensor:
         """Returns the loss summed over the targets [nats], shape [], at least fp32; 0 without targets.
 
-        With ``dataset_weights`` [k] of ``targets`` returns [1 + k]: first the sum in which each
-        target has the weight of its dataset, then the unweighted sum of each dataset. For the
-        arguments see :mod:`recipe_utils.loss.attach_loss`.
+        With ``sample_weights`` of ``targets``, each loss has the weight of its sample. For the arguments see
+        :mod:`recipe_utils.loss.attach_loss`.
         """
         hidden, labels = self.at_targets(hidden, targets)
-        datasets, weights = targets.dataset_indices, targets.dataset_weights
+        weights = targets.sample_weights
+        if weights is not None:
+            weights = weights[targets.sample_positions]
         by_target = losses_by_target(targets, hidden)
 
         def chunk_loss(
@@ -57,42 +57,28 @@ class LinearCrossEntropyLoss(ChunkedLoss):
         ) -> tuple[Tensor, Tensor | None]:
             given = [logits]
             del logits  # a second reference would keep them alive longer
-            of_rows = None if datasets is None else datasets[rows]
-            arguments = labels[rows], needs_gradient, of_rows, weights
+            of_rows = None if weights is None else weights[rows]
+            arguments = labels[rows], needs_gradient, of_rows
             sums, gradient, losses = self._cross_entropy(given.pop(), *arguments)
             if by_target is not None:
                 by_target[rows] = losses
             return sums, gradient
 
-        num_sums = 1 if weights is None else 1 + len(weights)
-        sums = self.sum_over_chunks(output, hidden, chunk_loss, num_sums, backward_in_parts)
+        sums = self.sum_over_chunks(output, hidden, chunk_loss, 1, backward_in_parts)
         add_by_sample(targets, by_target)
-        return sums.squeeze(0) if weights is None else sums
+        return sums.squeeze(0)
 
 
 def _cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    needs_gradient: bool,
-    datasets: Tensor | None = None,
-    weights: Tensor | None = None,
+    logits: Tensor, labels: Tensor, needs_gradient: bool, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Returns sums [1], the gradient of the first for the logits [c, v] of c tokens, and losses [c].
-
-    With ``weights`` [k] of datasets, and the dataset of each token [c], the sums are [1 + k].
-    """
+    """Returns the sum [1], its gradient for the logits [c, v] of c tokens, and losses [c] without ``weights`` [c]."""
     log_probs = F.log_softmax(logits, dim=-1)
     del logits  # frees them early
     label = labels.unsqueeze(1)
     losses = -log_probs.gather(1, label)
-    of_target = None
-    if datasets is None or weights is None:
-        sums = losses.sum().view(1)
-    else:
-        of_target = weights.to(losses.dtype)[datasets].unsqueeze(1)
-        # [c, k]. Not index_add_, whose order of additions varies on CUDA.
-        is_of = datasets.unsqueeze(1) == torch.arange(len(weights), device=datasets.device)
-        sums = torch.cat([(of_target * losses).sum().view(1), losses.where(is_of, 0).sum(0)])
+    of_target = None if weights is None else weights.to(losses.dtype).unsqueeze(1)
+    sums = (losses if of_target is None else of_target * losses).sum().view(1)
     if not needs_gradient:
         return sums, None, losses.squeeze(1)
     # d loss / d logits = softmax(logits) - one_hot(label)

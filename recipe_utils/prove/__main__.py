@@ -115,7 +115,7 @@ def record(recipe_class: Any, cfg: DictConfig) -> Step:
         if recipe.settings.is_packed:
             whole = build_on_meta(partial(config.instantiate, cfg.model), recipe.settings)
             layout += [attention_of(whole, ranks.device).kernel]
-        weighs = mixture.loss_weights if mixture and loader.num_sums > 1 else None
+        weighs = mixture.loss_weights if mixture and loader.records_losses else None
     return Step(cfg, items, weighs, weights, gradients, step.totals, layout)
 
 

@@ -63,7 +63,7 @@ def build_loaders(
     dataset_val = build("dataset_val", load, cfg.dataset_val) if validates else None
     if makes_trees(dataset) or makes_trees(dataset_val):
         collator.take_trees()
-    if hasattr(loss_fn, "sums_datasets"):
+    if hasattr(loss_fn, "sums_by_sample"):
         for each, weighing in ((dataset, settings), (dataset_val, LossWeightSettings())):
             if isinstance(each, Mixture):
                 each.weigh = partial(weighing.weigh, each.loss_weights)

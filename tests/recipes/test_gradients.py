@@ -115,9 +115,11 @@ def weights_normalized_by_microbatch(patches):
     def sums_by_microbatch(self, m):
         if not torch.is_grad_enabled():  # a validation has no weights
             return sums(self, m)
-        counts = [m.targets.num_of_dataset(i) for i in range(3)]
+        of_step, positions = m.targets.sample_sums, m.targets.sample_positions
+        counts = of_step.datasets[positions].bincount(minlength=3).tolist()
         given = [part.get("loss_weight", 1) for part in MIXED]
-        return sums(self, m.with_dataset_weights(self.settings.weigh(given, counts)))
+        weights = self.settings.weigh(given, counts)[of_step.datasets]
+        return sums(self, m.with_sample_sums(of_step, weights))
 
     patches.setattr(recipe, "sums", sums_by_microbatch)
 

@@ -44,7 +44,7 @@ def test_another_weight_is_refused_at_a_resume(tiny_config):
     assert len(run_recipe(config)) == 5
     resumed = {**config, "resume_from_checkpoint": True, "epochs": 2}
     resumed["dataset"][1]["weight"] = 0.5
-    text = "weights.small.0: 0.25 in the checkpoint, 0.5 now .*resume_with_other_data=True"
+    text = "weights.small.0=0.5: the checkpoint was saved with 0.25 .*resume_with_other_data=True"
     with pytest.raises(CheckpointError, match=text):
         run_recipe(resumed)
     assert len(run_recipe({**resumed, "resume_with_other_data": True})) == 5

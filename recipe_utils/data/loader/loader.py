@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from recipe_utils.data.collator import Collator
@@ -33,7 +34,7 @@ from recipe_utils.data.loader.collectives import (
     group_samples,
     reporting_failure,
 )
-from recipe_utils.data.loader.microbatch import OF_DATASET, Microbatch, SampleSums, counts_of
+from recipe_utils.data.loader.microbatch import OF_DATASET, Microbatch, SampleSums
 from recipe_utils.data.loader.prefetch import Prefetched
 from recipe_utils.data.loader.sampler import (
     Order,
@@ -74,7 +75,7 @@ class UpdateStep:
     num_skipped: int = 0
     """Skipped samples of the update step, over all DP ranks."""
     sample_sums: SampleSums | None = None
-    """Losses by sample on this rank; None unless ``sample_losses``."""
+    """Losses by sample on this rank; None unless :attr:`UpdateStepLoader.records_losses`."""
 
     @property
     def longest(self) -> int:
@@ -88,6 +89,16 @@ class UpdateStep:
         FSDP2 and DDP average gradients over the DP ranks, hence ``dp_degree`` over the total.
         """
         return self.dp_degree / max(self.totals[count], 1)
+
+    def sums_by_dataset(self, ranks: Ranks) -> Tensor:
+        """Returns this rank's sums of losses of each named dataset, [k] fp64; [0] if they are not recorded.
+
+        Times the number of pipeline stages, of which one has losses: their mean over stages is the sums.
+        """
+        num_datasets = sum(name.startswith(OF_DATASET) for name in self.totals)
+        if self.sample_sums is None or not num_datasets:
+            return torch.zeros(0, dtype=torch.float64, device=ranks.device)
+        return self.sample_sums.by_dataset(num_datasets, ranks.device) * ranks.dims.pp
 
     @property
     def token_shares(self) -> dict[str, float]:
@@ -150,7 +161,11 @@ class UpdateStepLoader:
                 microbatches: list[Microbatch] = []
                 for row in rows:
                     microbatches += _collate(collator, row) if row.samples else [dummy]
-                counts = counts_of(microbatches, collator.counts, self._counts_of_datasets)
+                counts = {n: sum(m.counts.get(n, 0) for m in microbatches) for n in collator.counts}
+                sums = self._sums_of(microbatches, rows) if self.dataset.adds_positions else None
+                if sums is not None and self._counts_of_datasets:
+                    numbers = sums.datasets.bincount(sums.numbers, len(self._counts_of_datasets))
+                    counts |= zip(self._counts_of_datasets, map(int, numbers), strict=True)
                 num_skipped = len(indices) - len(samples)
                 now_ms = time.monotonic_ns() // 1_000_000
                 proposal = self.propose_tokens() if self.propose_tokens else 0
@@ -167,25 +182,32 @@ class UpdateStepLoader:
                 is_last_of_epoch=index + 1 == self.steps_per_epoch,
                 clock_seconds=agreed.clock_seconds,
                 num_skipped=agreed.num_skipped,
+                sample_sums=sums if self.records_losses else None,
             )
             if self.propose_tokens:
                 self.bound_rows(agreed.max_tokens)
             yield self._finished(step)
 
+    def _sums_of(self, microbatches: Sequence[Microbatch], rows: Sequence[Row]) -> SampleSums:
+        """Returns the sums by sample of an update step, with the numbers of targets and the datasets."""
+        sums = SampleSums(self.global_batch_size)
+        for microbatch in microbatches:
+            sums.count(microbatch.targets)
+        for sample in (sample for row in rows for sample in row.samples):
+            sums.datasets[sample["step_position"]] = sample.get("dataset_index", 0)
+        return sums
+
     def _finished(self, step: UpdateStep) -> UpdateStep:
         """Returns an update step with values that depend on all microbatches, in pinned memory on CUDA."""
-        microbatches, sample_sums = step.microbatches, None
-        if self._weigh is not None:
+        microbatches, sums, weights = step.microbatches, step.sample_sums, None
+        if sums is not None and self._weigh is not None:
             weights = self._weigh([step.totals[name] for name in self._counts_of_datasets])
-            microbatches = [m.with_dataset_weights(weights) for m in microbatches]
-        if self.dataset.adds_positions:
-            sample_sums = SampleSums(self.global_batch_size)
-            for microbatch in microbatches:
-                sample_sums.count(microbatch.targets)
-            microbatches = [m.with_sample_sums(sample_sums) for m in microbatches]
+            weights = weights[sums.datasets]
+        if sums is not None:
+            microbatches = [m.with_sample_sums(sums, weights) for m in microbatches]
         if self.ranks.device.type == "cuda":
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
-        return replace(step, microbatches=tuple(microbatches), sample_sums=sample_sums)
+        return replace(step, microbatches=tuple(microbatches))
 
     def __init__(
         self,
@@ -206,15 +228,15 @@ class UpdateStepLoader:
         self._group = ranks.prefetch_group if name == "dataset" else ranks.validation_group
         skips_bad = settings.on_bad_sample == "skip"
         self.dataset = CheckedDataset(dataset, name, collator.prepare, skips_bad)
-        self.dataset.adds_positions = settings.sample_losses
         mixture = self.dataset.mixture
         self._counts_of_datasets: list[str] = []
         self._weigh: Callable[[Sequence[int]], Tensor] | None = None
         if mixture is not None and collator.counts[0] == "target_tokens":
             self._counts_of_datasets = [f"{OF_DATASET}{each}" for each in mixture.names]
             self._weigh = mixture.weigh
-        self.num_sums = 1 if self._weigh is None else 1 + len(self._counts_of_datasets)
-        """Sums of the loss module: over all targets, and with ``weigh`` over those of each dataset."""
+        self.records_losses = settings.sample_losses or self._weigh is not None
+        """The loss module sums by sample."""
+        self.dataset.adds_positions = self.records_losses or bool(self._counts_of_datasets)
         self.global_batch_size = settings.samples_per_update_step(ranks.dp_degree)
         self.shares = shares_of_ranks(self.global_batch_size, ranks.dp_degree)
         """Samples of each rank, the largest share first."""

@@ -1,9 +1,9 @@
 """Microbatches: the tensors of one forward and backward on one rank.
 
-Shapes: b rows, s positions per row, n target tokens, k named datasets.
+Shapes: b rows, s positions per row, n target tokens.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,8 @@ class SampleSums:
     def __init__(self, num_samples: int) -> None:
         self.numbers = torch.zeros(num_samples, dtype=torch.float64)
         """Targets, or pairs, of each sample, [samples] on the CPU."""
+        self.datasets = torch.zeros(num_samples, dtype=torch.int64)
+        """Index of the named dataset of each sample that this rank computes, [samples] on the CPU."""
         self.sums: Tensor | None = None
         """Sums over them on the device of the loss, [samples] in fp64; None before a loss."""
 
@@ -37,6 +39,13 @@ class SampleSums:
         """Adds the numbers of a microbatch on the CPU."""
         if targets.sample_positions is not None:
             self.numbers += targets.sample_positions.bincount(minlength=len(self.numbers))
+
+    def by_dataset(self, num_datasets: int, device: torch.device) -> Tensor:
+        """Returns the sums of each named dataset, [datasets] in fp64."""
+        sums = torch.zeros(num_datasets, dtype=torch.float64, device=device)
+        if self.sums is None:  # no last stage of a pipeline
+            return sums
+        return sums.index_add_(0, self.datasets.to(device, non_blocking=True), self.sums)
 
 
 class Pairs(NamedTuple):
@@ -60,20 +69,14 @@ class Targets(NamedTuple):
     teacher: Any = None
     """Outputs of a frozen model (teacher or reference) at these targets: tensors in any nesting."""
     pairs: Pairs | None = None
-    dataset_indices: Tensor | None = None
-    """[n]: index of each target's dataset; None without named datasets."""
-    dataset_weights: Tensor | None = None
-    """[k]: factor of the loss of a target by dataset, fp64; 1 on average over the update step's
-    targets. None without sums by dataset."""
     sample_positions: Tensor | None = None
-    """[n], or [p] of pairs: position in the update step of each one's sample; None unless
-    ``sample_losses``."""
+    """[n], or [p] of pairs: position in the update step of each one's sample; None unless losses are
+    summed by sample."""
     sample_sums: SampleSums | None = None
     """Sums of the update step, which the loss module adds to."""
-
-    def num_of_dataset(self, index: int) -> int:
-        """Returns the number of targets of a named dataset."""
-        return 0 if self.dataset_indices is None else int((self.dataset_indices == index).sum())
+    sample_weights: Tensor | None = None
+    """[samples of the update step]: factor of the loss of a sample's targets, fp64; 1 on average over all
+    targets. None for 1."""
 
 
 @dataclass(frozen=True)
@@ -97,27 +100,14 @@ class Microbatch:
         """Returns the microbatch with outputs of a frozen model at its targets."""
         return replace(self, targets=self.targets._replace(teacher=outputs))
 
-    def with_dataset_weights(self, weights: Tensor) -> "Microbatch":
-        """Returns the microbatch with weights [k] of its targets' datasets."""
-        return replace(self, targets=self.targets._replace(dataset_weights=weights))
-
-    def with_sample_sums(self, sums: SampleSums) -> "Microbatch":
-        """Returns the microbatch with the sums of its update step."""
-        return replace(self, targets=self.targets._replace(sample_sums=sums))
+    def with_sample_sums(self, sums: SampleSums, weights: Tensor | None) -> "Microbatch":
+        """Returns the microbatch with sums and weights [samples] of its update step."""
+        targets = self.targets._replace(sample_sums=sums, sample_weights=weights)
+        return replace(self, targets=targets)
 
 
 # PyTorch's tree functions copy it as part of larger structures.
 register_dataclass(Microbatch)
-
-
-def counts_of(
-    microbatches: Sequence[Microbatch], names: Sequence[str], of_datasets: Sequence[str]
-) -> dict[str, int]:
-    """Returns the sums of counts by name, and target tokens by the names of named datasets."""
-    counts = {name: sum(m.counts.get(name, 0) for m in microbatches) for name in names}
-    for index, name in enumerate(of_datasets):
-        counts[name] = sum(m.targets.num_of_dataset(index) for m in microbatches)
-    return counts
 
 
 def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

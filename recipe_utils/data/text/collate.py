@@ -104,7 +104,7 @@ def collate_microbatch(
         documents = [piece.documents for piece in pieces]
         microbatch = _microbatch(rows, documents, num_real, ignore_index)
     num_rows, length = microbatch.targets.labels.shape
-    return _with_datasets(microbatch, samples, [length] * num_rows)
+    return _with_positions(microbatch, samples, [length] * num_rows)
 
 
 def collate_packed_microbatch(
@@ -134,7 +134,7 @@ def collate_packed_microbatch(
         order, pieces, num_saved = share_beginnings(pieces, ignore_index)
         samples = [samples[i] for i in order]
     row = packed(pieces, ignore_index, padding_idx, row_multiple)
-    row = _with_datasets(row, samples, [piece.columns.size(1) for piece in pieces])
+    row = _with_positions(row, samples, [piece.columns.size(1) for piece in pieces])
     num_shared = num_saved + sum(sum(sample.get("num_shared", ())) for sample in samples)
     if shares_beginnings or any("documents" in sample for sample in samples):
         num_real = row.counts["real_tokens"] + num_shared
@@ -160,18 +160,15 @@ def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Pi
     return Piece(torch.stack([tokens, labels, positions]), lengths)
 
 
-def _with_datasets(
+def _with_positions(
     microbatch: Microbatch, samples: Sequence[Sample], lengths: Sequence[int]
 ) -> Microbatch:
-    """Adds dataset and sample of each target, if samples have them; ``lengths`` are in positions."""
-    targets = microbatch.targets
-    for key, name in (("dataset_index", "dataset_indices"), ("step_position", "sample_positions")):
-        if key in samples[0]:
-            numbers = torch.tensor([sample[key] for sample in samples])
-            numbers = numbers.repeat_interleave(torch.tensor(lengths))[targets.positions]
-            added: dict[str, Any] = {name: numbers}
-            targets = targets._replace(**added)
-    return microbatch if targets is microbatch.targets else replace(microbatch, targets=targets)
+    """Adds the sample of each target, if samples have a position; ``lengths`` are in positions of rows."""
+    if "step_position" not in samples[0]:
+        return microbatch
+    numbers = torch.tensor([sample["step_position"] for sample in samples])
+    numbers = numbers.repeat_interleave(torch.tensor(lengths))[microbatch.targets.positions]
+    return replace(microbatch, targets=microbatch.targets._replace(sample_positions=numbers))
 
 
 def collate_dummy(

@@ -120,9 +120,9 @@ class Pipeline:
         return totals * self._num_ranks
 
     @torch.no_grad()
-    def forward(self, microbatches: Sequence[Microbatch], num_sums: int | None = None) -> Tensor:
-        """Returns the sums [k] of :meth:`forward_backward`, without gradients; ``num_sums`` is another k."""
-        totals = torch.zeros(num_sums or self._num_sums, dtype=torch.float64, device=self._device)
+    def forward(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Returns the sums [k] of :meth:`forward_backward`, without gradients."""
+        totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
         self._run(
             microbatches, lambda _, output: self._add_sums(totals, output), has_backward=False
         )

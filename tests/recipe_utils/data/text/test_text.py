@@ -135,22 +135,21 @@ def test_merged_rows_of_a_packed_dataset_lose_their_padding_and_nothing_else(spl
     assert stacked.counts["real_tokens"] == sum(num_real)
 
 
-def test_every_target_has_the_index_of_its_sample_s_dataset():
+def test_every_target_has_the_position_of_its_sample():
     """Rows are padded, packed, packed and padded, or of a packed dataset with cut documents."""
     samples = tiny.make_samples(20, num_without_targets=3, mask_prompts=False)
     for rows in (samples, packed_rows(samples, split_across_pack=True)):
-        marked = [{**row, "dataset_index": (2, 0, 0, 1)[i % 4]} for i, row in enumerate(rows)]
+        marked = [{**row, "step_position": (2, 0, 0, 1)[i % 4]} for i, row in enumerate(rows)]
         alone = [collate_packed_microbatch([row], IGNORE).counts["target_tokens"] for row in rows]
         expected = [
-            row["dataset_index"] for row, n in zip(marked, alone, strict=True) for _ in range(n)
+            row["step_position"] for row, n in zip(marked, alone, strict=True) for _ in range(n)
         ]
         made = [collate(marked), collate_packed_microbatch(marked, IGNORE, row_multiple=128)]
         made.append(collate_microbatch(marked, COLLATE, IGNORE, merge_packed_rows=True))
         for targets in (microbatch.targets for microbatch in made):
-            assert targets.dataset_indices.tolist() == expected
-            assert [targets.num_of_dataset(i) for i in range(4)] == [*map(expected.count, range(4))]
-        assert collate_dummy(marked[0], collate, IGNORE).targets.dataset_indices.tolist() == []
-        assert collate(rows).targets.dataset_indices is None
+            assert targets.sample_positions.tolist() == expected
+        assert collate_dummy(marked[0], collate, IGNORE).targets.sample_positions.tolist() == []
+        assert collate(rows).targets.sample_positions is None
 
 
 def test_samples_with_images_are_not_packed():

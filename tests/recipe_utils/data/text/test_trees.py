@@ -266,12 +266,12 @@ def test_targets_of_shared_rows_keep_their_samples_and_short_beginnings_are_not_
             tokens = [*range(1, num_common + 1), *end]
             labels = [IGNORE] * num_common + end
             sample = {"tokens": np.array(tokens), "labels": np.array(labels)}
-            samples.append({**sample, "step_position": position, "dataset_index": position % 2})
+            samples.append({**sample, "step_position": position})
         row = collator.make(samples)
         assert row.counts["real_tokens"] == 3 * num_common + 6
         assert row.counts["shared_tokens"] == saved
         labels = row.targets.labels.flatten()[row.targets.positions].tolist()
-        owners = row.targets.sample_positions.tolist(), row.targets.dataset_indices.tolist()
-        assert sorted(zip(labels, *owners, strict=True)) == [
-            (41, 0, 0), (42, 0, 0), (43, 1, 1), (44, 2, 0), (45, 2, 0), (46, 2, 0),
+        owners = row.targets.sample_positions.tolist()
+        assert sorted(zip(labels, owners, strict=True)) == [
+            (41, 0), (42, 0), (43, 1), (44, 2), (45, 2), (46, 2),
         ]  # fmt: skip
