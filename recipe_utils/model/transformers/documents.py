@@ -111,8 +111,6 @@ def attention_within_documents(base: str, can_split: bool) -> str:
 
 
 _MASKS = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("eager", "sdpa", "flex_attention")}
-
-
 _make_window = masking_utils.sliding_window_causal_mask_function
 
 
@@ -134,10 +132,8 @@ def _mask(
         return make_mask(
             mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **kwargs
         )
-    is_causal, window = (
-        mask_function is causal_mask_function,
-        getattr(mask_function, "window", None),
-    )
+    is_causal = mask_function is causal_mask_function
+    window: int | None = getattr(mask_function, "window", None)
     if is_causal or window is not None:
         if kernel == "flex" and (is_causal or documents.ends is None):
             return block_mask(documents, window)

@@ -70,13 +70,6 @@ def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(
         assert not on_cuda.refused
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "llama4_text"])
-def test_windows_are_told_from_other_masks(model_type):
-    """A row needs no mask [b, s, s] for causal masks and windows, but for chunks."""
-    needs = probe.proof_of(tiny_config_of(model_type)).attention_needs
-    assert needs == {"gemma3_text": (), "llama4_text": ("other masks",)}[model_type]
-
-
 def row_of(lengths):
     torch.manual_seed(1)
     parts = [torch.randint(3, 200, (n,)) for n in lengths]
