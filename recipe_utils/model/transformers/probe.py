@@ -33,11 +33,7 @@ from recipe_utils.data.text.documents import Document, Documents, chains, length
 from recipe_utils.data.text.limits import Kernel, PackedAttention
 from recipe_utils.files import log_once, write_atomically
 from recipe_utils.model.double_precision import DoublePrecision
-from recipe_utils.model.transformers.decoder import (
-    Decoder,
-    build,
-    layers_of,
-)
+from recipe_utils.model.transformers.decoder import Decoder, build, layers_of
 from recipe_utils.model.transformers.documents import Axes, Exchange
 
 _MAX_MODULES = 3
