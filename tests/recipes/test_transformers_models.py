@@ -4,6 +4,7 @@
 """
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -90,21 +91,6 @@ def test_dropout_of_a_folder_is_warned_of(tiny_config, tmp_path):
 # ---- What is proved ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes", "can_be_cut"),
-    [
-        ("granite", {}, True),
-        ("granite", {"embedding_multiplier": 12.0}, False),  # every stage would multiply
-        slow("gpt2", {}, False),  # every stage would add its positions
-        slow("falcon_h1", {"embedding_multiplier": 2.0}, False),
-        slow("cohere2", {}, True),
-        slow("mamba2", {}, True),
-    ],
-)
-def test_a_cut_is_proved(model_type, changes, can_be_cut):
-    assert probe.prove(tiny_config_of(model_type, **changes), "sdpa").can_be_cut is can_be_cut
-
-
 def test_what_cannot_be_split_is_refused_by_name(tiny_config, tiny_dpo_config, tmp_path):
     of_all = save_tiny(tmp_path, "gpt2")
     of_pairs = tiny_dpo_config(**of_all, ref_checkpointer=of_all["checkpointer"], **PP_2)
@@ -126,12 +112,13 @@ def test_a_recomputation_has_the_documents_of_its_forward(keeps_documents, monke
     config = tiny_config_of("lfm2")
     model = decoder.Decoder(decoder.build(config, "sdpa"), probe.prove(config, "sdpa"))
     samples = torch.arange(3, 12).split([4, 5])
-    expected = torch.autograd.grad(probe._of_row(model, samples).sum(), [*model.parameters()])
+    of_row = partial(probe.logits_of_row, [model], torch.cat(samples), [4, 5])
+    expected = torch.autograd.grad(torch.cat(of_row()).sum(), [*model.parameters()])
     if not keeps_documents:
         wrap = decoder.checkpoint_wrapper
         monkeypatch.setattr(decoder, "checkpoint_wrapper", lambda module, context_fn: wrap(module))
     model.recompute_layers()
-    logits = probe._of_row(model, samples)
+    logits = torch.cat(of_row())
     if not keeps_documents:
         with pytest.raises(RuntimeError, match="Lfm2ShortConv runs by document, and documents"):
             logits.sum().backward()
@@ -147,21 +134,6 @@ def test_a_model_that_computes_no_trees_shares_no_prefix(tiny_dpo_config, tmp_pa
     text = refusal(config, DPO)
     assert "prefix_sharing=True: BloomForCausalLM does not compute trees" in text
     assert text.strip().endswith("set prefix_sharing=False")
-
-
-@pytest.mark.parametrize(
-    ("model_type", "computes_trees"),
-    [
-        ("bloom", False),
-        ("lfm2", True),
-        *(slow(name, True) for name in ("gpt2", "mamba2", "falcon_h1", "qwen3_next", "granite")),
-        *(slow(name, True) for name in ("olmo3", "deepseek_v3")),
-        slow("mpt", False),
-    ],
-)
-def test_trees_are_proved(model_type, computes_trees):
-    """Biases of Bloom and MPT depend on places in a row, which are not the positions of a branch."""
-    assert probe.prove(tiny_config_of(model_type), "sdpa").computes_trees is computes_trees
 
 
 def windows_of_places_in_the_row(patches):

@@ -105,7 +105,9 @@ def result_of(model_type: str) -> dict[str, Any]:
 def _prove(model_type: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     try:
-        pipe.send(asdict(prove(tiny_config_of(model_type))))
+        proof = prove(tiny_config_of(model_type))
+        way = "padded" if proof.problem else "by_document" if proof.modules else "masks"
+        pipe.send({"way": way, **asdict(proof)})
     except Exception as error:  # any: each type has its own
         refused = isinstance(error, ValueError) and str(error).startswith("model: ")
         text = f"{type(error).__name__}: {error}".splitlines()[0]

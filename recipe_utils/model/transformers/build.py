@@ -78,11 +78,8 @@ def decoder_of(
 def best_plan(path: str, attention: Any = None, config: Any = None, **_: Any) -> str:
     """Returns the ``microbatching`` of a recipe that sets none, for arguments of :func:`causal_lm` and adapters'."""
     with torch.device("meta"):
-        return (
-            "least_padding"
-            if causal_lm(path, attention, config).proof.way == "padded"
-            else "packed"
-        )
+        pads = causal_lm(path, attention, config).proof.problem
+        return "least_padding" if pads else "packed"
 
 
 causal_lm.recipe_defaults = {"microbatching": best_plan}  # type: ignore[attr-defined]

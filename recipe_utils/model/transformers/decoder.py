@@ -96,10 +96,9 @@ class Decoder(nn.Module):
         cpu = torch.device("cpu")
         self.attention = choose_kernel(self.attention_needs, cpu)
         model.set_attn_implementation(attention_within_documents(attention, proof.splits_attention))
-        self.axes = {} if proof.axes is None else proof.axes
         for module in model.modules():
-            if type(module).__name__ in proof.modules:
-                run_by_document(module, self.axes, learns=proof.axes is None)
+            if (axes := proof.modules.get(type(module).__name__)) is not None:
+                run_by_document(module, axes)
         head = model.get_output_embeddings()
         tail = head if proof.head_is_tail else Tail(model)
         object.__setattr__(self, "output", tail)  # no module of its own
@@ -260,7 +259,8 @@ class Tail(nn.Module):
         super().__init__()
         name = decoder_name(model)
         shell = copy.copy(model)
-        shell._modules = {**model._modules, name: _Given(model._modules[name])}
+        given: Any = _Given(model._modules[name])
+        shell._modules = {**model._modules, name: given}
         self.shell: Any
         object.__setattr__(self, "shell", shell)
 
@@ -279,20 +279,16 @@ class Tail(nn.Module):
         return logits if hidden.dim() == 3 else logits.squeeze(0)
 
 
-class _Given(nn.Module):
-    """Returns given hidden states instead of computing them."""
+class _Given:
+    """Returns given hidden states instead of computing them; has the other attributes of a decoder."""
 
-    def __init__(self, decoder: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "decoder", decoder)
+    def __init__(self, decoder: Any) -> None:
+        self.decoder = decoder
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, "decoder"), name)
+        return getattr(object.__getattribute__(self, "decoder"), name)
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
+    def __call__(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
         return _Output(last_hidden_state=inputs_embeds)
 
 

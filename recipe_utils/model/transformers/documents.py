@@ -7,7 +7,7 @@ Shapes: b rows, s positions, h heads, d width of a head.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -23,7 +23,6 @@ from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
     remap_positions_for_packed_sequence,
-    sliding_window_overlay,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -111,23 +110,17 @@ def attention_within_documents(base: str, can_split: bool) -> str:
 
 
 _MASKS = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("eager", "sdpa", "flex_attention")}
+_make_window = masking_utils.sliding_window_causal_mask_function
 
 
-def _window_of(mask_function: Any) -> int | None:
-    """Returns the length of a causal mask function's sliding window; None for any other function."""
-    functions = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
-    if len(functions) != 1 or not isinstance(functions[0], tuple) or len(functions[0]) != 2:
-        return None
-    overlay, causal = functions[0]
-    if causal is not causal_mask_function or overlay.__code__ is not _OVERLAY.__code__:
-        return None
-    if mask_function.__code__ is not and_masks(_OVERLAY, causal).__code__:
-        return None
-    length: int = overlay.__closure__[0].cell_contents
-    return length
+def _window_of_length(length: int) -> Any:
+    """Returns the mask function of a sliding window, with its length as an attribute."""
+    mask_function: Any = _make_window(length)
+    mask_function.window = length
+    return mask_function
 
 
-_OVERLAY = sliding_window_overlay(1)
+masking_utils.sliding_window_causal_mask_function = _window_of_length
 
 
 def _mask(
@@ -138,7 +131,8 @@ def _mask(
         return make_mask(
             mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **kwargs
         )
-    is_causal, window = mask_function is causal_mask_function, _window_of(mask_function)
+    is_causal = mask_function is causal_mask_function
+    window: int | None = getattr(mask_function, "window", None)
     if is_causal or window is not None:
         if kernel == "flex" and (is_causal or documents.ends is None):
             return block_mask(documents, window)
@@ -247,15 +241,15 @@ def _mask_of_chain(query: Tensor, key: Tensor, window: Window | None, base: str)
 
 
 Axes = dict[str, list[int]]
-"""Path of a tensor among the arguments or outputs of a module -> its dimensions of positions."""
+"""Path of a tensor in (args, kwargs, output) of a module -> its dimensions of positions."""
 
 
-def run_by_document(module: nn.Module, axes: Axes, learns: bool) -> None:
+def run_by_document(module: nn.Module, axes: Axes) -> None:
     """Makes a module compute one chain after the other, each behind its ancestors, in place.
 
     This is exact for any causal module, but calls it once per chain. Tensors are cut along ``axes`` and
     joined again. Sizes do not identify the axes, because a row can be as long as the model is wide: the
-    proof finds them (``learns``), with a row and documents of unique lengths.
+    proof finds them, with a row of 69 positions, which is no size of a model.
     Raises RuntimeError if documents are unknown, as in a recomputation without those of its forward.
     """
     whole, name = module.forward, type(module).__name__
@@ -267,37 +261,23 @@ def run_by_document(module: nn.Module, axes: Axes, learns: bool) -> None:
             return whole(*args, **kwargs)
         (row,) = rows.documents
         found = list(chains(row))
-        lengths = [sum(high - low for low, high in chain.ranges) for chain in found]
-
-        def learn(place: str, path: Any, *tensors: Any, sizes: Sequence[int]) -> None:
-            if not learns or not isinstance(tensors[0], Tensor):
-                return
-            shapes = zip(*(tensor.shape for tensor in tensors), strict=True)
-            found = [axis for axis, of_axis in enumerate(shapes) if list(of_axis) == [*sizes]]
-            if found and axes.setdefault(name + place + keystr(path), found) != found:
-                raise ValueError(f"positions are axes {found} and others of {place}{keystr(path)}")
 
         def cut(path: Any, value: Any, chain: Chain) -> Any:
             if isinstance(value, Tensor):
-                for axis in axes.get(f"{name} input {keystr(path)}", ()):
+                for axis in axes.get(keystr(path), ()):
                     parts = [value.narrow(axis, low, high - low) for low, high in chain.ranges]
                     value = torch.cat(parts, dim=axis) if chain.ancestors else parts[0]
             return value
 
         def join(path: Any, *values: Any) -> Any:
-            learn(" output ", path, *values, sizes=lengths)
-            axis = axes.get(f"{name} output {keystr(path)}")
-            # Without positions it is a state after the last document.
-            if axis is None:
-                return values[-1]
-            sizes = [chain.stop - chain.start for chain in found]
+            if (of_output := axes.get(f"[2]{keystr(path)}")) is None:
+                return values[-1]  # a state after the last document
+            axis, sizes = of_output[0], [chain.stop - chain.start for chain in found]
             of_chains = [
-                value.narrow(axis[0], length - size, size) if size < length else value
-                for value, length, size in zip(values, lengths, sizes, strict=True)
+                value.narrow(axis, value.size(axis) - size, size)
+                for value, size in zip(values, sizes, strict=True)
             ]
-            return torch.cat(of_chains, dim=axis[0])
-
-        tree_map_with_path(partial(learn, " input ", sizes=[sum(lengths)]), (args, kwargs))
+            return torch.cat(of_chains, dim=axis)
 
         def computed(chain: Chain) -> Any:
             args_of_chain, own = tree_map_with_path(partial(cut, chain=chain), (args, kwargs))

@@ -12,13 +12,12 @@ import logging
 import os
 import re
 import tempfile
-import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,25 +25,17 @@ import transformers
 from filelock import FileLock
 from pydantic import TypeAdapter
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import keystr, tree_leaves_with_path
 from torchtune.training import set_default_dtype
 
 from recipe_utils.data.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.data.text.limits import Kernel, PackedAttention
 from recipe_utils.files import log_once, write_atomically
 from recipe_utils.model.double_precision import DoublePrecision
-from recipe_utils.model.transformers.decoder import (
-    Decoder,
-    build,
-    decoder_name,
-    hidden_of,
-    layers_of,
-)
-from recipe_utils.model.transformers.documents import Exchange
+from recipe_utils.model.transformers.decoder import Decoder, build, layers_of
+from recipe_utils.model.transformers.documents import Axes, Exchange
 
-Way = Literal["masks", "by_document", "padded"]
-
-WAYS: tuple[Way, ...] = ("masks", "by_document")
-"""Ways to compute packed rows, the cheapest first."""
 _MAX_MODULES = 3
 """Most classes of modules that run by document in one model."""
 _LENGTHS = (17, 29, 1, 22)
@@ -53,18 +44,16 @@ _TIMES_ON_DEVICE = 16
 """Factor of their lengths on a device, for several blocks of a kernel."""
 _FOREST: list[Document] = [tree(7, tree(3, tree(1, tree(9, 4, 8), 2)), 5), 6, tree(4, 3, 9)]
 """A plain document between trees, with a depth of 5 and segments shorter and longer than the windows."""
-_WINDOW = 6
-_WINDOWS = re.compile(r"window(?!.*layers)|chunk_size|block_size|index_topk|topk_blocks")
-"""Config keys of lengths that are shorter than the documents in a copy."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_NUM_EXPERTS = 16
-_NUM_TOKENS = 96
-_MLP_WIDTH = 256
+_MOST = {
+    r"window(?!.*layers)|chunk_size|block_size|index_topk|topk_blocks": 6,  # shorter than the documents
+    r"^(num_experts|num_local_experts|n_routed_experts)$": 16,
+    "^vocab_size": 96,
+    "_token_id$": 2,
+    "intermediate_size": 256,
+}
+"""Largest values of config keys in a copy."""
 _BOUND = 1e-8
 """Largest relative difference of a parameter's gradient."""
-_NUM_PARTS = 3
-"""Parts of a row that ranks compute."""
-_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -72,16 +61,10 @@ class Proof:
     """Result of the start-up check of a decoder.
 
     Attributes:
-        way: how packed rows are computed. ``masks``: attention keeps documents apart;
-            ``by_document``: ``modules`` run once for each document, too; ``padded``: packed rows are not
-            supported, see ``problem``.
-        modules: classes of modules.
-        axes: dimensions of positions in their tensors, see :func:`.documents.run_by_document`; None
-            while it is tried.
         head_is_tail: the output layer alone computes logits from hidden states.
-        problem: the module that mixes documents.
+        problem: the module that mixes documents; rows are padded. None if packed rows are exact.
+        modules: classes of modules that run once for each document, with the axes of their tensors.
         error: largest relative difference of a gradient.
-        seconds: time that the proof took.
         splits_attention: attention computes one document after the other, else by a mask [b, s, s].
         head_dims: widths of keys and values.
         attention_needs: see :attr:`.AttentionNeeds.others`.
@@ -90,13 +73,10 @@ class Proof:
         spans_ranks: ranks may compute parts of a row; all but attention is computed token by token.
     """
 
-    way: Way
-    modules: tuple[str, ...]
     head_is_tail: bool
-    problem: str | None
+    problem: str | None = None
+    modules: dict[str, Axes] = field(default_factory=dict)
     error: float = 0.0
-    seconds: float = 0.0
-    axes: dict[str, list[int]] | None = None
     splits_attention: bool = False
     head_dims: tuple[tuple[int, int], ...] = ()
     attention_needs: tuple[str, ...] = ()
@@ -105,11 +85,11 @@ class Proof:
     spans_ranks: bool = False
 
     def __str__(self) -> str:
-        how = {
-            "masks": "packed rows are exact",
-            "by_document": f"packed rows are exact; {', '.join(self.modules)} runs by document",
-            "padded": f"rows are padded, since {self.problem} mixes the documents of a packed row",
-        }[self.way]
+        how = "packed rows are exact"
+        if self.problem:
+            how = f"rows are padded, since {self.problem} mixes the documents of a packed row"
+        elif self.modules:
+            how += f"; {', '.join(self.modules)} runs by document"
         return (
             f"{how} (gradients of a small copy equal those of separate samples to {self.error:.0e})"
         )
@@ -148,16 +128,12 @@ def error_on_device(
             )
             lengths = [n * _TIMES_ON_DEVICE for n in _LENGTHS]
             documents = _drawn(copied, lengths)
-            one_by_one = partial(_logits_one_by_one, documents=documents)
             expected = gradients(in_fp32(), one_by_one, documents)
             alone = gradients(in_dtype(), one_by_one, documents)
             decoder = Decoder(in_dtype(), proof)
             decoder.attention = PackedAttention(kernel, "it is compared with separate documents")
-
-            def forward(_: Any) -> Sequence[Tensor]:
-                return _of_row(decoder, documents)[0].split(lengths)
-
-            row = gradients(decoder.model, forward, documents)
+            of_row = partial(logits_of_row, [decoder], torch.cat(documents), lengths)
+            row = gradients(decoder.model, lambda *_: of_row(), documents)
         return {"row": distance(row, expected), "alone": distance(alone, expected)}
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -205,22 +181,17 @@ def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dic
     return result or make()
 
 
-def prove(config: Any, attention: str | None = None, ways: Sequence[Way] = WAYS) -> Proof:
-    """Compares gradients of padded and packed rows with those of documents one at a time.
-
-    Returns the proof of the first of ``ways`` that is exact; see :func:`proof_of`.
-    """
-    start = time.monotonic()
-    default = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]), DoublePrecision():
-            copied = cut(config)
-            make = _copies(copied, attention, torch.float64)
-            found = _compare(make, _drawn(copied, _LENGTHS), type(make()).__name__, ways)
-    finally:
-        torch.set_default_dtype(default)
-    return replace(found, seconds=time.monotonic() - start)
+def prove(config: Any, attention: str | None = None) -> Proof:
+    """Compares gradients of padded and packed rows with those of documents one at a time; see :func:`proof_of`."""
+    with (
+        torch.device("cpu"),
+        set_default_dtype(torch.float64),
+        torch.random.fork_rng(devices=[]),
+        DoublePrecision(),
+    ):
+        copied = cut(config)
+        make = _copies(copied, attention, torch.float64)
+        return _compare(make, _drawn(copied, _LENGTHS))
 
 
 def _drawn(config: Any, lengths: Sequence[int]) -> list[Tensor]:
@@ -230,7 +201,7 @@ def _drawn(config: Any, lengths: Sequence[int]) -> list[Tensor]:
 
 def _copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[[], Any]:
     """Returns a function that makes equal models with weights of order 1, drawn in the default dtype."""
-    torch.manual_seed(_SEED)
+    torch.manual_seed(0)
     first = build(config, attention).eval()
     with torch.no_grad():
         for parameter in first.parameters():
@@ -250,102 +221,91 @@ def _copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[
     return make
 
 
-def _compare(
-    make: Callable[[], Any], documents: Sequence[Tensor], name: str, ways: Sequence[Way]
-) -> Proof:
-    longest, lengths = max(map(len, documents)), [len(d) for d in documents]
-    rows = torch.stack([F.pad(d, (0, longest - len(d)), value=1) for d in documents])
-    expected = gradients(make(), partial(_logits_one_by_one, documents=documents), documents)
-    padded = gradients(make(), lambda model: list(logits_of(model, rows)), documents)
-    error_of_padded = difference(padded, expected)
-    if not error_of_padded <= _BOUND:
+def _compare(make: Callable[[], Any], documents: Sequence[Tensor]) -> Proof:
+    """Returns the proof of the first way to compute rows that is exact: by attention, then module by module."""
+    tokens, lengths, name = torch.cat(list(documents)), [len(d) for d in documents], type(make())
+    of_row, of_trees = (
+        gradients(make(), one_by_one, [tokens[place] for place in _places(row)])
+        for row in (lengths, _FOREST)
+    )
+
+    # Any model is trained with padded rows, through its output layer alone or all that follows its decoder.
+    padded = pad_sequence(list(documents), batch_first=True, padding_value=1)
+    for head_is_tail in (True, False):
+        plain = Proof(head_is_tail)
+        decoder = Decoder(make(), plain)
+        of_padded = _error([decoder], partial(decoder, padded), documents, of_row)
+        if of_padded <= _BOUND:
+            break
+    else:
         raise ValueError(
-            f"model: {name}: padding changes gradients by {error_of_padded:.0e}; it is not causal, or its choices "
-            "depend on rounding (ties of a sparse attention's scores), and cannot be trained exactly"
+            f"model: {name.__name__}: padding changes gradients by {of_padded:.0e}; it is not causal, its logits are "
+            "not made of its decoder's hidden states, or its choices depend on rounding (ties of a sparse "
+            "attention's scores), and it cannot be trained exactly"
         )
-    head_is_tail = check_tail(make(), make(), documents[0])
-    tokens = torch.cat(list(documents))
 
-    def is_exact(proof: Proof, *row: Any, num_stages: int = 1, **options: Any) -> bool:
-        stages = [Decoder(make(), proof) for _ in range(num_stages)]
-        return _error(stages, *row, **options) <= _BOUND
+    def error_of(
+        stages: Sequence[Decoder], row: Sequence[Document], expected: Any, num_ranks: int = 1
+    ) -> float:
+        forward = partial(logits_of_row, stages, tokens, row, num_ranks)
+        return _error(stages, forward, [tokens[place] for place in _places(row)], expected)
 
-    for way in ways:
-        proofs: Iterable[Proof] = [Proof(way, (), head_is_tail, None)]
-        if way == "by_document":
-            proofs = _by_document(make, documents, head_is_tail)
-        splits = (True, False) if make()._can_set_attn_implementation() else (False,)
-        for proof in (replace(proof, splits_attention=each) for proof in proofs for each in splits):
-            decoder = Decoder(make(), proof)
-            decoder.calls = set()
-            error = _error([decoder], tokens, lengths, expected)
-            if not error <= _BOUND:
-                continue
-            proof = replace(
-                proof,
-                axes=decoder.axes,
-                error=error,
-                head_dims=tuple(sorted(c for c in decoder.calls if isinstance(c, tuple))),
-                attention_needs=tuple(sorted(c for c in decoder.calls if isinstance(c, str))),
-            )
-            of_forest = tokens[: sum(map(length_of, _FOREST))]
-            alone = [of_forest[place] for place in _places(_FOREST)]
-            of_alone = gradients(make(), partial(_logits_one_by_one, documents=alone), alone)
-            computes_trees = is_exact(
-                replace(proof, computes_trees=True), of_forest, _FOREST, of_alone
-            )
-            proof = replace(proof, computes_trees=computes_trees)
-            row, num_stages = (proof, tokens, lengths, expected), len(layers_of(make()))
-            # A rank computes some of the heads, and sinks (s_aux) are those of all.
-            can_span = proof.splits_attention and not proof.modules
-            can_span = can_span and "s_aux" not in proof.attention_needs
-            return replace(
-                proof,
-                can_be_cut=is_exact(*row, num_stages=num_stages),
-                spans_ranks=can_span and is_exact(*row, num_ranks=_NUM_PARTS),
-            )
-    last = Proof(ways[-1], (), head_is_tail, None)
-    problem, _ = _modules_that_mix(make, documents, last)
-    return Proof("padded", (), head_is_tail, problem or name, error_of_padded)
+    splits = (True, False) if make()._can_set_attn_implementation() else (False,)
+    tries = _proofs_to_try(make, documents, replace(plain, computes_trees=True))
+    for proof in (replace(each, splits_attention=split) for each in tries for split in splits):
+        decoder = Decoder(make(), proof)
+        decoder.calls = set()
+        error = error_of([decoder], lengths, of_row)
+        if error > _BOUND:
+            continue
+        whole, in_parts, *stages = (Decoder(make(), proof) for _ in range(2 + len(decoder.layers)))
+        # A rank computes some of the heads, and sinks (s_aux) are those of all.
+        can_span = proof.splits_attention and not proof.modules and "s_aux" not in decoder.calls
+        return replace(
+            proof,
+            error=error,
+            head_dims=tuple(sorted(c for c in decoder.calls if isinstance(c, tuple))),
+            attention_needs=tuple(sorted(c for c in decoder.calls if isinstance(c, str))),
+            computes_trees=error_of([whole], _FOREST, of_trees) <= _BOUND,
+            can_be_cut=error_of(stages, lengths, of_row) <= _BOUND,
+            spans_ranks=can_span and error_of([in_parts], lengths, of_row, num_ranks=3) <= _BOUND,
+        )
+    problem, _ = _modules_that_mix(make, documents, plain)
+    return replace(plain, problem=problem or name.__name__, error=of_padded)
 
 
-def _by_document(
-    make: Callable[[], Any], documents: Sequence[Tensor], head_is_tail: bool
+def _proofs_to_try(
+    make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof
 ) -> Iterator[Proof]:
-    """Yields proofs to try: each module that mixes documents, innermost first, then more than one."""
-    proof = Proof("by_document", (), head_is_tail, None)
+    """Yields proofs with no module by document, each that mixes documents, innermost first, then more than one."""
+    yield proof
     for _ in range(_MAX_MODULES):
         try:
-            _, classes = _modules_that_mix(make, documents, proof)
+            _, mixing = _modules_that_mix(make, documents, proof)
         except Exception:  # any: the modules so far cannot run once per document
             return
-        tries = [replace(proof, modules=(*proof.modules, each)) for each in classes]
+        tries = [replace(proof, modules={**proof.modules, n: axes}) for n, axes in mixing.items()]
         yield from tries
         if not tries:
             return
         proof = tries[0]
 
 
-def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    """Returns logits [b, s, v] by the model's own forward."""
-    logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits
-
-
-def _logits_one_by_one(model: Any, documents: Sequence[Tensor]) -> list[Tensor]:
-    return [logits_of(model, document[None])[0] for document in documents]
+def one_by_one(model: Any, documents: Sequence[Tensor]) -> list[Tensor]:
+    """Returns logits [n, v] of each document [n], by the model's own forward."""
+    return [model(input_ids=d[None], use_cache=False).logits[0] for d in documents]
 
 
 def gradients(
-    model: nn.Module, forward: Callable[[Any], Sequence[Tensor]], documents: Sequence[Tensor]
+    model: Any, forward: Callable[[Any, Any], Iterable[Tensor]], documents: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """Returns each parameter's gradient of the cross-entropy summed over documents.
 
-    ``forward`` returns logits [n or more, v] of each document [n].
+    ``forward`` of model and documents returns logits [n or more, v] of each document [n].
     """
     losses = [
         F.cross_entropy(logits[: len(d) - 1], d[1:], reduction="sum")
-        for logits, d in zip(forward(model), documents, strict=True)
+        for logits, d in zip(forward(model, documents), documents, strict=True)
         if len(d) > 1
     ]
     torch.stack(losses).sum().backward()
@@ -381,39 +341,15 @@ def _places(row: Sequence[Document]) -> list[Tensor]:
 
 def _error(
     stages: Sequence[Decoder],
-    tokens: Tensor,
-    row: Sequence[Document],
+    forward: Callable[[], Iterable[Tensor]],
+    sequences: Sequence[Tensor],
     expected: Mapping[str, Tensor],
-    num_ranks: int = 1,
 ) -> float:
-    """Compares gradients of a row of tokens [s] with those of its sequences one at a time.
-
-    The row passes through ``stages`` of one layer each, or a whole decoder. The parts of ``num_ranks`` are
-    concatenated; only attention gets the order of the row, so all other modules must compute token by
-    token. Returns infinity if a module cannot run like this.
-    """
-    places, found = _places(row), dict[str, Any]()
-    order = torch.cat([torch.arange(i, len(tokens), num_ranks) for i in range(num_ranks)])
-    back, positions = order.argsort(), torch.empty_like(tokens)
-    for place in places:
-        positions[place] = torch.arange(len(place))
-    if num_ranks > 1:
-        stages[0].exchanges[num_ranks] = Exchange(
-            lambda *heads: tuple(each[back] for each in heads), lambda attended: attended[order]
-        )
-
-    def forward(_: Any) -> Sequence[Tensor]:
-        hidden = tokens[order][None]
-        for index, stage in enumerate(stages):
-            if len(stages) > 1:
-                stage.cut_to_stage(range(index, index + 1))
-            documents = Documents([row], num_ranks)
-            hidden = stage(hidden, input_pos=positions[order][None], document_lengths=documents)
-        return [hidden[0, back][place] for place in places]
-
+    """Compares gradients of all stages with the expected ones; infinity if a module cannot compute ``forward``."""
+    found = dict[str, Any]()
     try:
-        gradients(stages[0].model, forward, [tokens[place] for place in places])
-    except Exception:  # any: a module that cannot run so
+        gradients(stages[0].model, lambda *_: forward(), sequences)
+    except Exception:  # any: each module has its own
         return float("inf")
     for stage in stages:
         for name, weight in stage.model.named_parameters():
@@ -422,114 +358,80 @@ def _error(
     return difference(found, expected)
 
 
-def _of_row(decoder: Decoder, documents: Sequence[Tensor]) -> Tensor:
-    logits: Tensor = decoder(
-        torch.cat(list(documents))[None],
-        input_pos=torch.cat([torch.arange(len(d)) for d in documents])[None],
-        document_lengths=Documents([[len(d) for d in documents]]),
-    )
-    return logits
+def logits_of_row(
+    stages: Sequence[Decoder], tokens: Tensor, row: Sequence[Document], num_ranks: int = 1
+) -> list[Tensor]:
+    """Returns logits [n, v] of each sequence of a row, the first of tokens.
 
-
-@torch.no_grad()
-def check_tail(model: Any, same: Any, tokens: Tensor) -> bool:
-    """Returns True if the output layer alone computes logits from hidden states, for tokens [s].
-
-    ``same`` is an equal model, which a decoder wraps. Raises ValueError if the decoder's logits are
-    not those of ``model``.
+    The row passes through ``stages`` of one layer each, or a whole decoder. The parts of ``num_ranks`` are
+    concatenated; only attention gets the order of the row, so all other modules must compute token by
+    token.
     """
-    expected = logits_of(model, tokens[None])
-    decoder = Decoder(same, Proof("masks", (), False, None))
-    if not torch.equal(decoder(tokens[None]), expected):
-        raise ValueError(
-            f"model: {type(model).__name__}: its logits are not made of its decoder's hidden states; it cannot be trained"
+    places = _places(row)
+    tokens = tokens[: sum(map(length_of, row))]
+    order = torch.cat([torch.arange(i, len(tokens), num_ranks) for i in range(num_ranks)])
+    back, positions = order.argsort(), torch.empty_like(tokens)
+    for place in places:
+        positions[place] = torch.arange(len(place))
+    if num_ranks > 1:
+        stages[0].exchanges[num_ranks] = Exchange(
+            lambda *heads: tuple(each[back] for each in heads), lambda attended: attended[order]
         )
-    hidden = hidden_of(model._modules[decoder_name(model)](input_ids=tokens[None], use_cache=False))
-    return torch.equal(model.get_output_embeddings()(hidden), expected)
+    hidden = tokens[order][None]
+    for index, stage in enumerate(stages):
+        if len(stages) > 1:
+            stage.cut_to_stage(range(index, index + 1))
+        hidden = stage(
+            hidden,
+            input_pos=positions[order][None],
+            document_lengths=Documents([row], num_ranks),
+        )
+    return [hidden[0, back][place] for place in places]
 
 
 @torch.no_grad()
 def _modules_that_mix(
     make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof
-) -> tuple[str | None, list[str]]:
+) -> tuple[str | None, dict[str, Axes]]:
     """Compares a document in a row with the same one alone, module by module.
 
     Returns name and class of the first, innermost module that returns different outputs for equal
-    inputs, and the classes of all that are smaller than a layer.
+    inputs; and the classes of all that are smaller than a layer, with their tensors' dimensions as long as
+    the row. Modules inside of those that run by document are called more often, and are not compared.
     """
-    decoder = Decoder(make(), proof)
-    start, length = len(documents[0]), len(documents[1])
-    num_positions = sum(map(len, documents))
-    with _traced(decoder.model, proof.modules) as in_row:
-        _of_row(decoder, documents)
-    with _traced(decoder.model, proof.modules) as alone:
-        decoder(documents[1][None])
-    layers = set(map(id, decoder.layers))
-    problem, classes = None, []
-    for (module, name, *tensors), (_, other, *own) in zip(in_row, alone, strict=False):
-        if name != other:
-            break
-        inputs, outputs = (
-            _same(*pair, num_positions, start, length) for pair in zip(tensors, own, strict=True)
-        )
-        if inputs and not outputs:
-            problem = problem or f"{name} ({type(module).__name__})"
-            if not any(id(part) in layers for part in module.modules()):
-                classes.append(type(module).__name__)
-    return problem, list(dict.fromkeys(classes))
+    decoder, calls = Decoder(make(), proof), defaultdict[str, list[dict[str, Tensor]]](list)
 
+    def record(name: str, _: Any, *values: Any) -> None:  # args, kwargs, output
+        flat = tree_leaves_with_path(values)
+        calls[name].append({keystr(p): t.clone() for p, t in flat if isinstance(t, Tensor)})
 
-_Call = tuple[nn.Module, str, list[Tensor], list[Tensor]]
-
-
-@contextmanager
-def _traced(model: nn.Module, by_document: Sequence[str]) -> Iterator[list[_Call]]:
-    """Records inputs and outputs of modules, in the order in which the calls end.
-
-    Modules inside of those that run by document are called more often, and are not recorded.
-    """
-    of_class = [m for m in model.modules() if type(m).__name__ in by_document]
-    inside = {id(part) for m in of_class for part in m.modules() if part is not m}
-    calls: list[_Call] = []
-    hooks = [
-        module.register_forward_hook(
-            lambda m, args, kwargs, out, name=name: calls.append(
-                (m, name, _tensors_of((args, kwargs)), _tensors_of(out))
-            ),
-            with_kwargs=True,
-        )
-        for name, module in model.named_modules()
-        if name and id(module) not in inside
-    ]
-    yield calls
-    for hook in hooks:
-        hook.remove()
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value.clone()] if value.dtype != torch.bool else []
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in _tensors_of(each)]
-    return []
-
-
-def _same(
-    packed: Sequence[Tensor], alone: Sequence[Tensor], num_positions: int, start: int, length: int
-) -> bool:
-    """Returns True if tensors with one axis of positions are equal; other tensors are not compared."""
-    for of_row, own in zip(packed, alone, strict=False):
-        if of_row.dim() != own.dim():
-            continue
-        sizes = list(zip(of_row.shape, own.shape, strict=True))
-        axes = [i for i, size in enumerate(sizes) if size == (num_positions, length)]
-        if len(axes) == 1:
-            part = of_row.narrow(axes[0], start, length)
-            if part.shape == own.shape and not torch.allclose(part, own, rtol=1e-9, atol=1e-9):
-                return False
-    return True
+    for name, module in decoder.model.named_modules():
+        module.register_forward_hook(partial(record, name), with_kwargs=True)
+    lengths = [len(d) for d in documents]
+    logits_of_row([decoder], torch.cat(list(documents)), lengths)
+    in_row = calls.copy()
+    calls.clear()
+    decoder(documents[1][None])
+    layers, axes = set(map(id, decoder.layers)), defaultdict[str, Axes](dict)
+    problem, mixing = None, dict[str, Axes]()
+    for name, of_module in in_row.items():
+        module = decoder.model.get_submodule(name)
+        of_class = type(module).__name__
+        for tensors, alone in zip(of_module, calls[name], strict=False):
+            differ = set[str]()
+            for path, tensor in tensors.items():
+                long = [axis for axis, size in enumerate(tensor.shape) if size == sum(lengths)]
+                if long:
+                    axes[of_class][path] = long
+                if len(long) == 1 and path in alone and len(of_module) == len(calls[name]):
+                    own, part = alone[path], tensor.narrow(long[0], lengths[0], lengths[1])
+                    if part.shape == own.shape and not torch.allclose(part, own, 1e-9, 1e-9):
+                        differ.add(path[:3])
+            if differ == {"[2]"}:  # outputs only
+                problem = problem or f"{name} ({of_class})"
+                if not any(id(part) in layers for part in module.modules()):
+                    mixing[of_class] = axes[of_class]
+    return problem, mixing
 
 
 def cut(config: Any) -> Any:
@@ -545,18 +447,10 @@ def cut(config: Any) -> Any:
             is_by_layer = isinstance(value, (list, tuple)) or is_pattern
             if is_by_layer and len(value) == num_layers > needed:
                 setattr(part, name, value[:needed])
-            elif isinstance(value, bool) or not isinstance(value, int):
-                continue
-            elif name.startswith("vocab_size"):
-                setattr(part, name, min(value, _NUM_TOKENS))
-            elif name.endswith("_token_id"):
-                setattr(part, name, min(value, 2))
-            elif _WINDOWS.search(name):
-                setattr(part, name, min(value, _WINDOW))
-            elif "intermediate_size" in name:
-                setattr(part, name, min(value, _MLP_WIDTH))
-            elif name in _EXPERTS:
-                setattr(part, name, min(value, _NUM_EXPERTS))
+            elif type(value) is int:
+                for pattern, most in _MOST.items():
+                    if re.search(pattern, name):
+                        setattr(part, name, min(value, most))
     text.num_hidden_layers = needed
     return config
 

@@ -10,11 +10,6 @@ from recipe_runs import slow
 from tiny_transformers import save_tiny
 from torch import nn
 from torchtune.training import set_default_dtype
-from transformers.masking_utils import (
-    causal_mask_function,
-    chunked_causal_mask_function,
-    sliding_window_causal_mask_function,
-)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.data.text.documents import Documents
@@ -73,14 +68,6 @@ def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(
                 of_trees = "flex" if has_flex else "by_document"
         assert (on_cuda.kernel, on_cuda.kernel_of_trees) == (expected, of_trees), name
         assert not on_cuda.refused
-
-
-def test_windows_are_told_from_other_masks():
-    window_of = documents._window_of
-    assert window_of(sliding_window_causal_mask_function(7)) == 7
-    no_padding = torch.zeros(1, dtype=torch.long)
-    others = causal_mask_function, chunked_causal_mask_function(7, no_padding)
-    assert [window_of(each) for each in others] == [None, None]
 
 
 def row_of(lengths):
@@ -175,17 +162,24 @@ def test_a_tensor_is_not_cut_because_its_size_is_that_of_the_row():
         def forward(self, hidden, matrix):
             return hidden.cumsum(1) @ matrix
 
-    mixer, axes = Mixer(), {}
-    documents.run_by_document(mixer, axes, learns=True)
-    hidden, matrix = torch.randn(1, 40, 8), torch.randn(1, 8, 8)
-    with documents.forward_of(documents.Rows(Documents([[30, 10]]))):
-        mixer(hidden, matrix)
-    other = Mixer()
-    documents.run_by_document(other, axes, learns=False)
-    row = torch.randn(1, 8, 8)
-    with documents.forward_of(documents.Rows(Documents([[5, 3]]))):
-        found = other(row, matrix)
-    expected = [Mixer()(part, matrix) for part in row.split([5, 3], dim=1)]
+    class Conv(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixer, self.matrix = Mixer(), nn.Parameter(torch.randn(1, 64, 64))
+
+        def forward(self, hidden_states, **_):
+            return self.mixer(hidden_states, self.matrix)
+
+    model = build(tiny_config_of("lfm2"))
+    model.model.layers[0].conv = Conv()
+    parts = [torch.arange(3, 3 + n) for n in (17, 29, 1, 22)]
+    _, axes = probe._modules_that_mix(lambda: model, parts, probe.Proof(head_is_tail=True))
+    assert axes["Mixer"] == {"[0][0]": [1], "[2]": [1]}
+    mixer, (row, matrix) = Mixer(), torch.randn(2, 1, 64, 64)
+    documents.run_by_document(mixer, axes["Mixer"])
+    with documents.forward_of(documents.Rows(Documents([[40, 24]]))):
+        found = mixer(row, matrix)
+    expected = [Mixer()(part, matrix) for part in row.split([40, 24], dim=1)]
     torch.testing.assert_close(found, torch.cat(expected, dim=1))
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -18,46 +18,56 @@ from tiny_transformers import save_tiny
 
 from recipe_utils.data.text.documents import Documents
 from recipe_utils.model.construct.sizes import limits_of
-from recipe_utils.model.transformers import probe
+from recipe_utils.model.transformers import decoder, probe
 from recipe_utils.model.transformers.build import causal_lm, config_of
 from recipe_utils.model.transformers.decoder import Decoder, build
 from recipe_utils.settings.problems import ConfigError
 
-MASKS = (
-    "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "llama4_text", "mistral", "phi3", "granite", "olmo3",
-    "cohere2", "smollm3", "deepseek_v3", "qwen3_moe", "gpt2", "starcoder2", "glm4", "seed_oss",
-    "gpt_oss", "bloom",
-)  # fmt: skip
-BY_DOCUMENT = {
-    "lfm2": "Lfm2ShortConv", "mamba": "MambaMixer", "mamba2": "Mamba2Mixer", "falcon_h1": "FalconH1Mixer",
-    "qwen3_next": "Qwen3NextGatedDeltaNet",
+ALL = {"trees", "stages", "ranks"}
+PROVED = {
+    **dict.fromkeys((
+        "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "granite", "olmo3", "cohere2", "smollm3",
+        "deepseek_v3", "qwen3_moe", "starcoder2", "glm4", "seed_oss",
+    ), ((), ALL)),
+    "gpt2": ((), ALL - {"stages"}),  # every stage would add its positions
+    **dict.fromkeys(("gpt_oss", "llama4_text"), ((), ALL - {"ranks"})),  # sinks; chunks
+    # Biases depend on places in a row, which are not the positions of a branch.
+    **dict.fromkeys(("bloom", "mpt"), ((), set())),
+    "lfm2": (("Lfm2ShortConv",), ALL - {"ranks"}),
+    "mamba": (("MambaMixer",), ALL - {"ranks"}),
+    "mamba2": (("Mamba2Mixer",), ALL - {"ranks"}),
+    "qwen3_next": (("Qwen3NextGatedDeltaNet",), ALL - {"ranks"}),
+    "falcon_h1": (("FalconH1Mixer",), {"trees"}),  # every stage would multiply
 }  # fmt: skip
-FAST = ("qwen3", "gpt_oss", "lfm2")
-WAYS = {
-    **dict.fromkeys(MASKS, ("masks", ())),
-    **{model_type: ("by_document", (module,)) for model_type, module in BY_DOCUMENT.items()},
-}
+"""Classes that run by document, and layouts of packed rows that are exact."""
+FAST = ("qwen3", "gpt_oss", "llama4_text", "lfm2", "bloom")
 
 
-@pytest.mark.parametrize("model_type", [t if t in FAST else slow(t) for t in WAYS])
+@pytest.mark.parametrize("model_type", [t if t in FAST else slow(t) for t in PROVED])
 def test_packed_rows_have_the_gradients_of_their_documents(model_type):
     proof = probe.prove(tiny_config_of(model_type))
-    assert (proof.way, proof.modules) == WAYS[model_type]
+    parts = {"trees": proof.computes_trees, "stages": proof.can_be_cut, "ranks": proof.spans_ranks}
+    assert (tuple(proof.modules), {n for n in parts if parts[n]}) == PROVED[model_type]
+    assert proof.problem is None
     assert proof.error < 1e-10
 
 
+def test_a_decoder_that_multiplies_embeddings_is_not_cut():
+    assert not probe.prove(tiny_config_of("granite", embedding_multiplier=12.0)).can_be_cut
+
+
 @pytest.mark.parametrize(
-    ("model_type", "ways", "module"),
+    ("model_type", "max_modules", "module"),
     [
-        ("lfm2", ("masks",), r"model.layers.0.conv \(Lfm2ShortConv\)"),
-        slow("deepseek_v4", probe.WAYS, r"model.layers.1.self_attn.*DeepseekV4Indexer.*"),
-        slow("roberta", probe.WAYS, r"roberta.embeddings \(RobertaEmbeddings\)"),
+        ("lfm2", 0, r"model.layers.0.conv \(Lfm2ShortConv\)"),
+        slow("deepseek_v4", 3, r"model.layers.1.self_attn.*DeepseekV4Indexer.*"),
+        slow("bart", 3, r"model.decoder \(BartDecoder\)"),
+        slow("roberta", 3, r"roberta.embeddings \(RobertaEmbeddings\)"),
     ],
 )
-def test_the_module_that_mixes_documents_is_named(model_type, ways, module):
-    proof = probe.prove(tiny_config_of(model_type), ways=ways)
-    assert proof.way == "padded"
-    assert re.fullmatch(module, proof.problem)
+def test_the_module_that_mixes_documents_is_named(model_type, max_modules, module, monkeypatch):
+    monkeypatch.setattr(probe, "_MAX_MODULES", max_modules)
+    assert re.fullmatch(module, probe.prove(tiny_config_of(model_type)).problem)
 
 
 UNUSABLE = {
@@ -68,12 +78,12 @@ UNUSABLE = {
 @pytest.mark.parametrize("call", UNUSABLE)
 def test_a_proof_is_made_in_memory_where_the_cache_cannot_be_used(call, monkeypatch, tmp_path):
     code, config = UNUSABLE[call], tiny_config_of("qwen3")
-    expected = replace(probe.proof_of(config), seconds=0)
+    expected = probe.proof_of(config)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with keep_messages(logging.WARNING) as warnings, monkeypatch.context() as patches:
         patches.setattr(call, Mock(side_effect=OSError(code, os.strerror(code))))
         found = [probe.proof_of(config) for _ in range(2)]
-    assert [replace(each, seconds=0) for each in found] == [expected] * 2
+    assert found == [expected] * 2
     (warning,) = warnings
     assert warning.startswith(f"{tmp_path}/torchtune_update_step: it cannot keep")
     assert f"({os.strerror(code)})" in warning
@@ -93,22 +103,17 @@ def test_ties_of_sparse_attention_are_found():
         probe.prove(tiny_config_of("deepseek_v32", index_n_heads=1))
 
 
-def test_a_changed_soft_cap_is_found():
-    config = tiny_config_of("gemma2")
-    model = build(config, "eager")
-    other = copy.deepcopy(model)
-    other.config.final_logit_softcapping *= 2
-    tokens = torch.arange(3, 20)
-    assert probe.check_tail(model.eval(), copy.deepcopy(model), tokens) is False
+def test_a_tail_without_the_soft_cap_is_not_proved(monkeypatch):
+    assert probe.prove(tiny_config_of("gemma2")).head_is_tail is False
+    monkeypatch.setattr(decoder, "Tail", lambda model: model.get_output_embeddings())
     with pytest.raises(ValueError, match="logits are not made of its decoder's hidden states"):
-        probe.check_tail(model, other, tokens)
+        probe.prove(tiny_config_of("gemma2"))
 
 
 @pytest.mark.parametrize(
     ("model_type", "changes", "text"),
     [
         slow("xlnet", {"d_head": 16}, "XLNetLMHeadModel: padding changes gradients"),
-        slow("bart", {}, "BartForCausalLM: its logits are not made of"),
         ("qwen3_moe", {"output_router_logits": True}, "output_router_logits=True"),
         ("vit", {}, "no causal language model for model_type=vit"),
     ],
@@ -140,11 +145,11 @@ def test_rows_as_long_as_the_model_is_wide_are_cut_along_their_positions():
     proof = probe.prove(config, "sdpa")
     torch.manual_seed(0)
     model = build(config, "sdpa").eval()
-    decoder = Decoder(copy.deepcopy(model), proof)
+    packing = Decoder(copy.deepcopy(model), proof)
     for lengths in ([40, 24], [1, 1], [64, 64], [32, 32], [16] * 4):
         documents = [torch.randint(3, 200, (n,)) for n in lengths]
         expected = [model(input_ids=d[None], use_cache=False).logits[0] for d in documents]
-        found = decoder(
+        found = packing(
             torch.cat(documents)[None],
             input_pos=torch.cat([torch.arange(n) for n in lengths])[None],
             document_lengths=Documents([lengths]),
@@ -156,24 +161,15 @@ def test_rows_as_long_as_the_model_is_wide_are_cut_along_their_positions():
     ("model_type", "problem"),
     [
         ("qwen3", None),
-        ("lfm2", "Lfm2ForCausalLM has windows, or mixes tokens"),
-        slow("llama4_text", "Llama4ForCausalLM has windows, or mixes tokens"),  # chunks
-        slow("gpt_oss", "GptOssForCausalLM has windows, or mixes tokens"),  # sinks
-        slow("gemma3_text", None),  # windows
-        slow("deepseek_v3", None),  # keys are wider than values
-        slow("smollm3", None),
+        ("lfm2", "max_ranks_per_row=2: Lfm2ForCausalLM has windows, or mixes tokens"),
     ],
 )
-def test_parts_of_rows_are_proved(model_type, problem, tmp_path):
+def test_rows_over_ranks_are_refused_where_they_are_not_proved(model_type, problem, tmp_path):
     save_tiny(tmp_path, model_type)
     with torch.device("meta"):
         limits = limits_of(causal_lm(str(tmp_path)), torch.device("cpu"), False)
-    of_pairs = ("prefix_sharing=True", "set prefix_sharing=False")
-    if problem is None:
-        limits.multiple_of_packed_rows(64, of_pairs, 2)
-        return
-    with pytest.raises(ConfigError, match=f"max_ranks_per_row=2: {problem}"):
-        limits.multiple_of_packed_rows(64, of_pairs, 2)
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+        limits.multiple_of_packed_rows(64, ("prefix_sharing=True", "set prefix_sharing=False"), 2)
 
 
 def test_a_proof_is_kept_as_long_as_no_code_of_a_forward_changes():
