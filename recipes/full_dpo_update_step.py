@@ -121,7 +121,7 @@ class FullDPORecipe:
 
         # ---- Data
         limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
-        collator = PairCollator(settings, self.tokenizer, limits, self.reference.cached)
+        collator = PairCollator(settings, self.tokenizer, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 

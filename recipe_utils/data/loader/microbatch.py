@@ -49,6 +49,8 @@ class Pairs(NamedTuple):
     and of the rejected one, in the order of the microbatch's targets."""
     names: tuple[str, ...]
     """Names of the pairs, for errors."""
+    fingerprints: tuple[bytes, ...]
+    """Hashes of the pairs' tokens and labels, 16 bytes each, by which a reference is cached."""
     of_row: Tensor | None = None
     """[3 * p]: the same numbers of a whole row; None if no other rank computes a part of it."""
     num_ranks: int = 1

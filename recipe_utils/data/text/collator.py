@@ -1,12 +1,11 @@
 """Collators of rows: checks of samples, and plans and layouts of their microbatches."""
 
 import logging
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
@@ -28,7 +27,6 @@ from recipe_utils.data.text.collate import (
     collate_dummy,
     collate_microbatch,
     collate_packed_microbatch,
-    piece_of,
 )
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.data.text.trees import OF_TREES, merge, split_trees
@@ -42,13 +40,6 @@ _COMMON = ("the common beginning of samples", "")
 _log = get_logger("INFO")
 
 
-class FrozenCache(Protocol):
-    """Cached outputs of a frozen model."""
-
-    def find(self, samples: Sequence[Sample], num_rows: Sequence[int], /) -> Any:
-        """Returns ``num_rows`` outputs of each sample, one sample after the other; tensors in any nesting."""
-
-
 class RowCollator(Collator):
     """Collator of samples that are sequences of tokens, in padded or packed rows.
 
@@ -56,7 +47,6 @@ class RowCollator(Collator):
         settings: data settings.
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         limits: limits of the model.
-        cache: cached outputs of a frozen model, added to microbatches.
         sequences: rows of a sample if padded; the plan counts them as one.
         trees: if packed rows have trees, the ``key=value`` that makes them and what to set instead.
 
@@ -72,11 +62,10 @@ class RowCollator(Collator):
         settings: DataSettings,
         tokenizer: Any,
         limits: ModelLimits,
-        cache: FrozenCache | None,
         sequences: int = 1,
         trees: tuple[str, str] | None = None,
     ) -> None:
-        self.limits, self.cache, self.pad_id = limits, cache, tokenizer.pad_id
+        self.limits, self.pad_id = limits, tokenizer.pad_id
         self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
         self.stop_tokens: Sequence[int] = getattr(tokenizer, "stop_tokens", None) or ()
         self._sequences, self._trees = sequences, trees
@@ -108,7 +97,6 @@ class RowCollator(Collator):
 
     def _with(self, settings: DataSettings) -> Self:
         other = copy(self)
-        other.cache = self.cache  # left out of copies
         other._set(settings)
         return other
 
@@ -135,7 +123,7 @@ class RowCollator(Collator):
 
     def __getstate__(self) -> dict[str, Any]:
         """Omits what DataLoader workers, which only prepare samples, do not use or cannot unpickle."""
-        return {**self.__dict__, "cache": None, "settings": None}
+        return {**self.__dict__, "settings": None}
 
     def for_validation(self) -> Self:
         """Returns a collator for the validation loader: ``batch_size_val`` samples per microbatch."""
@@ -156,22 +144,6 @@ class RowCollator(Collator):
                 f"{'twice ' * (num_rows == 2)}tokenizer.max_seq_len={longest}) gets a microbatch of its own"
             )
 
-    @abstractmethod
-    def make(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
-        """Makes a microbatch without outputs of a frozen model."""
-
-    @abstractmethod
-    def num_outputs(self, sample: Sample) -> int:
-        """Returns the number of a sample's outputs in the cache."""
-
-    def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
-        """Makes a microbatch of at least one sample, or a part of it, with the cache's outputs."""
-        microbatch = self.make(samples, part)
-        if self.cache is None:
-            return microbatch
-        num_outputs = [self.num_outputs(sample) for sample in samples]
-        return microbatch.with_teacher(self.cache.find(samples, num_outputs))
-
 
 class TextCollator(RowCollator):
     """Collator of text; update steps count target tokens.
@@ -181,7 +153,6 @@ class TextCollator(RowCollator):
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         ignore_index: label of positions that are not targets.
         limits: limits of the model.
-        cache: cached outputs of a teacher at all targets.
     """
 
     counts: Sequence[str] = ("target_tokens", "real_tokens", "positions")
@@ -197,9 +168,8 @@ class TextCollator(RowCollator):
         tokenizer: Any,
         ignore_index: int,
         limits: ModelLimits,
-        cache: FrozenCache | None = None,
     ) -> None:
-        super().__init__(settings, tokenizer, limits, cache)
+        super().__init__(settings, tokenizer, limits)
         self._ignore_index = ignore_index
         self._has_own_positions = settings.collate_fn == DataSettings.collate_fn
         self._is_stock_collate_fn = settings.collate_fn.startswith("torchtune.")
@@ -214,9 +184,6 @@ class TextCollator(RowCollator):
             )
             value = self.settings.microbatching
             raise ConfigError(Problem("microbatching", f"{text}, {instead}", value))
-        if self.cache is not None:
-            text = f"it stores plain text only; set teacher_cache=null, {instead}"
-            raise ConfigError(Problem("teacher_cache", text))
         self._trees = ("split_turns=shared", "set dataset.split_turns=True")
         self.counts = (*self.counts, "shared_tokens")
         self._set(self.settings)
@@ -261,11 +228,11 @@ class TextCollator(RowCollator):
     def share_beginning(self, tokens: Any) -> None:
         """Computes the tokens [n] that samples begin with once per row, if they are a tenth of a row.
 
-        Has no effect with padded rows, rows of several ranks, cached outputs, dropout, or models that compute
+        Has no effect with padded rows, rows of several ranks, dropout, or models that compute
         no trees.
         """
         settings, bound = self.settings, self._most_tokens(self.settings)
-        if not settings.is_packed or settings.max_ranks_per_row > 1 or self.cache is not None:
+        if not settings.is_packed or settings.max_ranks_per_row > 1:
             return
         if self.limits.has_dropout:  # each sample has its own mask
             return
@@ -373,13 +340,8 @@ class TextCollator(RowCollator):
         """Returns the number of tokens (of positions in trees), without a common beginning."""
         return len(sample["tokens"]) - len(self._beginning) * self._begins_alike(sample)
 
-    def num_outputs(self, sample: Sample) -> int:
-        """Returns the number of target tokens."""
-        labels = piece_of(sample, self._ignore_index, has_padding=True).columns[1]
-        return int((labels != self._ignore_index).sum())
-
-    def make(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
-        """Makes a microbatch, see :mod:`recipe_utils.data.text.collate`."""
+    def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+        """Makes a microbatch of at least one sample, or a part of it, see :mod:`recipe_utils.data.text.collate`."""
         ignore, pad = self._ignore_index, self.pad_id
         if self.settings.is_packed:
             ignored = samples[0].keys() - _TEXT_KEYS
@@ -400,7 +362,7 @@ class TextCollator(RowCollator):
         """Makes a dummy microbatch, see :func:`recipe_utils.data.text.collate.collate_dummy`."""
         if self.settings.is_packed:
             sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
-        return collate_dummy(sample, self.make, self._ignore_index)
+        return collate_dummy(sample, self.collate, self._ignore_index)
 
 
 def _number(settings: DataSettings) -> int | None:

@@ -56,7 +56,7 @@ def test_a_row_of_several_samples_and_padding_is_not_taken_for_one_sample(
 def test_the_longest_part_of_a_row_is_that_of_the_rank(one_process, tmp_path):
     _, loader = make_memory(one_process, tmp_path, 64)
     sample = loader.collator.prepare(tiny.make_samples(12)[0], "sample")
-    parts = [loader.collator.make([sample], Part(first, 4)) for first in range(4)]
+    parts = [loader.collator.collate([sample], Part(first, 4)) for first in range(4)]
     assert {UpdateStep(0, [part], {}, 4).longest for part in parts} == {64}
 
 

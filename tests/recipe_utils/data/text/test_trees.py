@@ -115,9 +115,9 @@ def test_a_conversation_of_1500_turns_is_merged():
 # ---- Collator ------------------------------------------------------------------------------------
 
 
-def collator_of(limits=LIMITS, cache=None, **settings):
+def collator_of(limits=LIMITS, **settings):
     keys = {"microbatching": "packed", "batch_size": 4, **settings}
-    collator = TextCollator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits, cache)
+    collator = TextCollator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits)
     collator.take_trees()
     return collator
 
@@ -126,7 +126,7 @@ def test_counts_are_those_of_separate_sequences():
     groups = tiny.make_trees(20)
     collator = pickle.loads(pickle.dumps(collator_of()))  # as in a worker
     samples = [collator.prepare(each, "sample") for each in groups]
-    counts = collator_of().make(samples).counts
+    counts = collator_of().collate(samples).counts
     kept = [s for g in groups for s in g["sequences"] if set(s["labels"][1:]) - {IGNORE}]
     assert counts["real_tokens"] == sum(len(each["tokens"]) for each in kept)
     assert counts["positions"] == counts["real_tokens"] - counts["shared_tokens"]
@@ -147,7 +147,7 @@ def test_a_dummy_is_one_token_and_a_cut_sample_several_microbatches():
     for sample in samples:
         parts = collator.split([sample])
         assert len(parts) == len(sample["documents"])
-        made, whole = [collator.make(part) for part in parts], collator.make([sample])
+        made, whole = [collator.collate(part) for part in parts], collator.collate([sample])
         for name, number in whole.counts.items():
             assert sum(each.counts[name] for each in made) == number
     assert collator.split(samples) == [samples]  # rows of several samples are never cut
@@ -164,11 +164,6 @@ def test_a_dummy_is_one_token_and_a_cut_sample_several_microbatches():
         (
             {"limits": LIMITS._replace(attentions=(PackedAttention(refused={"trees": "X does not"}),))},
             "split_turns=shared: X does not; set dataset.split_turns=True",
-        ),
-        (
-            {"cache": object()},
-            "teacher_cache: it stores plain text only; set teacher_cache=null, or "
-            "dataset.split_turns=True",
         ),
     ],
 )  # fmt: skip
@@ -237,12 +232,12 @@ def test_a_row_computes_the_beginning_of_its_samples_once():
     samples = [alone.prepare(each, "sample") for each in groups]
     samples = [each for each in samples if len(each["documents"]) == 1]
     collator.share_beginning(np.array(common))
-    row = collator.make(samples)
-    expected = sum((targets_with_contexts(alone.make([each])) for each in samples), Counter())
+    row = collator.collate(samples)
+    expected = sum((targets_with_contexts(alone.collate([each])) for each in samples), Counter())
     assert targets_with_contexts(row) == expected
-    saved = alone.make(samples).counts["positions"] - row.counts["positions"]
+    saved = alone.collate(samples).counts["positions"] - row.counts["positions"]
     num_alike = sum(each["tokens"][:8].tolist() == common for each in samples)
     assert 0 < num_alike < len(samples)
     assert saved == 8 * (num_alike - 1)
     assert sum(map(alone.length, samples)) - sum(map(collator.length, samples)) == 8 * num_alike
-    assert row.counts["real_tokens"] == alone.make(samples).counts["real_tokens"]
+    assert row.counts["real_tokens"] == alone.collate(samples).counts["real_tokens"]
