@@ -116,7 +116,7 @@ class FullDPORecipe:
         build("optimizer", try_optimizer, cfg.optimizer, schedule, settings, ranks.device)
         build("loraplus_lr_ratio", settings.check_model, whole)
         self.reference = build("reference", Reference, settings, loss_fn, ranks)
-        of_policy = cfg.get("ref_checkpointer"), whole, self.tokenizer
+        of_policy = cfg.get("ref_checkpointer"), whole, self.checkpointer
         build("ref_checkpointer", self.reference.check, *of_policy)
 
         # ---- Data
@@ -145,7 +145,7 @@ class FullDPORecipe:
         self.offloading = settings.offloading(self.model)
         own = partial(build_frozen_model, make_model, prepare, ranks=ranks)
         context = {"model": settings.model, "layout": collator.layout}
-        frozen |= self.reference.set_up(self.model, self.pipeline, own, self.checkpointer, context)
+        frozen |= self.reference.set_up(self.model, self.pipeline, own, context)
 
         # ---- Optimizer, and resume
         self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)

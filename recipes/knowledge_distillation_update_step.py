@@ -85,8 +85,6 @@ class Settings(
     """Frozen torchtune decoder or transformers folder of any size; the student's vocabulary."""
     teacher_checkpointer: Component | None = None
     """Loads its weights: a torchtune checkpointer, or FolderCheckpointer (transformers)."""
-    teacher_tokenizer: Component | None = None
-    """Compared with ``tokenizer``; null reads tokenizer.json beside the teacher's weights."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """Validation dataset; requires ``run_val_every_n_steps``."""
 
@@ -117,11 +115,11 @@ class KDRecipe:
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("optimizer", try_optimizer, cfg.optimizer, schedule, settings, ranks.device)
         build("loraplus_lr_ratio", settings.check_model, whole)
-        self.teacher.build_parts(cfg, self.tokenizer)
+        self.teacher.build_parts(cfg)
         if self.teacher.is_used:
             with naming():
                 loss_fn = make_distillation_loss(loss_fn, kd_loss_fn, settings.kd_ratio)
-                self.teacher.check_student(whole)
+                self.teacher.check_student(whole, self.checkpointer)
         # Without a teacher the loss is that of fine-tuning, with one metric.
         self.metrics = SUMS if self.teacher.is_used else SUMS[:1]
 

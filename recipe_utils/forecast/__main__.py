@@ -46,7 +46,7 @@ _NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 _REFUSED = {"pipeline_parallel_dim": 1, "reference": "live"}
 """Keys without a forecast, and their values that have one."""
 _OF_CUDA = ("compile", "enable_activation_offloading", "fsdp_cpu_offload", "fsdp")
-_OF_DATA = ("packed_attention", "loss_weights", "mixture", "teacher_tokenizer")
+_OF_DATA = ("packed_attention", "loss_weights", "mixture")
 _LEFT_OUT = {*OF_OUTPUT, *_OF_CUDA, *_OF_DATA}
 _WAYS = {"recomputation": True, "no recomputation": False}
 

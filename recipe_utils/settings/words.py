@@ -31,6 +31,9 @@ _TEACHER_CACHE = "it stored a teacher's outputs before training; the teacher run
 REMOVED: Mapping[str, Removed] = {
     "teacher_cache": Removed(_TEACHER_CACHE, changes_losses=("top_k",)),
     "teacher_cache_dir": Removed(_TEACHER_CACHE),
+    "teacher_tokenizer": Removed(
+        "it was compared with tokenizer; the tokenizer.json beside both weights are: remove it"
+    ),
     "teacher_top_k": Removed(_TEACHER_CACHE),
     "teacher_top_k_at_any_temperature": Removed(_TEACHER_CACHE),
 }

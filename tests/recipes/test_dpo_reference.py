@@ -57,13 +57,14 @@ def cached_config(tiny_dpo_config, tmp_path):
 
 
 def test_a_reference_of_another_tokenizer_is_refused(tiny_dpo_config, tmp_path):
-    config = tiny_dpo_config(tokenizer={"_component_": "tiny.ReadableTokenizer", "max_seq_len": 64})
-    folder = tmp_path / "reference"
-    shutil.copytree(config["checkpointer"]["checkpoint_dir"], folder)
-    vocabulary = tiny.ReadableTokenizer(64).get_vocab()
-    vocabulary |= {"token 5": 6, "token 6": 5}
-    Tokenizer(WordLevel(vocabulary, unk_token="token 0")).save(str(folder / "tokenizer.json"))
-    config["ref_checkpointer"] = {**config["checkpointer"], "checkpoint_dir": str(folder)}
+    config = tiny_dpo_config()
+    vocabulary = {f"token {i}": i for i in range(tiny.VOCAB_SIZE)}
+    for key in ("checkpointer", "ref_checkpointer"):
+        folder = tmp_path / key
+        shutil.copytree(config[key]["checkpoint_dir"], folder)
+        Tokenizer(WordLevel(vocabulary, unk_token="token 0")).save(str(folder / "tokenizer.json"))
+        vocabulary |= {"token 5": 6, "token 6": 5}
+        config[key] = {**config[key], "checkpoint_dir": str(folder)}
     expected = "token 5 is 'token 5' in the policy's and 'token 6' in the reference's"
     assert expected in refusal(config, DPO)
 

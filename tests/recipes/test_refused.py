@@ -188,6 +188,7 @@ REFUSED = {
     (KD, "tensor_parallel_dim=2"): "tensor_parallel_dim=2",
     (KD, "optimizer_in_bwd=True gradient_accumulation_steps=1"): "optimizer_in_bwd=True: not with a teacher",
     (KD, "teacher_cache=hidden"): "teacher_cache=hidden: removed; it stored a teacher's outputs before training",
+    (KD, "teacher_tokenizer={_component_: tiny.tiny_tokenizer}"): "teacher_tokenizer=.*: removed; it was compared with",
     (KD, "teacher_pipeline_parallel_split_points=[1]"): r"=\[1\]: it has no effect with pipeline_parallel_dim=1",
     (KD, f"microbatching=packed teacher_model={GEMMA2}"): "microbatching=packed: the (teacher_)?model's Gemma2Attention",
     # ---- Self-supervised vision: how many

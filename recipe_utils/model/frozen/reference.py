@@ -78,11 +78,11 @@ class Reference:
         if not self._is_used and own.reference != "live" and ranks.is_zero:
             _log.warning(f"reference={own.reference}: not used, because the loss needs none")
 
-    def check(self, component: Any, whole: Any, tokenizer: Any) -> None:
+    def check(self, component: Any, whole: Any, policy_checkpointer: Any) -> None:
         """Builds the reference's own checkpointer, if ``component`` configures one.
 
         ``whole`` is the policy, on any device. Raises ValueError if adapters need no checkpointer,
-        or the ``tokenizer.json`` beside the reference's weights has other tokens than ``tokenizer``.
+        or the reference has other tokens.
         """
         checkpointer = config.instantiate(component)
         has_adapters = bool(find_adapters(whole).modules)
@@ -90,17 +90,14 @@ class Reference:
             raise ValueError(
                 "the reference of a model with adapters is what training starts from; leave it out"
             )
-        folder = getattr(checkpointer, "_checkpoint_dir", None)
-        if folder is not None and Path(folder, "tokenizer.json").is_file():
-            check_same_tokens(tokenizer, None, str(folder), ("policy", "reference"))
-        self._whole, self._checkpointer = whole, checkpointer
+        check_same_tokens(policy_checkpointer, checkpointer, ("policy", "reference"))
+        self._whole, self._checkpointer = whole, checkpointer or policy_checkpointer
 
     def set_up(
         self,
         policy: nn.Module,
         pipeline: Pipeline | None,
         build: Callable[..., FrozenModel],
-        policy_checkpointer: Any,
         context: Mapping[str, Any],
     ) -> dict[str, str]:
         """Builds the reference; with a cache, only when a pair's log-probabilities are missing.
@@ -114,7 +111,6 @@ class Reference:
         if not self._is_used:
             return {}
         ranks, modules, device = self._ranks, self._modules, self._ranks.device
-        checkpointer = self._checkpointer or policy_checkpointer
         adapters = adapters_of(policy)
         given, start = dict[str, str](), list[Tensor]()
         if adapters.modules and self._given is not None:
@@ -127,13 +123,13 @@ class Reference:
             self._model = at_start()
             return given
         whole = None if adapters.modules else self._whole
-        checkpoint, fingerprints = load_frozen(checkpointer, _KEY, whole, ranks)
+        checkpoint, fingerprints = load_frozen(self._checkpointer, _KEY, whole, ranks)
         if self._how == "cached":
             checkpoint = {}
 
         def own_model() -> FrozenModel:
             return build(
-                checkpoint=checkpoint or checkpointer.load_checkpoint(),
+                checkpoint=checkpoint or self._checkpointer.load_checkpoint(),
                 modules=modules,
                 # FSDP2's own offload requires the weights on the CPU.
                 is_offloaded=self._how == "offload" and not modules.offloads_to_cpu(device),

@@ -28,7 +28,7 @@ from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.exchange import RowGroups
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, OnlyWith
-from recipe_utils.settings.problems import Problem, build
+from recipe_utils.settings.problems import Problem, build, naming
 
 _log = get_logger("INFO")
 
@@ -84,13 +84,12 @@ class Teacher:
 
     # ---- Checks, before any weight is read ----------------------------------------------------------
 
-    def build_parts(self, cfg: Mapping[str, Any], tokenizer: Any) -> None:
-        """Builds meta model and checkpointer of the recipe's ``cfg``, and compares tokenizers."""
+    def build_parts(self, cfg: Mapping[str, Any]) -> None:
+        """Builds meta model and checkpointer of the recipe's ``cfg``."""
         if self.is_used:
             build("teacher_model", self._take_model, cfg.get("teacher_model"))
             checkpointer = cfg.get("teacher_checkpointer")
             self._checkpointer = build("teacher_checkpointer", config.instantiate, checkpointer)
-            build("teacher_tokenizer", self._check_tokens, cfg.get("teacher_tokenizer"), tokenizer)
 
     def _take_model(self, component: Any) -> None:
         settings, modules = self._settings, self._student_modules
@@ -113,14 +112,8 @@ class Teacher:
                 "teacher_checkpointer to an exported model that they are merged into"
             )
 
-    def _check_tokens(self, component: Any, tokenizer: Any) -> None:
-        folder = getattr(self._checkpointer, "_checkpoint_dir", None)
-        warning = check_same_tokens(tokenizer, config.instantiate(component), folder)
-        if warning and self._ranks.is_zero:
-            _log.warning(warning)
-
-    def check_student(self, student: nn.Module) -> None:
-        """Raises ValueError if the teacher does not take the whole ``student``'s inputs."""
+    def check_student(self, student: nn.Module, checkpointer: Any) -> None:
+        """Raises ValueError if the teacher does not take the whole ``student``'s inputs, or has other tokens."""
         if hasattr(student, "decoder") != hasattr(self.whole, "decoder"):
             kinds = [type(model).__name__ for model in (self.whole, student)]
             raise ValueError(
@@ -128,11 +121,19 @@ class Teacher:
                 "does, with or without images"
             )
         sizes = num_outputs(self.whole), num_outputs(student)
+        with naming(TEACHER):
+            is_same = check_same_tokens(checkpointer, self._checkpointer, ("student", "teacher"))
         if sizes[0] != sizes[1] and self._ranks.is_zero:
-            _log.info(
+            text = (
                 f"The teacher has {sizes[0]} tokens, the student {sizes[1]}: the divergence is computed over "
                 f"the first {min(sizes)}"
             )
+            if is_same:
+                _log.info(text)
+            else:
+                _log.warning(
+                    f"{text}; not compared, since not both have a tokenizer.json beside their weights"
+                )
 
     def set_up(self, student: nn.Module, longest_row: int, row_groups: RowGroups) -> dict[str, str]:
         """Builds the model with its weights.
