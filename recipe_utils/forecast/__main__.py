@@ -43,10 +43,10 @@ USABLE, EFFICIENCY = 0.92, 0.4
 """Share of the memory that counted bytes may take, and of ``--tflops`` that update steps reach."""
 _GIB, _HERE = 2**30, "recipe_utils.forecast.fake_world"
 _NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
-_REFUSED = {"pipeline_parallel_dim": 1, "reference": "live", "teacher_cache": None}
+_REFUSED = {"pipeline_parallel_dim": 1, "reference": "live"}
 """Keys without a forecast, and their values that have one."""
 _OF_CUDA = ("compile", "enable_activation_offloading", "fsdp_cpu_offload", "fsdp")
-_OF_DATA = ("packed_attention", "loss_weights", "mixture", "teacher_tokenizer")
+_OF_DATA = ("packed_attention", "loss_weights", "mixture")
 _LEFT_OUT = {*OF_OUTPUT, *_OF_CUDA, *_OF_DATA}
 _WAYS = {"recomputation": True, "no recomputation": False}
 
@@ -55,8 +55,7 @@ def config_of(cfg: DictConfig, folder: Path, keys: Mapping[str, Any]) -> DictCon
     """Returns a config without files for a recipe with ``keys``; ConfigError if it has no forecast."""
     for key, allowed in _REFUSED.items():
         if key in keys and cfg.get(key) not in (allowed, None):
-            instead = "null" if allowed is None else allowed
-            raise ConfigError(Problem(key, f"it has no forecast; set it to {instead}", cfg[key]))
+            raise ConfigError(Problem(key, f"it has no forecast; set it to {allowed}", cfg[key]))
     raw = redirected(cfg, folder)
     left_out = _LEFT_OUT | set(re.findall(r"\$\{(\w+)", str(raw))) - keys.keys()
     made: Any = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)

@@ -17,8 +17,7 @@ from torchtune.models.llama3_1 import Llama3ScaledRoPE
 
 from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.model.construct import weights
-from recipe_utils.model.frozen import outputs
-from recipe_utils.model.frozen.outputs import FrozenOutputs
+from recipe_utils.model.frozen import model as frozen_model
 from recipe_utils.model.vision import vision_transformer
 from recipe_utils.optim import adamw_8bit
 from recipe_utils.optim.nonfinite import NonfiniteGuard
@@ -108,9 +107,9 @@ def fake_world(num_ranks: int, live: LiveBytes, on_cuda: bool = False) -> Iterat
         (vision_transformer, "fresh_vit_weights", partial(counted, vit_weights)),
         (Llama3ScaledRoPE, "rope_init", rope_init),
         (weights, "fingerprint_of_frozen", lambda *_: {}),
-        (outputs, "crc32_of_weights", lambda *_: ""),
+        (frozen_model, "crc32_of_weights", lambda *_: ""),
         (NonfiniteGuard, "should_step", lambda *_: True),
-        (FrozenOutputs, "checks_outputs", False),
+        (frozen_model.FrozenModel, "checks_outputs", False),
         (dist, "all_gather_object", gather),
         (process_group, "new_cpu_group", lambda *_: dist.group.WORLD),
     ]
