@@ -58,12 +58,6 @@ class TeacherHidden(NamedTuple):
         return of_teacher
 
 
-def _few_rows_of(logits: Tensor) -> list[slice]:
-    """Splits a chunk [c, v] into slices of few rows, so that intermediate results are small."""
-    at_once = _LOGITS_IN_CACHES if logits.device.type == "cpu" else _LOGITS_FOR_A_GPU
-    return chunks_of(len(logits), max(1, at_once // logits.size(1)))
-
-
 # ---- Divergences and their gradients in closed form -------------------------------------------------
 
 Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -72,7 +66,11 @@ p = exp(log_p), all [c, m]. Returns the divergence of each row [c] in nats, and 
 m].
 
 For logits z with softmax q, dD / dz = h - q * sum(h); h may omit a multiple of q, which cancels
-there. ``log_p`` and ``p`` may be overwritten."""
+there. ``log_p`` and ``p`` may be overwritten.
+
+Autograd within a chunk takes 7% (forward), 5% (reverse) and 11% (js) more time of a whole update step, with equal
+losses: medians of 12 to 18 alternating pairs, 5M teacher and 1M student, batch 4 x 4, packed, fp32, thread time of
+one CPU thread. The symmetric divergence adds up the first two."""
 
 
 def forward_kl(log_q: Tensor, log_p: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,7 +247,8 @@ class LinearDistillationLoss(ChunkedLoss):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes few rows at a time, which fit into caches; the gradient overwrites the logits."""
         sums = logits.new_empty(len(SUMS), len(logits))
-        for few in _few_rows_of(logits):
+        at_once = _LOGITS_IN_CACHES if logits.device.type == "cpu" else _LOGITS_FOR_A_GPU
+        for few in chunks_of(len(logits), max(1, at_once // logits.size(1))):
             of_teacher[few] = F.log_softmax(of_teacher[few], dim=-1)
             sums[:, few], gradient = self._sums_and_gradient(
                 logits[few],

@@ -77,7 +77,8 @@ class ReferenceCache:
 
     def add(self, log_probs: LogProbs) -> None:
         """Adds new pairs, the same on all ranks, and writes them if the last write was long ago."""
-        self._found = log_probs | self._found
+        for fingerprint, of_pair in log_probs.items():
+            self._found.setdefault(fingerprint, of_pair)
         if time.monotonic() - self._written_seconds > _SECONDS_BETWEEN_WRITES:
             self.write()
 
