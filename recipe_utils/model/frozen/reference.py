@@ -43,13 +43,12 @@ class ReferenceSettings:
     """Source of the reference's log-probabilities."""
 
     reference: Literal["live", "offload", "cached"] = "live"
-    """``live``: a model that stays on the device; ``offload``: on the device only during its
-    forwards; ``cached``: computed once per pair and stored on disk."""
+    """Location of the reference; ``cached``: computed once per pair and stored on disk."""
     reference_cache_dir: Annotated[FilePath | None, OnlyWith("reference", ("cached",))] = None
     """Folder of ``cached``, shared by all trainings with this reference; null is
     ``output_dir``/reference."""
     precompute_reference: Annotated[bool, OnlyWith("reference", ("cached",))] = False
-    """No effect: the cache is always filled in one pass over the data before training."""
+    """No effect: the cache is always filled before training."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems with the folder."""
