@@ -52,7 +52,7 @@ class OptimizerSettings(DataSettings):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action on a NaN or infinite gradient. Such a step never changes the weights."""
     max_nonfinite_steps: Count = 10
-    """Maximum number of consecutive steps that ``on_nonfinite: skip`` skips."""
+    """Maximum consecutive steps that ``on_nonfinite: skip`` skips."""
 
     def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
         """Returns an optimizer's first argument: parameters, or groups with options of their own."""

@@ -46,12 +46,12 @@ class DataSettings(RankSettings):
     times the longest row. ``auto`` finds the largest that fits while training (CUDA). Default:
     ``batch_size`` times ``tokenizer.max_seq_len``."""
     max_ranks_per_row: Count = 1
-    """With ``packed``: 2, 4, ... neighboring ranks, up to so many, compute a sample of more
-    than ``max_tokens_per_microbatch`` tokens together."""
+    """Maximum neighboring ranks (2, 4, ...) that compute a sample of more than
+    ``max_tokens_per_microbatch`` tokens together, with ``packed``."""
     balance_over_ranks: bool | None = None
-    """Moves samples between ranks to balance their computation. Default: True unless ``in_order``."""
+    """Moves samples between ranks to balance them. Default: True unless ``in_order``."""
     last_update_step: Literal["train", "drop"] = "train"
-    """``train``: samples left at the end of an epoch form a short update step; ``drop``: they are skipped."""
+    """Samples left at the end of an epoch: ``train`` them in a short update step, or ``drop`` them."""
     max_steps_per_epoch: Count | None = None
     """Maximum update steps per epoch."""
     shuffle: bool = True
@@ -69,7 +69,7 @@ class DataSettings(RankSettings):
     mixture: dict[Literal["samples_per_epoch"], Count] | None = None
     """``samples_per_epoch`` of a ``dataset`` list with weights. Default: as many as all datasets have."""
     collate_fn: str = "torchtune.data.padded_collate_sft"
-    """Dotted path of the function that pads the samples of a microbatch; not with ``packed``."""
+    """Function that pads the samples of a microbatch; not with ``packed``."""
 
     @property
     def plans_by_tokens(self) -> bool:

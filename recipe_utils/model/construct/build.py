@@ -70,10 +70,9 @@ class ModelSettings(PipelineSettings):
     ac_option: Annotated[Count | None, OnlyWith("ac_mode", ("selective",))] = None
     """Interval of recomputed layers with ``ac_mode: selective``."""
     custom_sharded_layers: list[str] | None = None
-    """Names of modules that FSDP2 shards as separate units, besides each layer."""
+    """Modules that FSDP2 shards as separate units, besides each layer."""
     fsdp_cpu_offload: bool = False
-    """Keeps parameters, gradients and optimizer state on the CPU; no effect with ``device:
-    cpu``."""
+    """Keeps parameters, gradients and optimizer state on the CPU."""
     fsdp: dict[Literal["cpu_offload"], bool] | None = None
     """``cpu_offload``: the same as ``fsdp_cpu_offload``, for torchtune's LoRA configs."""
     fsdp_reshard_after_forward: bool | None = None
