@@ -48,8 +48,6 @@ class ReferenceSettings:
     reference_cache_dir: Annotated[FilePath | None, OnlyWith("reference", ("cached",))] = None
     """Folder of ``cached``, shared by all trainings with this reference; null is
     ``output_dir``/reference."""
-    precompute_reference: Annotated[bool, OnlyWith("reference", ("cached",))] = False
-    """No effect: the cache is always filled in one pass over the data before training."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems with the folder."""
