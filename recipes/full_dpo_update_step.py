@@ -61,7 +61,7 @@ OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(
     PreferenceSettings,  # sft_loss_weight, tokens_per_chunk
-    ReferenceSettings,  # reference, reference_cache_dir, precompute_reference
+    ReferenceSettings,  # reference, reference_cache_dir
     PairSettings,  # prefix_sharing
     ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
     PipelineSettings,  # pipeline_parallel_schedule, ...

@@ -69,7 +69,7 @@ For logits z with softmax q, dD / dz = h - q * sum(h); h may omit a multiple of 
 there. ``log_p`` and ``p`` may be overwritten.
 
 Autograd within a chunk takes 7% (forward), 5% (reverse) and 11% (js) more time of a whole update step, with equal
-losses: medians of 12 to 18 alternating pairs, 5M teacher and 1M student, batch 4 x 4, packed, fp32, thread time of
+losses: medians of 12 to 16 alternating pairs, 5M teacher and 1M student, batch 4 x 4, packed, fp32, thread time of
 one CPU thread. The symmetric divergence adds up the first two."""
 
 

@@ -14,8 +14,9 @@ WITHOUT_EFFECT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "context_parallel_dim": ((1,), _ROWS),
     "low_cpu_ram": ((True, False), "take it out"),
     "memory_efficient_fsdp_wrap": ((False,), "it must be False"),
+    "precompute_reference": ((True, False), "take it out"),
 }
-"""Keys of torchtune's configs -> values that are accepted, and what to do about any other."""
+"""Keys, most of torchtune's configs -> values that are accepted, and what to do about any other."""
 
 
 class Removed(NamedTuple):

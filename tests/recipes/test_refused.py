@@ -165,7 +165,6 @@ REFUSED = {
     (DPO, "pipeline_parallel_dim=2 pipeline_parallel_schedule=InterleavedZeroBubble"): "Bubble: this loss has no",
     (DPO, "sft_loss_weight=.inf"): "sft_loss_weight=inf: it must be",
     (DPO, "reference_cache_dir=/tmp/nowhere"): "=/tmp/nowhere: it has no effect with reference=live; set reference to cached",
-    (DPO, "precompute_reference=True"): "precompute_reference=True: it has no effect with reference=live",
     (DPO, "reference=cached reference_cache_dir=/proc/nowhere"): "=/proc/nowhere: it cannot be written to",
     (DPO, "collate_fn=tiny.collate_images"): "collate_fn=tiny.collate_images: pairs are",
     (DPO, f"model={json.dumps(tiny.adapted(tiny.MODEL))}"): "ref_checkpointer: the reference of a model with adapters is",

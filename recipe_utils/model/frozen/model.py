@@ -37,9 +37,6 @@ class FrozenModel:
     ``pipeline`` is that of its stages; ``during_forward`` is the context of every forward.
     """
 
-    checks_outputs = True
-    """Users raise for NaN or infinite outputs where this costs no device synchronization."""
-
     def __init__(
         self,
         model: nn.Module,

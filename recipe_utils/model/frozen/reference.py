@@ -47,8 +47,6 @@ class ReferenceSettings:
     reference_cache_dir: Annotated[FilePath | None, OnlyWith("reference", ("cached",))] = None
     """Folder of ``cached``, shared by all trainings with this reference; null is
     ``output_dir``/reference."""
-    precompute_reference: Annotated[bool, OnlyWith("reference", ("cached",))] = False
-    """No effect: the cache is always filled before training."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems with the folder."""
@@ -211,7 +209,7 @@ class Reference:
         """
         outputs = model.outputs(microbatches)
         is_free = self._cache is not None or self._ranks.device.type == "cpu"
-        for index, output in outputs.items() if is_free and model.checks_outputs else ():
+        for index, output in outputs.items() if is_free else ():
             names = _pairs_of(microbatches[index]).names
             for name, of_pair in zip(names, output.T.cpu(), strict=True):
                 if not of_pair.isfinite().all():

@@ -179,7 +179,7 @@ class Teacher:
         outputs = self._model.outputs(step.microbatches)
         self._spans.append((start, self._now()))
         checked = outputs.values() if self._ranks.device.type == "cpu" else ()
-        if self._model.checks_outputs and not all(hidden.isfinite().all() for hidden in checked):
+        if not all(hidden.isfinite().all() for hidden in checked):
             raise NonfiniteError(
                 "teacher_checkpointer: the teacher's hidden states are NaN or infinite; look at its weights, "
                 "or set teacher_dtype=fp32"

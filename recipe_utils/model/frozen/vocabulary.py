@@ -24,7 +24,9 @@ def check_same_tokens(own: Any, other: Any, names: tuple[str, str]) -> bool:
     for index in sorted(tokens.keys() & others.keys()):
         pair = tokens[index], others[index]
         # A special token without a meaning yet, but not the word "reserved" itself
-        if pair[0] != pair[1] and not any(t[0] in "<[" and "reserved" in t.lower() for t in pair):
+        if pair[0] != pair[1] and not any(
+            t[:1] in ("<", "[") and "reserved" in t.lower() for t in pair
+        ):
             raise ValueError(
                 f"{paths[1]}: token {index} is {pair[0]!r} in the {names[0]}'s and {pair[1]!r} in the "
                 f"{names[1]}'s; both must share one tokenizer, since they are compared token by token"

@@ -30,7 +30,7 @@ def with_token(token):
     ("vocabulary", "is_same"),
     [
         (VOCABULARY, True),
-        ({**VOCABULARY, "<|one|>": 20, "<|two|>": 21}, True),
+        ({**VOCABULARY, "<|one|>": 20, "": 21}, True),
         (with_token("<|reserved_special_token_2|>"), True),
         (with_token("[reserved]"), True),
         (with_token(None), True),
