@@ -105,7 +105,7 @@ class Views(Dataset[dict[str, Any]]):
 
     def __post_init__(self) -> None:
         check_fits(self.transform, self.layout.patch_size, self.layout.num_channels)
-        self._is_drawn = isinstance(self.dataset, Mixture) and self.dataset.schedules is not None
+        self._is_drawn = isinstance(self.dataset, Mixture) and self.dataset.weights is not None
 
     def __len__(self) -> int:
         return len(self.dataset)
