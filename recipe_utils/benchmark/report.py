@@ -12,10 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-PACKAGES = (
-    "torch", "torchtune", "torchao", "transformers", "accelerate", "torchtune-update-step",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class TimedStep:
@@ -95,12 +91,11 @@ def summarize(
     summaries = []
     for name in losses:
         timed = [each for each in steps if each.baseline == name]
-        places = [(each, of_reference.get((each.round, each.step))) for each in timed]
-        pairs = [(each, other) for each, other in places if other is not None]
-        if not pairs:
+        if not timed:
             continue
-        num_positions = max(sum(each.num_positions for each in timed), 1)
-        num_targets = max(sum(each.num_target_tokens for each in timed), 1)
+        pairs = [(each, of_reference[each.round, each.step]) for each in timed]
+        num_positions = sum(each.num_positions for each in timed)
+        num_targets = sum(each.num_target_tokens for each in timed)
         has_same_samples = all(
             (each.fingerprint, each.num_target_tokens)
             == (other.fingerprint, other.num_target_tokens)
@@ -179,9 +174,10 @@ def machine_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of installed :data:`PACKAGES`."""
+    """Returns the versions of Python and of installed packages."""
     installed = {"python": platform.python_version()}
-    for package in PACKAGES:
+    ours = "torch torchtune torchao transformers accelerate torchtune-update-step"
+    for package in ours.split():
         with contextlib.suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed

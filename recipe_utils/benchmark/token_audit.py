@@ -20,10 +20,8 @@ def samples_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> list
     """Returns the samples of ``max_steps_per_epoch`` update steps in the recipes' order."""
     dataset = load_dataset(config.dataset, tokenizer)
     order = epoch_permutation(len(dataset), epoch=0, shuffle=config.get("shuffle", True))
-    if config.max_steps_per_epoch is not None:
-        per_step = config.batch_size * config.gradient_accumulation_steps * num_ranks
-        order = order[: config.max_steps_per_epoch * per_step]
-    return [dataset[i] for i in order.tolist()]
+    per_step = config.batch_size * config.gradient_accumulation_steps * num_ranks
+    return [dataset[i] for i in order[: config.max_steps_per_epoch * per_step].tolist()]
 
 
 class StepContents(NamedTuple):
@@ -102,11 +100,6 @@ class FedTokens:
 
         # Patches the class, because models may be created later and wrapped.
         nn.Embedding.forward = counted  # type: ignore[method-assign, assignment]
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing was computed since the last turn."""
-        return self._num_positions == 0
 
     def read_and_restart(self) -> tuple[int, int]:
         """Returns the number of positions since the last call and their fingerprint."""

@@ -22,7 +22,7 @@ KINDS: dict[str, dict[str, str]] = {
     },
 }
 """Recipe -> kind -> function in this package that trains with a resolved update-step config."""
-OWN_KEYS = {"hf_trainer": {"train_sampling_strategy"}, "limit": {"max_tokens_per_row"}}
+OWN_KEYS = {"hf_trainer": {"train_sampling_strategy"}}
 """Kind -> config keys of this kind only."""
 _TRAINER_NEEDS = ("transformers", "accelerate")
 

@@ -159,13 +159,13 @@ def test_a_problem_of_a_baseline_names_it_and_its_key(read, key, value):
 
 
 def test_pairs_have_kinds_and_keys_of_their_own(read):
-    peers = {"hf": {"kind": "hf_trainer"}, "stock": {"kind": "stock", "max_tokens_per_row": 9}}
+    peers = {"hf": {"kind": "hf_trainer"}, "stock": {"kind": "stock", "train_sampling_strategy": 9}}
     base = {"ref_checkpointer": None, "sft_loss_weight": 1.0}
     (found,) = problems(read, base, "pairs", peers=peers)
     assert found.startswith("overrides.sft_loss_weight=1.0: only kind=update_step adds it")
     first, second = problems(read, {"ref_checkpointer": None}, "pairs", peers=peers)
     assert first == "peers.hf: kind=hf_trainer: set it to one of stock, update_step"
-    assert second.startswith("peers.stock: max_tokens_per_row: this recipe has no such key")
+    assert second.startswith("peers.stock: train_sampling_strategy: this recipe has no such key")
 
 
 @pytest.mark.parametrize(
