@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from omegaconf import OmegaConf
+from torch.utils.benchmark import Timer
 from torchtune.utils import get_logger
 
 from recipe_utils.benchmark.baselines.update_step import make_recipe
@@ -38,7 +39,6 @@ from recipe_utils.tune.registry import ROOT, config_path
 
 Result = dict[str, Any]
 """Figures of a stage, as JSON. ``failures``: texts of checks that failed."""
-_HERE = "recipe_utils.benchmark.gpu"
 _SIZES = ("num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim")
 _TINY, _1B = (1, 4, 2, 64, 128), (16, 32, 8, 2048, 8192)
 
@@ -90,7 +90,7 @@ def random_recipe(stage: Stage, name: str, changes: Result) -> tuple[Any, Any]:
     keys = {
         "model": model,
         "tokenizer": {"_component_": "types.SimpleNamespace", **tokenizer},
-        "dataset": {"_component_": f"{_HERE}.random_texts", **dataset},
+        "dataset": {"_component_": "recipe_utils.benchmark.gpu.random_texts", **dataset},
         "checkpointer": {
             "_component_": "recipe_utils.prove.RandomWeights",
             "model": model,
@@ -165,8 +165,8 @@ def speed(stage: Stage) -> Result:
     """Times update steps with the shapes of Llama-3.2-1B as the recipe logs them, and a product."""
     shape = [64 if stage.is_small else 8192] * 2
     left = torch.randn(shape, device=stage.device, dtype=torch.bfloat16)
-    seconds = _median_seconds(lambda: torch.mm(left, left), stage.device)
-    peak = 2 * shape[0] ** 3 / seconds / 1e12
+    timer = Timer("left @ left", globals={"left": left}, num_threads=torch.get_num_threads())
+    peak = 2 * shape[0] ** 3 / timer.blocked_autorange().median / 1e12
     ways: dict[str, dict[str, Any]] = {
         "eager": {},
         "compiled": {"compile": not stage.is_small},  # inductor takes a minute
@@ -200,18 +200,6 @@ def speed(stage: Stage) -> Result:
         rows.append({**row, "peak_memory_gb": max(memory, default=0)})
     name = torch.cuda.get_device_name(stage.device) if stage.device.type == "cuda" else "CPU"
     return {"device": name, "versions": versions(), "product_tflops": peak, "rows": rows}
-
-
-def _median_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Returns the median time of ten calls after three."""
-    times: list[float] = []
-    for _ in range(13):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[3:])
 
 
 STAGES: dict[str, Callable[[Stage], Result]] = {

@@ -80,11 +80,8 @@ def summarize(
 ) -> list[Summary]:
     """Compares baselines that made a step with the reference, in the order of ``losses``.
 
-    Args:
-        steps: timed steps of all baselines and rounds.
-        losses: baseline -> round -> losses of all update steps [nats per target token].
-        reference: denominator of ratios.
-        other_models: baselines with another model, whose losses do not compare.
+    ``losses``: baseline -> round -> losses of all update steps [nats per target token];
+    ``other_models``: baselines with another model, whose losses do not compare.
     """
     of_reference = {(each.round, each.step): each for each in steps if each.baseline == reference}
     reference_memory = _peak_memory(list(of_reference.values()))

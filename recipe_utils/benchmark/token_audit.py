@@ -1,7 +1,8 @@
 """Tokens of update steps and of a model's inputs, compared to detect unfair baselines."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ def samples_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> list
     return [dataset[i] for i in order[: config.max_steps_per_epoch * per_step].tolist()]
 
 
-class StepContents(NamedTuple):
+@dataclass(frozen=True)
+class StepContents:
     """Contents of the samples of one update step, over all ranks."""
 
     num_target_tokens: int
@@ -59,7 +61,8 @@ def contents_of_pairs(pairs: Iterable[Sample], pad_id: int, shares_prefixes: boo
         if shares_prefixes:
             shared.append(arrays["chosen_input_ids"][: num_shared_tokens(arrays) or 0])
     contents = contents_of(sides, pad_id)
-    return contents._replace(
+    return replace(
+        contents,
         num_real_tokens=contents.num_real_tokens - sum(map(len, shared)),
         fingerprint_of_shared=sum(int(fingerprint(torch.as_tensor(s), pad_id)) for s in shared),
     )
