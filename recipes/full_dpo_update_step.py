@@ -75,10 +75,10 @@ class Settings(
     model: Component
     """A torchtune decoder or transformers folder."""
     tokenizer: Component
-    """A tokenizer of torchtune or a transformers folder. ``max_seq_len`` truncates both sides."""
+    """A torchtune tokenizer, or that of a transformers folder:
+    recipe_utils.data.chat_template.folder_tokenizer. Its ``max_seq_len`` truncates samples."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style dataset, such as torchtune.datasets.preference_dataset. A list is
-    concatenated, or mixed by ``weight``."""
+    """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by ``weight``."""
     checkpointer: Component
     """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
     loss: Component

@@ -73,19 +73,21 @@ class Settings(
     model: Component
     """Student: a torchtune decoder or fusion model, or a transformers folder."""
     tokenizer: Component
-    """Both models': of torchtune or a transformers folder. ``max_seq_len`` truncates samples."""
+    """A torchtune tokenizer, or that of a transformers folder:
+    recipe_utils.data.chat_template.folder_tokenizer. Its ``max_seq_len`` truncates samples."""
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by ``weight``."""
     checkpointer: Component
     """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
     loss: Component
-    """Cross-entropy: ``recipe_utils.loss.LinearCrossEntropyLoss`` or a loss of torchtune."""
+    """``recipe_utils.loss.LinearCrossEntropyLoss`` (target positions only, in chunks), or a stock
+    loss."""
     kd_loss: Component | None = None
     """Divergence: ``recipe_utils.loss.LinearDistillationLoss`` (null) or one of torchtune's six."""
     teacher_model: Component | None = None
-    """Frozen torchtune decoder or transformers folder of any size; the student's vocabulary."""
+    """Frozen torchtune decoder or transformers folder, with the student's vocabulary."""
     teacher_checkpointer: Component | None = None
-    """Loads its weights: a torchtune checkpointer, or FolderCheckpointer (transformers)."""
+    """Loads its weights."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """Validation dataset; requires ``run_val_every_n_steps``."""
 

@@ -100,18 +100,17 @@ class ObjectiveSettings(DataSettings):
 
     must_divide: ClassVar[bool] = True  # losses couple images
     dino_loss_weight: _Weight = 1.0
-    """Weight of the cross-entropy of crops with the teacher's global crops. A term of weight 0
-    is not computed."""
+    """Weight of DINO. A term of weight 0 is not computed."""
     ibot_loss_weight: _Weight = 1.0
-    """Weight of the cross-entropy of masked patches with the teacher's unmasked ones."""
+    """Weight of iBOT."""
     koleo_loss_weight: _Weight = 0.1
-    """Weight of KoLeo, which spreads the cls states of images."""
+    """Weight of KoLeo, on cls states."""
     gram_loss_weight: _Weight = 0.0
-    """Weight of Gram anchoring: similarities of patches should stay those of an earlier teacher."""
+    """Weight of Gram anchoring."""
     gram_teacher_every_n_steps: Annotated[Count | None, OnlyWith("gram_loss_weight")] = None
-    """Copies the moving average to the Gram teacher every so many update steps, first at the start."""
+    """Update steps between copies of the moving average to the Gram teacher, first at the start."""
     sinkhorn_iterations: Count = 3
-    """Number of Sinkhorn-Knopp iterations; each scales prototypes, then crops."""
+    """Number of Sinkhorn-Knopp iterations."""
     sinkhorn_over: Literal["update_step", "microbatch"] = "update_step"
     """Crops and patches over which Sinkhorn-Knopp balances the prototypes; with ``microbatch``
     the gradient depends on the split."""

@@ -43,8 +43,8 @@ class OptimizerSettings(DataSettings):
     loraplus_lr_ratio: Positive | None = None
     """LoRA+: learning rate of LoRA's B and DoRA's magnitudes over that of A; null is 1."""
     weight_decay_of_vectors: bool | None = None
-    """Weight decay also of tensors with fewer than two dimensions (norms, biases). False excludes them, as
-    Hugging Face's Trainer does. Default: True; False in dinov3_update_step."""
+    """Weight decay also of tensors with fewer than two dimensions (norms, biases). Default: True; False in
+    dinov3_update_step."""
     clip_grad_norm: Annotated[Positive, BeforeValidator(_infinite_as_float)] | None = None
     """Maximum norm of all gradients together; null or inf only measures it."""
     optimizer_in_bwd: bool = False
@@ -52,7 +52,7 @@ class OptimizerSettings(DataSettings):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action on a NaN or infinite gradient. Such a step never changes the weights."""
     max_nonfinite_steps: Count = 10
-    """Maximum number of consecutive steps that ``on_nonfinite: skip`` skips."""
+    """Maximum consecutive steps that ``on_nonfinite: skip`` skips."""
 
     def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
         """Returns an optimizer's first argument: parameters, or groups with options of their own."""

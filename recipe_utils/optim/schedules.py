@@ -27,7 +27,7 @@ class ScheduleSettings:
     ema_momentum: _Momentum = 0.994
     """Momentum of the moving average, per update step."""
     ema_momentum_end: _Momentum | None = None
-    """Momentum at the end of training, reached by half a cosine; null keeps it constant."""
+    """Momentum at the end of training (half a cosine); null keeps it constant."""
     teacher_temperature: Positive = 0.07
     """Temperature of the teacher's logits; must be below the student's."""
     teacher_temperature_start: Positive | None = None
@@ -35,7 +35,7 @@ class ScheduleSettings:
     teacher_temperature_warmup_steps: CountOrZero = 0
     """Update steps until ``teacher_temperature`` is reached."""
     weight_decay_end: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay at the end of training, reached by half a cosine; null keeps it constant."""
+    """Weight decay at the end of training (half a cosine); null keeps it constant."""
     freeze_last_layer_steps: CountOrZero = 0
     """Update steps in which the prototypes are frozen."""
     layerwise_lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -32,9 +32,9 @@ class RunSettings(RankSettings):
     output_dir: FilePath
     """Folder for checkpoints and exported models, shared by all ranks."""
     epochs: Count = 1
-    """Number of passes over the dataset."""
+    """Passes over the dataset."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
-    """Seed of dropout and new weights; null draws one, and resumes with the checkpoint's. Samples use ``data_seed``."""
+    """Seed of dropout and new weights; null draws one, and resumes with the checkpoint's."""
     cudnn_deterministic_mode: Literal["default", "warn", "error", 0, 1, 2] | None = None
     """Argument of ``torch.set_deterministic_debug_mode``."""
     log_every_n_steps: Count | None = 1
@@ -48,12 +48,11 @@ class RunSettings(RankSettings):
     profiler: Annotated[dict[str, Any], MadeWith(default=PROFILER)] | None = None
     """torchtune's profiler, stepped once per update step."""
     run_val_every_n_steps: Count | None = None
-    """Update steps between validations on ``dataset_val``, besides one before and one after the
-    training; null disables them."""
+    """Update steps between validations, besides one before and one after the training; null disables them."""
     keep_best_checkpoint: Annotated[bool, OnlyWith("run_val_every_n_steps")] = False
     """Exports the model to ``best`` at each new lowest ``val_loss``."""
     sample_prompts: Annotated[list[str], Field(min_length=1)] | None = None
-    """Prompts for sampling. Answers are logged and appended to ``logs/samples.jsonl``."""
+    """Prompts. Answers are logged, and appended to ``logs/samples.jsonl``."""
     sample_every_n_steps: Count | None = None
     """Update steps between answers to ``sample_prompts``."""
     sample_max_new_tokens: Annotated[Count, OnlyWith("sample_prompts")] = 64
@@ -63,25 +62,24 @@ class RunSettings(RankSettings):
     save_every_n_minutes: Positive | None = None
     """Minutes between checkpoints, by rank 0's clock."""
     export_every_n_steps: Count | None = None
-    """Update steps between exports within an epoch, in the checkpointer's format."""
+    """Update steps between exports within an epoch."""
     export_dtype: Literal["fp32", "bf16"] | None = None
-    """Precision of exported models; null is ``dtype``. Merging adapters into bf16 rounds small
-    changes."""
+    """Precision of exported models; null is ``dtype``."""
     save_adapter_weights_only: bool = False
-    """Exports only the adapters, without the merged model."""
+    """Exports only the adapters."""
     keep_last_n_exports: Count | None = None
-    """Number of newest exports to keep besides ``best``; null keeps all."""
+    """Newest exports to keep besides ``best``; null keeps all."""
     keep_last_n_checkpoints: Count | None = 2
-    """Number of newest checkpoints to keep; null keeps all."""
+    """Newest checkpoints to keep; null keeps all."""
     enable_async_checkpointing: bool = False
     """Copies checkpoints to the CPU and writes them in the background."""
     resume_from_checkpoint: bool | Literal["auto"] = False
     """Resumes from the newest complete checkpoint in ``output_dir``; ``auto`` starts from scratch
-    without one. Both fail if all checkpoints are corrupt."""
+    without one."""
     resume_with_other_data: bool = False
-    """Resumes even if dataset, tokenizer or global batch size differ from the checkpoint's."""
+    """Resumes even if dataset, tokenizer or global batch size differ."""
     resume_with_other_model: bool = False
-    """Resumes even if ``model`` differs from the checkpoint's, provided that the weights fit."""
+    """Resumes even if ``model`` differs, provided that the weights fit."""
 
     def due(
         self, global_step: int, is_last_of_epoch: bool, unsaved_minutes: float, is_last: bool

@@ -37,14 +37,15 @@ def settings_of(recipe: str) -> type:
 
 
 def key_table(recipe_settings: type) -> str:
-    """Returns a Markdown table of all keys of a recipe: key, type, default, meaning."""
+    """Returns a Markdown table of all keys of a recipe: key, type (also null if that is the default), default, meaning."""
     lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for key, spec in keys_of(recipe_settings).items():
         default = "null" if spec.default is None else spec.default
         if spec.is_required():
             default = "required"
+        words = type_in_words(spec).removesuffix(" or null" if spec.default is None else "")
         meaning = " ".join((spec.description or "").split()).replace("``", "`")
-        lines.append(f"| `{key}` | {type_in_words(spec)} | {default} | {meaning} |")
+        lines.append(f"| `{key}` | {words} | {default} | {meaning} |")
     return "\n".join(lines)
 
 

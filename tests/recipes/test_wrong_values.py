@@ -37,9 +37,12 @@ settings_of = cache(settings_of)
 
 
 def types_of(recipe):
-    """Returns the type column of the table of keys, by key."""
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", key_table(settings_of(recipe)), re.M)
-    return {key: [part.strip() for part in text.split(" or ")] for key, text in rows}
+    """Returns the type column of the table of keys, by key, with null where that is the default."""
+    columns = r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|"
+    rows = re.findall(columns, key_table(settings_of(recipe)), re.M)
+    return {
+        key: words.split(" or ") + ["null"] * (default == "null") for key, words, default in rows
+    }
 
 
 TYPES = {recipe: types_of(recipe) for recipe in RECIPES}

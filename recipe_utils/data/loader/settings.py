@@ -40,38 +40,36 @@ class DataSettings(RankSettings):
     """Samples per microbatch in validation. Default: ``batch_size``."""
     microbatching: Literal["in_order", "least_padding", "packed"] = "in_order"
     """``in_order``: ``batch_size`` samples at a time; ``least_padding``: sorted by length and
-    cut for the least cost; ``packed``: concatenated to rows without padding. The gradient is
-    the same."""
+    cut for the least cost; ``packed``: concatenated to rows without padding."""
     max_tokens_per_microbatch: Count | Literal["auto"] | None = None
     """Maximum positions per microbatch, not with ``in_order``: tokens of a packed row, or rows
     times the longest row. ``auto`` finds the largest that fits while training (CUDA). Default:
     ``batch_size`` times ``tokenizer.max_seq_len``."""
     max_ranks_per_row: Count = 1
-    """With ``packed``: 2, 4, ... neighboring ranks, up to so many, compute a sample of more
-    than ``max_tokens_per_microbatch`` tokens together."""
+    """Maximum neighboring ranks (2, 4, ...) that compute a sample of more than
+    ``max_tokens_per_microbatch`` tokens together, with ``packed``."""
     balance_over_ranks: bool | None = None
-    """Moves samples between ranks to balance their computation. Default: True unless ``in_order``."""
+    """Moves samples between ranks to balance them. Default: True unless ``in_order``."""
     last_update_step: Literal["train", "drop"] = "train"
-    """``train``: samples left at the end of an epoch form a short update step; ``drop``: they are skipped."""
+    """Samples left at the end of an epoch: ``train`` them in a short update step, or ``drop`` them."""
     max_steps_per_epoch: Count | None = None
     """Maximum update steps per epoch."""
     shuffle: bool = True
-    """Shuffles the dataset in each epoch; the order does not depend on the number of ranks."""
+    """Shuffles the dataset in each epoch, in the same order on any number of ranks."""
     data_seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Seed of the shuffled order, and of crops and masks of images; independent of ``seed``. With 0
-    the order is that of torchtune's sampler."""
+    """Seed of the shuffled order, and of crops and masks of images. 0 is the order of torchtune's sampler."""
     num_workers: CountOrZero = 0
     """DataLoader worker processes; 0 loads in the background thread."""
     prefetch_update_steps: CountOrZero = 2
-    """Update steps prepared ahead; 0 prepares each one on demand."""
+    """Update steps that a background thread prepares ahead; 0 prepares each one on demand."""
     on_bad_sample: Literal["raise", "skip"] = "raise"
     """``skip``: bad samples are skipped with a warning; counts stay exact."""
     sample_losses: bool = False
-    """Writes the mean loss of each sample in each epoch to ``logs/sample_losses.npy``."""
+    """Writes the mean loss of each sample to ``logs/sample_losses.npy``."""
     mixture: dict[Literal["samples_per_epoch"], Count] | None = None
     """``samples_per_epoch`` of a ``dataset`` list with weights. Default: as many as all datasets have."""
     collate_fn: str = "torchtune.data.padded_collate_sft"
-    """Dotted path of the function that pads the samples of a microbatch; not with ``packed``."""
+    """Function that pads the samples of a microbatch; not with ``packed``."""
 
     @property
     def plans_by_tokens(self) -> bool:

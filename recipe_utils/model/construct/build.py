@@ -50,8 +50,7 @@ class ModelSettings(PipelineSettings):
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Precision of forward and backward; null is fp32. fp16 is not supported."""
     weights_dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Precision of trained weights, their summed gradients and optimizer state; null is
-    ``dtype``. With ``dtype: bf16``, fp32 keeps small updates that bf16 weights round away."""
+    """Precision of trained weights, their summed gradients and optimizer state; null is ``dtype``."""
     compile: bool = False
     """Compiles each transformer layer, and the loss."""
     packed_attention: Annotated[
@@ -59,9 +58,8 @@ class ModelSettings(PipelineSettings):
         OnlyWith("microbatching", ("packed",)),
         OnlyWith("dataset", argument="packed"),
     ] = None
-    """Attention within the samples of packed rows: ``by_document`` (one after the other),
-    ``varlen`` (FlashAttention) or ``flex`` (compiled). null: ``by_document`` on a CPU,
-    ``varlen`` on CUDA, ``flex`` there in fp32."""
+    """Attention of packed rows: FlashAttention, compiled flex attention, or one sample after the other;
+    null selects by device and dtype."""
     enable_activation_checkpointing: bool = False
     """Recomputes every layer in the backward."""
     enable_activation_offloading: bool = False
@@ -72,21 +70,18 @@ class ModelSettings(PipelineSettings):
     ac_option: Annotated[Count | None, OnlyWith("ac_mode", ("selective",))] = None
     """Interval of recomputed layers with ``ac_mode: selective``."""
     custom_sharded_layers: list[str] | None = None
-    """Names of modules that FSDP2 shards as separate units, besides each layer."""
+    """Modules that FSDP2 shards as separate units, besides each layer."""
     fsdp_cpu_offload: bool = False
-    """Keeps parameters, gradients and optimizer state on the CPU; no effect with ``device:
-    cpu``."""
+    """Keeps parameters, gradients and optimizer state on the CPU."""
     fsdp: dict[Literal["cpu_offload"], bool] | None = None
     """``cpu_offload``: the same as ``fsdp_cpu_offload``, for torchtune's LoRA configs."""
     fsdp_reshard_after_forward: bool | None = None
     """Frees gathered parameters after each forward; null is True, and False with pipeline
     stages."""
     quantizer: Component | None = None
-    """Quantization-aware training of all weights or of LoRA:
-    torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
+    """Quantization-aware training: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
     tensor_parallel_plan: Component | None = None
-    """Plan that splits layers over ``tensor_parallel_dim`` ranks:
-    torchtune.models.llama3.base_llama_tp_plan."""
+    """Split of layers over ``tensor_parallel_dim`` ranks: torchtune.models.llama3.base_llama_tp_plan."""
 
     @property
     def torch_dtype(self) -> torch.dtype:

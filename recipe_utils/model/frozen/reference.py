@@ -43,8 +43,7 @@ class ReferenceSettings:
     """Source of the reference's log-probabilities."""
 
     reference: Literal["live", "offload", "cached"] = "live"
-    """``live``: a model that stays on the device; ``offload``: on the device only during its
-    forwards; ``cached``: computed once per pair and stored on disk."""
+    """``offload`` keeps the model on the CPU between its forwards; ``cached`` stores two numbers per pair on disk."""
     reference_cache_dir: Annotated[FilePath | None, OnlyWith("reference", ("cached",))] = None
     """Folder of ``cached``, shared by all trainings with this reference; null is
     ``output_dir``/reference."""

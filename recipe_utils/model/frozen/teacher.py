@@ -48,8 +48,7 @@ class TeacherSettings:
     teacher_pipeline_parallel_split_points: Annotated[
         list[Annotated[int, Field(ge=1)]] | None, OnlyWith("pipeline_parallel_dim", above=1)
     ] = None
-    """First layer of each of the teacher's stages but the first; null balances them by their
-    parameters."""
+    """``pipeline_parallel_split_points`` of the teacher."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems with the teacher's components and other keys of the recipe."""

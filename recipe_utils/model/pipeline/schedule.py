@@ -39,11 +39,11 @@ class PipelineSettings(DataSettings):
         Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"],
         OnlyWith("pipeline_parallel_dim", above=1),
     ] = "1F1B"
-    """PyTorch's schedule of that name, one run per update step over all its microbatches."""
+    """PyTorch's schedule of that name, run once per update step."""
     pipeline_parallel_split_points: Annotated[
         list[Annotated[int, Field(ge=1)]] | None, OnlyWith("pipeline_parallel_dim", above=1)
     ] = None
-    """First layer of each stage but the first; null balances the stages by their parameters."""
+    """First layer of each stage but the first; null balances parameters."""
 
     @property
     def splits_backward(self) -> bool:
