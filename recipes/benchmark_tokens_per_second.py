@@ -211,10 +211,7 @@ class BenchmarkTokensPerSecond:
             "machine": machine,
             "versions": versions,
             "reference": self.reference,
-            "baselines": {
-                name: {**asdict(each), "contents": [c._asdict() for c in each.contents]}
-                for name, each in self.baselines.items()
-            },
+            "baselines": self.baselines,
             "missing": self.missing,
             "summaries": summaries,
             "losses": self.losses,

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from omegaconf import OmegaConf
+from torch.utils.benchmark import Timer
 from torchtune.utils import get_logger
 
 from recipe_utils.benchmark.baselines.update_step import make_recipe
@@ -38,11 +39,8 @@ from recipe_utils.tune.registry import ROOT, config_path
 
 Result = dict[str, Any]
 """Figures of a stage, as JSON. ``failures``: texts of checks that failed."""
-_HERE = "recipe_utils.benchmark.gpu"
 _SIZES = ("num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim")
-_TINY = dict(zip(_SIZES, (1, 4, 2, 64, 128), strict=True))
-_1B = dict(zip(_SIZES, (16, 32, 8, 2048, 8192), strict=True))
-_NUM_SAMPLES = 2048
+_TINY, _1B = (1, 4, 2, 64, 128), (16, 32, 8, 2048, 8192)
 
 
 class Stage(NamedTuple):
@@ -58,7 +56,7 @@ class Stage(NamedTuple):
 # ---- Components without files -------------------------------------------------------------------
 
 
-def random_texts(tokenizer: Any, vocab_size: int, num_samples: int = 64) -> list[Sample]:
+def random_texts(tokenizer: Any, vocab_size: int, num_samples: int) -> list[Sample]:
     """Returns samples of random tokens, of log-normal lengths (median 90). Half are targets."""
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     samples: list[Sample] = []
@@ -70,39 +68,42 @@ def random_texts(tokenizer: Any, vocab_size: int, num_samples: int = 64) -> list
     return samples
 
 
-def random_recipe(stage: Stage, name: str, **changes: Any) -> tuple[Any, Any]:
+def random_recipe(stage: Stage, name: str, changes: Result) -> tuple[Any, Any]:
     """Returns the fine-tuning recipe with random weights and samples, and its config.
 
-    ``changes`` are config keys with ``__`` for dots; ``name`` is the output folder.
+    ``changes`` are config keys; ``name`` is the output folder.
     """
-    longest, vocab_size = (256, 512) if stage.is_small else (16384, 128256)
-    device, output_dir = stage.device.type, str(stage.scratch / name)
-    sizes = {"vocab_size": vocab_size, "max_seq_len": longest, **(_TINY if stage.is_small else _1B)}
-    component = "torchtune.models.llama3_2.llama3_2"
-    model = {"_component_": component, "rope_base": 500_000, "scale_factor": 1, **sizes}
+    longest, vocab_size, num_samples = (256, 512, 64) if stage.is_small else (16384, 128256, 2048)
+    sizes = dict(zip(_SIZES, _TINY if stage.is_small else _1B, strict=True))
+    model = {
+        "_component_": "torchtune.models.llama3_2.llama3_2",
+        "vocab_size": vocab_size,
+        "max_seq_len": longest,
+        "rope_base": 500_000,
+        "scale_factor": 1,
+        **sizes,
+    }
     tokenizer = {"pad_id": 0, "max_seq_len": longest // 8}
-    num_samples = 64 if stage.is_small else _NUM_SAMPLES
     dataset = {"vocab_size": vocab_size, "num_samples": num_samples}
     cfg: Any = OmegaConf.load(config_path("llama3_2/1B_full_update_step"))
     cfg.pop("checkpoint_dir", None)
     keys = {
         "model": model,
         "tokenizer": {"_component_": "types.SimpleNamespace", **tokenizer},
-        "dataset": {"_component_": f"{_HERE}.random_texts", **dataset},
+        "dataset": {"_component_": "recipe_utils.benchmark.gpu.random_texts", **dataset},
         "checkpointer": {
             "_component_": "recipe_utils.prove.RandomWeights",
             "model": model,
             "seed": 0,
         },
-        "output_dir": output_dir,
-        "device": device,
+        "output_dir": str(stage.scratch / name),
+        "device": stage.device.type,
         "num_workers": 0,
-        "max_tokens_per_microbatch": longest,
         "save_every_n_minutes": None,
         **changes,
     }
     for key, value in keys.items():
-        OmegaConf.update(cfg, key.replace("__", "."), value, merge=False, force_add=True)
+        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     return make_recipe("full_finetune_update_step", cfg), cfg
 
 
@@ -164,12 +165,12 @@ def speed(stage: Stage) -> Result:
     """Times update steps with the shapes of Llama-3.2-1B as the recipe logs them, and a product."""
     shape = [64 if stage.is_small else 8192] * 2
     left = torch.randn(shape, device=stage.device, dtype=torch.bfloat16)
-    seconds = _median_seconds(lambda: torch.mm(left, left), stage.device)
-    peak = 2 * shape[0] ** 3 / seconds / 1e12
+    timer = Timer("left @ left", globals={"left": left}, num_threads=torch.get_num_threads())
+    peak = 2 * shape[0] ** 3 / timer.blocked_autorange().median / 1e12
     ways: dict[str, dict[str, Any]] = {
         "eager": {},
         "compiled": {"compile": not stage.is_small},  # inductor takes a minute
-        "chunks of 4096": {"compile": not stage.is_small, "loss__tokens_per_chunk": 4096},
+        "chunks of 4096": {"compile": not stage.is_small, "loss.tokens_per_chunk": 4096},
     }
     num_steps = 3 if stage.is_small else 12
     rows: list[Result] = []
@@ -179,7 +180,7 @@ def speed(stage: Stage) -> Result:
         keys = {"batch_size": 4, "gradient_accumulation_steps": 4, **keys}
         keys |= {"max_tokens_per_microbatch": longest, "max_steps_per_epoch": num_steps}
         name = f"{way} {longest}"
-        recipe, cfg = random_recipe(stage, name, log_every_n_steps=1, **keys)
+        recipe, cfg = random_recipe(stage, name, {"log_every_n_steps": 1, **keys})
         with recipe.run:
             recipe.setup(cfg)
             dataset, decoder = recipe.loader.dataset.dataset, recipe.model
@@ -199,18 +200,6 @@ def speed(stage: Stage) -> Result:
         rows.append({**row, "peak_memory_gb": max(memory, default=0)})
     name = torch.cuda.get_device_name(stage.device) if stage.device.type == "cuda" else "CPU"
     return {"device": name, "versions": versions(), "product_tflops": peak, "rows": rows}
-
-
-def _median_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Returns the median time of ten calls after three."""
-    times: list[float] = []
-    for _ in range(13):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[3:])
 
 
 STAGES: dict[str, Callable[[Stage], Result]] = {

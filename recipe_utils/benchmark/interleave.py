@@ -26,12 +26,10 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchtune.training.metric_logging import MetricLoggerInterface
 
 from recipe_utils.benchmark.token_audit import FedTokens
-
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 @dataclass
@@ -78,9 +76,7 @@ class Gate:
             # Not an exception: trainers would save a checkpoint or clean up.
             os._exit(0)
 
-    def _end_turn(self, _: Optimizer, __: Any, ___: Any) -> None:
-        if self._fed_tokens.is_empty:  # an optimizer that is tried before training
-            return
+    def _end_turn(self, *_: Any) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._report()
@@ -128,8 +124,7 @@ class LossLogger(MetricLoggerInterface):
 def end_with_the_benchmark() -> None:
     """Makes Linux kill this process when its parent ends, even while it is stopped."""
     if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -262,7 +257,8 @@ class Processes:
 
 def _environments(num_ranks: int) -> list[dict[str, str]]:
     """Returns the environment of each rank, as torchrun sets it."""
-    common = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
+    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+    common = {key: value for key, value in os.environ.items() if key not in launcher}
     if num_ranks == 1:
         return [common]
     with socket.socket() as free:

@@ -100,18 +100,9 @@ def line_up(
     recipe: str, base: DictConfig, peers: Mapping[str, Any], output_dir: Path, num_ranks: int,
     num_steps: int,
 ) -> tuple[dict[str, Baseline], dict[str, str]]:  # fmt: skip
-    """Returns the baselines of a benchmark by name, and why others are skipped.
+    """Returns the baselines of ``peers`` over a ``base`` config by name, and why others are skipped.
 
-    Args:
-        recipe: update-step recipe of the config.
-        base: config of all baselines.
-        peers: ``kind`` and overrides of each baseline.
-        output_dir: folder of the benchmark.
-        num_ranks: data-parallel processes of each baseline.
-        num_steps: update steps of each round.
-
-    Raises:
-        ConfigError: problems of all entries.
+    ``num_steps`` are the update steps of each round. Raises ConfigError with problems of all entries.
     """
     problems = list(_problems_with_base(base, recipe, output_dir))
     baselines: dict[str, Baseline] = {}

@@ -12,10 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-PACKAGES = (
-    "torch", "torchtune", "torchao", "transformers", "accelerate", "torchtune-update-step",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class TimedStep:
@@ -84,23 +80,19 @@ def summarize(
 ) -> list[Summary]:
     """Compares baselines that made a step with the reference, in the order of ``losses``.
 
-    Args:
-        steps: timed steps of all baselines and rounds.
-        losses: baseline -> round -> losses of all update steps [nats per target token].
-        reference: denominator of ratios.
-        other_models: baselines with another model, whose losses do not compare.
+    ``losses``: baseline -> round -> losses of all update steps [nats per target token];
+    ``other_models``: baselines with another model, whose losses do not compare.
     """
     of_reference = {(each.round, each.step): each for each in steps if each.baseline == reference}
     reference_memory = _peak_memory(list(of_reference.values()))
     summaries = []
     for name in losses:
         timed = [each for each in steps if each.baseline == name]
-        places = [(each, of_reference.get((each.round, each.step))) for each in timed]
-        pairs = [(each, other) for each, other in places if other is not None]
-        if not pairs:
+        if not timed:
             continue
-        num_positions = max(sum(each.num_positions for each in timed), 1)
-        num_targets = max(sum(each.num_target_tokens for each in timed), 1)
+        pairs = [(each, of_reference[each.round, each.step]) for each in timed]
+        num_positions = sum(each.num_positions for each in timed)
+        num_targets = sum(each.num_target_tokens for each in timed)
         has_same_samples = all(
             (each.fingerprint, each.num_target_tokens)
             == (other.fingerprint, other.num_target_tokens)
@@ -179,9 +171,10 @@ def machine_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of installed :data:`PACKAGES`."""
+    """Returns the versions of Python and of installed packages."""
     installed = {"python": platform.python_version()}
-    for package in PACKAGES:
+    ours = "torch torchtune torchao transformers accelerate torchtune-update-step"
+    for package in ours.split():
         with contextlib.suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed

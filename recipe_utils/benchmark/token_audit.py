@@ -1,7 +1,8 @@
 """Tokens of update steps and of a model's inputs, compared to detect unfair baselines."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +21,12 @@ def samples_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> list
     """Returns the samples of ``max_steps_per_epoch`` update steps in the recipes' order."""
     dataset = load_dataset(config.dataset, tokenizer)
     order = epoch_permutation(len(dataset), epoch=0, shuffle=config.get("shuffle", True))
-    if config.max_steps_per_epoch is not None:
-        per_step = config.batch_size * config.gradient_accumulation_steps * num_ranks
-        order = order[: config.max_steps_per_epoch * per_step]
-    return [dataset[i] for i in order.tolist()]
+    per_step = config.batch_size * config.gradient_accumulation_steps * num_ranks
+    return [dataset[i] for i in order[: config.max_steps_per_epoch * per_step].tolist()]
 
 
-class StepContents(NamedTuple):
+@dataclass(frozen=True)
+class StepContents:
     """Contents of the samples of one update step, over all ranks."""
 
     num_target_tokens: int
@@ -61,7 +61,8 @@ def contents_of_pairs(pairs: Iterable[Sample], pad_id: int, shares_prefixes: boo
         if shares_prefixes:
             shared.append(arrays["chosen_input_ids"][: num_shared_tokens(arrays) or 0])
     contents = contents_of(sides, pad_id)
-    return contents._replace(
+    return replace(
+        contents,
         num_real_tokens=contents.num_real_tokens - sum(map(len, shared)),
         fingerprint_of_shared=sum(int(fingerprint(torch.as_tensor(s), pad_id)) for s in shared),
     )
@@ -102,11 +103,6 @@ class FedTokens:
 
         # Patches the class, because models may be created later and wrapped.
         nn.Embedding.forward = counted  # type: ignore[method-assign, assignment]
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing was computed since the last turn."""
-        return self._num_positions == 0
 
     def read_and_restart(self) -> tuple[int, int]:
         """Returns the number of positions since the last call and their fingerprint."""

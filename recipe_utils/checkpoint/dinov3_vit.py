@@ -73,7 +73,6 @@ _FIXED = {
     "mlp_bias": True,
 }
 """Key of ``config.json`` -> required value, which is transformers' default."""
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _PREPROCESSOR = {
     "image_processor_type": "DINOv3ViTImageProcessorFast",
     "do_resize": True,
@@ -230,7 +229,7 @@ class DINOv3Checkpointer:
         if not preprocessor:
             preprocessor, image_size = dict(_PREPROCESSOR), size
             if num_channels == 3 and image_mean is None:
-                image_mean, image_std = _IMAGENET_MEAN, _IMAGENET_STD
+                image_mean, image_std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
         if image_size is not None:
             preprocessor["size"] = {"height": image_size, "width": image_size}
         if image_mean is not None and image_std is not None:

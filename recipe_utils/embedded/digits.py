@@ -7,10 +7,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-NUM_TRAIN = 1400
-SIZE = 16
-"""Side of the images, upsampled from 8 x 8 [pixels]."""
-
 
 def digits_dataset(split: str = "train") -> list[dict[str, Any]]:
     """Returns a fixed split of scikit-learn's 1,797 digits, upsampled to 16 x 16 pixels.
@@ -28,7 +24,7 @@ def digits_dataset(split: str = "train") -> list[dict[str, Any]]:
     images, labels, order = _load()
     return [
         {"image": images[number], "label": int(labels[number]), "name": f"digits/{number}"}
-        for number in (order[:NUM_TRAIN] if split == "train" else order[NUM_TRAIN:])
+        for number in (order[:1400] if split == "train" else order[1400:])
     ]
 
 
@@ -43,6 +39,6 @@ def _load() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ) from error
     digits = load_digits()
     small = torch.from_numpy(digits.images).unsqueeze(1) / 16
-    images = F.interpolate(small, size=(SIZE, SIZE), mode="bilinear", align_corners=False)
+    images = F.interpolate(small, size=(16, 16), mode="bilinear", align_corners=False)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).numpy()
     return images.float().numpy(), digits.target, order

@@ -23,16 +23,7 @@ def word_order_dataset(
     """Returns questions about Python's standard library with a chosen and a rejected answer.
 
     Chosen is the first paragraph of the docstring, in one line; rejected is the same with two
-    neighboring words exchanged.
-
-    Args:
-        tokenizer: tokenizes messages; its ``max_seq_len`` truncates each side.
-        path: file of :func:`docstring_pairs`, written by the first call.
-        split: ``"train"`` or ``"validation"``.
-        num_validation_samples: size of the validation split, drawn with a fixed seed.
-
-    Raises:
-        ValueError: unknown split.
+    neighboring words exchanged. For the arguments see :func:`.docstring_dataset`.
     """
     answers = first_paragraphs(docstring_pairs(path))
     of_split = split_of(answers, split, num_validation_samples)

@@ -71,6 +71,6 @@ def gradient_of_all(
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenates the tensors of all ranks, of one shape."""
-    of_ranks = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(of_ranks, tensor, group=group)
-    return torch.cat(of_ranks)
+    of_ranks = tensor.new_empty(dist.get_world_size(group) * len(tensor), *tensor.shape[1:])
+    dist.all_gather_into_tensor(of_ranks, tensor, group=group)
+    return of_ranks

@@ -107,8 +107,6 @@ class ObjectiveSettings(DataSettings):
     """Weight of KoLeo, on cls states."""
     gram_loss_weight: _Weight = 0.0
     """Weight of Gram anchoring."""
-    gram_over: Literal["image", "batch"] = "image"
-    """Patches that Gram anchoring compares. ``batch`` is refused: it couples images."""
     gram_teacher_every_n_steps: Annotated[Count | None, OnlyWith("gram_loss_weight")] = None
     """Update steps between copies of the moving average to the Gram teacher, first at the start."""
     sinkhorn_iterations: Count = 3
@@ -127,12 +125,6 @@ class ObjectiveSettings(DataSettings):
         if not any(getattr(self, name) for name in weights):
             text = "all are 0, so nothing would be learned; set one above 0"
             yield Problem(", ".join(weights), text)
-        if self.gram_over == "batch":
-            text = (
-                "it compares patches of different images, so the gradient would depend on how an "
-                "update step is split; set gram_over=image"
-            )
-            yield Problem("gram_over", text, "batch")
         if self.gram_loss_weight and self.gram_teacher_every_n_steps is None:
             key = "gram_teacher_every_n_steps"
             text = f"there is no Gram teacher; set {key}, or gram_loss_weight=0"
@@ -175,18 +167,18 @@ class SelfDistillationLoss:
     patch adds 0. Both are cross-entropies with Sinkhorn-Knopp's targets.
 
     For a microbatch without teacher outputs it returns the cls states of global crops, [g, 2, d]:
-    the first of KoLeo's two passes. ``rows_per_chunk`` rows are projected at once.
+    the first of KoLeo's two passes.
     """
 
     takes_hidden_states = True
 
-    def __init__(self, settings: ObjectiveSettings, rows_per_chunk: int = 256) -> None:
+    def __init__(self, settings: ObjectiveSettings) -> None:
         self.settings = settings
         self.divergence = LinearDistillationLoss(
             "forward",
             temperature=settings.student_temperature,
             teacher_temperature=1.0,  # set: the divergence is not multiplied by T^2
-            tokens_per_chunk=rows_per_chunk,
+            tokens_per_chunk=256,
         )
         """Cross-entropies; its ``teacher_temperature`` follows a schedule."""
         self.compile_chunks = self.divergence.compile_chunks

@@ -58,7 +58,6 @@ def num_prototypes_used(
     temperature: float,
     biases: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
-    rows_per_chunk: int = 256,
 ) -> Tensor:
     """Returns the number of prototypes that are the most likely of some row on some rank, [].
 
@@ -67,7 +66,7 @@ def num_prototypes_used(
     """
     is_used = torch.zeros_like(biases[0])
     for each, bias in zip(rows, biases, strict=True):
-        for logits in _scaled_logits([each], weight, temperature, rows_per_chunk):
+        for logits in _scaled_logits([each], weight, temperature):
             is_used[(logits + bias).argmax(1)] = 1
     if group is not None:
         dist.all_reduce(is_used, dist.ReduceOp.MAX, group=group)
@@ -75,7 +74,7 @@ def num_prototypes_used(
 
 
 def _scaled_logits(
-    rows: Sequence[Tensor], weight: Tensor, temperature: float, rows_per_chunk: int
+    rows: Sequence[Tensor], weight: Tensor, temperature: float, rows_per_chunk: int = 256
 ) -> Iterator[Tensor]:
     """Yields logits / t of each chunk, [c, k], at least fp32, which the caller may overwrite."""
     for each in rows:

@@ -47,7 +47,7 @@ from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.prove import cut_component, plain
 from recipe_utils.prove.plain import Gradients, Precision, Step
-from recipe_utils.prove.recipe_file import OF_OUTPUT, parser_of, paths_of, redirected
+from recipe_utils.prove.recipe_file import parser_of, paths_of
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.settings.describe import load_recipe
 from recipe_utils.settings.keys import keys_of
@@ -61,12 +61,13 @@ _COUNTED = ("pairs", "target_tokens")
 """Totals that are printed, and must not be 0."""
 MOST_WEIGHTS = 1 << 27
 """Weights of models that stay whole: 1 GiB in fp64, and as much for gradients."""
-_NOISE = 0.02
-"""Standard deviation of the noise added to adapters: with B = 0, the gradient of A is 0."""
 _FOLDER = "TORCHTUNE_UPDATE_STEP_PROVE"
 """Environment variable with the temporary folder of all ranks."""
 _UNUSED = (
-    *OF_OUTPUT, "lr_scheduler", "clip_grad_norm", "loraplus_lr_ratio", "reference_cache_dir",
+    "metric_logger", "profiler", "resume_from_checkpoint", "resume_with_other_data", "resume_with_other_model",
+    "run_val_every_n_steps", "dataset_val", "batch_size_val", "keep_best_checkpoint", "sample_prompts",
+    "sample_every_n_steps", "sample_max_new_tokens", "enable_async_checkpointing", "lr_scheduler",
+    "clip_grad_norm", "loraplus_lr_ratio", "reference_cache_dir",
 )  # fmt: skip
 """Keys without influence on the gradient, except clipping, which would change it."""
 _GROUPS = {
@@ -121,13 +122,37 @@ def record(recipe_class: Any, cfg: DictConfig) -> Step:
 
 @torch.no_grad()
 def perturb(adapters: Mapping[str, Tensor]) -> None:
-    """Adds noise to adapters, in place, the same to each copy of a shard."""
+    """Adds noise to adapters, in place, the same to each copy of a shard: with B = 0, A has no gradient."""
     for name, adapter in adapters.items():
         own, generator = local(adapter), torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        own.add_(_NOISE * torch.randn(own.shape, generator=generator).to(own))
+        own.add_(0.02 * torch.randn(own.shape, generator=generator).to(own))
 
 
 # ---- Config of the comparison --------------------------------------------------------------------
+
+
+def redirected(cfg: DictConfig, folder: Path) -> dict[str, Any]:
+    """Returns a config, not resolved, whose output goes to ``folder``.
+
+    Paths below ``output_dir`` that exist are read where they are.
+    """
+    old = str(cfg.output_dir)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            own = {key: moved(each) for key, each in value.items()}
+            return own | dict.fromkeys(own.keys() & {"output_dir"}, str(folder))
+        if isinstance(value, list):
+            return [moved(each) for each in value]
+        start, slash, rest = str(value).partition("/")
+        if start != "${output_dir}":
+            start, slash, rest = str(value).partition(f"{old}/")
+        if start not in ("", "${output_dir}") or not slash:
+            return value
+        return str(Path(old if Path(old, rest).exists() else folder, rest))
+
+    raw: dict[str, Any] = moved(OmegaConf.to_container(cfg, resolve=False))
+    return raw
 
 
 def config_of(cfg: DictConfig, folder: Path, num_samples: int) -> DictConfig:
@@ -142,7 +167,6 @@ def config_of(cfg: DictConfig, folder: Path, num_samples: int) -> DictConfig:
     per_pass = (cfg.get("batch_size") or 1) * max(world_size_from_env() // ranks_per_row, 1)
     steps = cfg.pop("gradient_accumulation_steps", None) or 1
     size = cfg.get("global_batch_size") or per_pass * steps
-    size = size if isinstance(size, int) else max(size.values())
     cfg.global_batch_size = min(size, num_samples)
     return cfg
 

@@ -12,6 +12,7 @@ _ROWS = (
 )
 WITHOUT_EFFECT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "context_parallel_dim": ((1,), _ROWS),
+    "gram_over": (("image",), "patches of several images make it depend on the split; take it out"),
     "low_cpu_ram": ((True, False), "take it out"),
     "memory_efficient_fsdp_wrap": ((False,), "it must be False"),
     "precompute_reference": ((True, False), "take it out"),

@@ -20,7 +20,6 @@ from recipe_utils.loss.self_distillation import SUMS
 
 PP_2 = {"pipeline_parallel_dim": 2}
 LAYOUTS = {
-    "one-process": (1, {}),
     "fsdp-2": (2, {}),
     "hsdp-2x2": (4, {"data_parallel_replicate_dim": 2}),
     "pp-2": (2, PP_2),
@@ -314,24 +313,18 @@ def test_a_nonfinite_update_step_changes_neither_student_nor_average(fused, tiny
 # ---- Exports ---------------------------------------------------------------------------------------
 
 
-def run_from(config):
-    """Returns :func:`everything` before training, and the metrics."""
-    with set_up(config, DINO) as recipe:
-        found = everything(recipe)
-        recipe.train()
-    return found, list(ListLogger.logged)
-
-
 def test_an_export_is_the_average_with_heads_from_which_training_starts(tiny_config, tmp_path):
     config = config_of(tiny_config, batch_size=8)
     _, trained = run(config)
     given = {**config["checkpointer"], "checkpoint_dir": f"{config['output_dir']}/epoch_0"}
     other = writing_to(tmp_path / "on", {**config, "checkpointer": given})
-    found, logged = run_from(other)
+    with set_up(other, DINO) as recipe:
+        found = everything(recipe)
+        recipe.train()
     names = [name.removeprefix("teacher.") for name in trained if name.startswith("teacher.")]
     assert any("output.ibot.prototypes" in name for name in names)
     for name in names:
         for model in ("student", "teacher", "gram_teacher"):
             assert torch.equal(found[f"{model}.{name}"], trained[f"teacher.{name}"]), name
     assert not torch.equal(trained["student.norm.weight"], trained["teacher.norm.weight"])
-    assert all(math.isfinite(m["loss"]) for m in logged)
+    assert all(math.isfinite(m["loss"]) for m in ListLogger.logged)

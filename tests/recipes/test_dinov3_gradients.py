@@ -97,7 +97,7 @@ def test_gradient_and_metrics_are_those_of_one_batch(layout, tiny_config):
 
 
 def scale_by_the_first_microbatch():
-    UpdateStep.scale = lambda step, _: 1 / len(step.microbatches[0].targets.names)
+    UpdateStep.scale = lambda step, _: 1 / len(step.microbatches[0].targets.koleo_groups)
 
 
 def scale_by_images_that_a_rank_counts_twice():

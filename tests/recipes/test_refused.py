@@ -271,8 +271,11 @@ def test_a_wrong_config_is_refused_by_key(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"ema_momentum": 2, "seeds": 3, "gram_over": "batch"}, {"ema_momentum=2", "seeds"}),
-        ({"batch_size": 6, "gram_over": "batch"}, {"gram_over=batch", "global_batch_size=16"}),
+        (
+            {"ema_momentum": 2, "seeds": 3, "gram_over": "batch"},
+            {"ema_momentum=2", "seeds", "gram_over=batch"},
+        ),
+        ({"batch_size": 6, "ema_momentum": 1.0}, {"ema_momentum=1.0", "global_batch_size=16"}),
     ],
     ids=["keys", "combinations"],
 )

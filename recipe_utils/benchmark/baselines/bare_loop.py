@@ -5,7 +5,7 @@ attend only to themselves; only target positions are projected onto the vocabula
 ranks, compilation or activation checkpointing. Losses and plans are not those of the recipes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from recipe_utils.data.loader.samples import Sample
 
 
 def train_text(config: DictConfig) -> None:
-    """Fine-tunes with one row per update step, or rows of at most ``max_tokens_per_row`` tokens."""
+    """Fine-tunes with one row per update step."""
     bare = BareModel(config)
     optimizer = torchtune_config.instantiate(config.optimizer, bare.model.parameters())
     lr_scheduler = make_lr_scheduler(config, optimizer)
@@ -32,21 +32,16 @@ def train_text(config: DictConfig) -> None:
     logger = LossLogger()
     per_step = config.batch_size * config.gradient_accumulation_steps
     for number, start in enumerate(range(0, len(samples), per_step), start=1):
-        step = samples[start : start + per_step]
-        rows = [row_of(row) for row in _rows(step, config.get("max_tokens_per_row"))]
-        num_targets = sum(len(row.labels) for row in rows)
-        loss_of_step = torch.zeros((), device=get_device(config.device))
-        for row in rows:
-            loss = bare.loss(row) / num_targets
-            loss.backward()
-            loss_of_step += loss.detach()
+        row = row_of(samples[start : start + per_step])
+        loss = bare.loss(row) / len(row.labels)
+        loss.backward()
         if config.get("clip_grad_norm") is not None:
             nn.utils.clip_grad_norm_(bare.model.parameters(), float(config.clip_grad_norm))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if lr_scheduler is not None:
             lr_scheduler.step()
-        logger.log("loss", loss_of_step.item(), number)
+        logger.log("loss", loss.item(), number)
 
 
 class Row(NamedTuple):
@@ -108,17 +103,3 @@ class BareModel:
             for part in zip(*split, strict=True)
         ]
         return torch.cat(attended, dim=2)
-
-
-def _rows(samples: Sequence[Sample], max_tokens: int | None) -> Iterator[list[Sample]]:
-    """Cuts samples into rows of at most ``max_tokens`` tokens, or a single longer sample."""
-    row: list[Sample] = []
-    num_tokens = 0
-    for sample in samples:
-        length = len(sample["tokens"])
-        if row and max_tokens is not None and num_tokens + length > max_tokens:
-            yield row
-            row, num_tokens = [], 0
-        row.append(sample)
-        num_tokens += length
-    yield row

@@ -50,7 +50,26 @@ def train_hf_trainer(config: DictConfig) -> None:
     folder = config.checkpointer.checkpoint_dir
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
     optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
-    args = TrainingArguments(**_arguments(config, device.type == "cpu"))
+    is_on_cpu = device.type == "cpu"
+    args = TrainingArguments(
+        output_dir=config.output_dir,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        max_steps=config.max_steps_per_epoch,
+        lr_scheduler_type="constant",
+        max_grad_norm=config.get("clip_grad_norm") or 0.0,
+        gradient_checkpointing=config.enable_activation_checkpointing,
+        train_sampling_strategy=config.get("train_sampling_strategy", "sequential"),
+        remove_unused_columns=False,
+        logging_strategy="steps",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        bf16=False,  # no autocast: the model has the precision of the config
+        use_cpu=is_on_cpu,
+        ddp_backend="gloo" if training.is_distributed() and is_on_cpu else None,
+        disable_tqdm=True,
+    )
     args._n_gpu = min(args.n_gpu, 1)  # one process would use all GPUs of the machine
     InGivenOrder(
         model=model,
@@ -60,30 +79,6 @@ def train_hf_trainer(config: DictConfig) -> None:
         callbacks=[ReportLoss()],
         optimizers=(optimizer, make_lr_scheduler(config, optimizer)),
     ).train()
-
-
-def _arguments(config: DictConfig, is_on_cpu: bool) -> dict[str, Any]:
-    """Returns the TrainingArguments."""
-    return {
-        "output_dir": config.output_dir,
-        "per_device_train_batch_size": config.batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "num_train_epochs": 1,
-        "max_steps": config.max_steps_per_epoch or -1,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": config.get("clip_grad_norm") or 0.0,
-        "gradient_checkpointing": config.get("enable_activation_checkpointing", False),
-        "train_sampling_strategy": config.get("train_sampling_strategy", "sequential"),
-        "remove_unused_columns": False,
-        "logging_strategy": "steps",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "bf16": False,  # no autocast: the model has the precision of the config
-        "use_cpu": is_on_cpu,
-        "ddp_backend": "gloo" if training.is_distributed() and is_on_cpu else None,
-        "disable_tqdm": True,
-    }
 
 
 def _collate(pad_id: int, batch: Sequence[Sample]) -> Mapping[str, Tensor]:

@@ -22,9 +22,8 @@ KINDS: dict[str, dict[str, str]] = {
     },
 }
 """Recipe -> kind -> function in this package that trains with a resolved update-step config."""
-OWN_KEYS = {"hf_trainer": {"train_sampling_strategy"}, "limit": {"max_tokens_per_row"}}
+OWN_KEYS = {"hf_trainer": {"train_sampling_strategy"}}
 """Kind -> config keys of this kind only."""
-_TRAINER_NEEDS = ("transformers", "accelerate")
 
 
 def why_skipped(recipe: str, kind: str, num_ranks: int, adapters: Adapters) -> str | None:
@@ -38,7 +37,8 @@ def why_skipped(recipe: str, kind: str, num_ranks: int, adapters: Adapters) -> s
         return "trains no adapters on pairs"
     if kind == "limit" and any(adapters.frozen.values()):
         return "has no base in torchao's NF4"
-    missing = [name for name in _TRAINER_NEEDS if not importlib.util.find_spec(name)]
+    needed = ("transformers", "accelerate")
+    missing = [name for name in needed if not importlib.util.find_spec(name)]
     if kind == "hf_trainer" and missing:
         return f"{' and '.join(missing)} not installed (pip install {' '.join(missing)})"
     return None

@@ -21,11 +21,10 @@ from recipe_utils.data.images.crop_rows import (
     CropsOfOneSize,
     TokenLayout,
     ViewTargets,
-    labels_of,
     row_of,
     without_targets,
 )
-from recipe_utils.data.images.folders import checked_image, digest_of, with_image_name
+from recipe_utils.data.images.folders import checked_image, digest_of
 from recipe_utils.data.images.multi_crop import MultiCrop, check_fits
 from recipe_utils.data.images.view_draws import (
     block_mask,
@@ -105,7 +104,7 @@ class Views(Dataset[dict[str, Any]]):
 
     def __post_init__(self) -> None:
         check_fits(self.transform, self.layout.patch_size, self.layout.num_channels)
-        self._is_drawn = isinstance(self.dataset, Mixture) and self.dataset.schedules is not None
+        self._is_drawn = isinstance(self.dataset, Mixture) and self.dataset.weights is not None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -118,7 +117,7 @@ class Views(Dataset[dict[str, Any]]):
         """
         index = index if isinstance(index, StepIndex) else StepIndex(index)
         settings, layout = self.settings, self.layout
-        pixels, sample = checked_image(self.dataset[index.item], layout.num_channels)
+        pixels, _ = checked_image(self.dataset[index.item], layout.num_channels)
         place: tuple[int, ...] = (self.seed, index.epoch, index.item)
         if self._is_drawn:  # a mixture may take an image more than once per epoch
             place += (index.step, index.position)
@@ -134,7 +133,6 @@ class Views(Dataset[dict[str, Any]]):
             for crop in range(2)
         ]
         return {
-            **sample,
             "global_crops": global_crops,
             "local_crops": local_crops,
             "masks": np.stack(masks),
@@ -170,7 +168,6 @@ class ViewCollator(Collator):
     counts = ("images", "koleo_images", "masked_patches", "crop_tokens")
     """Images; images with a neighbor in their group; masked patches of global crops; tokens of the student."""
     fingerprint_keys = ("digest",)
-    prepare = staticmethod(with_image_name)
 
     def __init__(self, settings: ViewSettings, layout: TokenLayout) -> None:
         self.block = settings.koleo_group_size or 1
@@ -178,6 +175,11 @@ class ViewCollator(Collator):
         self._group_size = settings.koleo_group_size
         self._batch_size = settings.batch_size
         self._layout = layout
+
+    @staticmethod
+    def prepare(sample: Sample, name: str) -> Sample:
+        """Returns the sample unchanged."""
+        return sample
 
     def length(self, sample: Sample) -> int:
         """Returns the position in the update step, by which groups are formed; lengths are equal."""
@@ -218,8 +220,6 @@ class ViewCollator(Collator):
         targets: Any = ViewTargets(
             cls_positions=torch.cat([global_cls, local_cls]),
             num_images=len(samples),
-            names=tuple(sample["name"] for sample in samples),
-            labels=labels_of(samples),
             patch_positions=patches.flatten(),
             num_local_crops=len(samples[0]["local_crops"]),
             masked_positions=patches[is_masked],
@@ -262,10 +262,11 @@ class WholeImages(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns the image as ``crop`` [c, h, h]; raises SampleError if it cannot be used or has no label."""
-        pixels, sample = checked_image(self.dataset[index], self.layout.num_channels)
-        if sample["label"] is None:
+        pixels, label = checked_image(self.dataset[index], self.layout.num_channels)
+        if label is None:
             raise SampleError("it has no label for neighbors to vote for")
-        return {**sample, "crop": self.transform.whole(pixels), "digest": digest_of(pixels)}
+        crop = self.transform.whole(pixels)
+        return {"label": label, "crop": crop, "digest": digest_of(pixels)}
 
 
 class ImageCollator(Collator):
@@ -274,7 +275,7 @@ class ImageCollator(Collator):
     counts = ("images", "crop_tokens")
     """Images; tokens of the model."""
     fingerprint_keys = ("digest",)
-    prepare = staticmethod(with_image_name)
+    prepare = staticmethod(ViewCollator.prepare)
 
     def __init__(self, data: DataSettings, layout: TokenLayout) -> None:
         self._layout = layout._replace(num_draws=0)
@@ -291,9 +292,8 @@ class ImageCollator(Collator):
         targets: Any = ViewTargets(
             cls_positions=cls,
             num_images=len(samples),
-            names=tuple(sample["name"] for sample in samples),
-            labels=labels_of(samples),
             patch_positions=patches.flatten(),
+            labels=torch.tensor([sample["label"] for sample in samples]),
         )
         counts = {"images": len(samples), "crop_tokens": inputs["tokens"].size(1)}
         return Microbatch(inputs, targets, counts)

@@ -4,7 +4,7 @@ Shapes: g images, each with 2 global and L local crops of c channels; patches ar
 global crop has G tokens: 1 class token, R registers and P patches, row by row; a local one l.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -26,12 +26,10 @@ class ViewTargets(NamedTuple):
     """[n] int64: positions of the class tokens, ascending."""
     num_images: int
     """g."""
-    names: tuple[str, ...]
-    """Names of the images, for errors."""
-    labels: Tensor | None
-    """[g] int64: classes; None if one is missing."""
     patch_positions: Tensor
     """[2 * g * P] int64: positions of the patches of global crops."""
+    labels: Tensor = _NONE
+    """[g] int64: classes of labeled images."""
     num_local_crops: int = 0
     """L, of each image."""
     masked_positions: Tensor = _NONE
@@ -130,17 +128,10 @@ def _patches_of(crops: np.ndarray, patch: int) -> np.ndarray:
     return cut.transpose(0, 2, 4, 1, 3, 5).reshape(num_crops, -1, num_channels * patch**2)
 
 
-def labels_of(samples: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """Returns the labels [g], or None if one is missing."""
-    labels = [sample["label"] for sample in samples]
-    return None if None in labels else torch.tensor(labels)
-
-
 def without_targets(microbatch: Microbatch) -> Microbatch:
     """Returns the microbatch with zero loss: without targets and counts."""
     given = cast(Any, microbatch.targets)
-    labels = None if given.labels is None else _NONE
-    targets: Any = ViewTargets(_NONE, 0, (), labels, _NONE, given.num_local_crops)
+    targets: Any = ViewTargets(_NONE, 0, _NONE, num_local_crops=given.num_local_crops)
     return replace(microbatch, targets=targets, counts={})
 
 

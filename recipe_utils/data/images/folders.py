@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.loader.samples import Sample, SampleError, check_keys
+from recipe_utils.data.loader.samples import SampleError, check_keys
 
 _log = get_logger("INFO")
 _LUMA = (0.299, 0.587, 0.114)
@@ -147,8 +147,8 @@ def _decode(content: bytes | None, path: str) -> Any:
     return image
 
 
-def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, Sample]:
-    """Returns the pixels of a sample's image (:func:`pixels_of`), and its ``path`` and ``label``.
+def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, int | None]:
+    """Returns the pixels of a sample's image (:func:`pixels_of`), and its label.
 
     ``sample`` is a mapping with ``image`` and optionally ``label`` and ``name`` (the path), or a
     pair (image, label). Raises SampleError if the image or the label is not valid.
@@ -165,7 +165,7 @@ def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, Sample]:
         if isinstance(label, bool) or not hasattr(label, "__index__") or int(label) < 0:
             raise SampleError(f"its label is {label!r}, not an integer of at least 0")
         label = int(label)
-    return pixels, {"path": path, "label": label}
+    return pixels, label
 
 
 def pixels_of(image: Any, num_channels: int) -> np.ndarray:
@@ -257,9 +257,3 @@ def digest_of(pixels: np.ndarray) -> np.ndarray:
     digest = hashlib.blake2b(str(pixels.shape).encode(), digest_size=16)
     digest.update(pixels.tobytes())
     return np.frombuffer(digest.digest(), dtype=np.int64).copy()  # writable
-
-
-def with_image_name(sample: Sample, name: str) -> Sample:
-    """Adds the name for errors: the index in the dataset and the path."""
-    shown = name.replace("sample", "image", 1)
-    return {**sample, "name": f"{shown} ({sample['path']})" if sample["path"] else shown}

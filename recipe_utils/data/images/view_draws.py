@@ -51,28 +51,21 @@ def position_factor(seed: int, epoch: int, step: int, rescale: float | None) -> 
     return float(rescale**exponent)
 
 
-_LEAST_BLOCK = 4
-"""Minimum patches of a block, unless fewer are left to mask."""
-_BLOCK_SHAPES = (0.3, 1 / 0.3)
-"""Smallest and largest height over width."""
-_NUM_BLOCK_TRIES = 10
-
-
 def block_mask(side: int, num_masked: int, generator: torch.Generator) -> np.ndarray:
     """Masks exactly ``num_masked`` patches of a square in blocks, bool [side * side], row by row.
 
     As in BEiT (Bao et al. 2021, arXiv:2106.08254, algorithm 1) and iBOT (Zhou et al. 2021,
-    arXiv:2111.07832), rectangles of random area and shape, which may overlap, are added until ten
-    in a row add no patch or too many. The rest is masked patch by patch.
+    arXiv:2111.07832), rectangles of random shape and of 4 patches or more, which may overlap, are
+    added until ten in a row add no patch or too many. The rest is masked patch by patch.
     """
     mask = np.zeros((side, side), dtype=bool)
-    low, high = np.log(_BLOCK_SHAPES)
+    low, high = np.log((0.3, 1 / 0.3))  # height over width
     missing = num_masked
     num_tries = 0
-    while missing > 0 and num_tries < _NUM_BLOCK_TRIES:
+    while missing > 0 and num_tries < 10:
         num_tries += 1
         draws = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
-        least = min(_LEAST_BLOCK, missing)
+        least = min(4, missing)
         area = least + (missing - least) * draws[0]
         shape = np.exp(low + (high - low) * draws[1])
         height = min(max(round(float(np.sqrt(area * shape))), 1), side)

@@ -157,8 +157,6 @@ def update_average(
     step on the device, and so does this; None if the step was taken.
     """
     averages, followed = _local_weights(average), _local_weights(model)
-    if not averages:
-        return
     if grad_norm is None:
         torch._foreach_lerp_(averages, followed, 1.0 - momentum)
         return

@@ -108,25 +108,21 @@ def test_an_override_that_names_a_component_replaces_it_whole(tmp_path):
     assert "seed" not in base.dataset
 
 
-def test_a_baseline_that_cannot_run_is_skipped(read):
-    peers = {"ours": OURS, "limit": {"kind": "limit"}}
-    baselines, skipped = read(peers=peers, num_ranks=2)
-    assert list(baselines) == ["ours"]
-    assert skipped == {"limit": "skipped: runs as one process only"}
-
-
 @pytest.mark.parametrize(
-    ("recipe", "kind", "changes", "reason"),
+    ("recipe", "kind", "changes", "num_ranks", "reason"),
     [
-        ("text", "hf_trainer", ADAPTED, "trains no adapters"),
-        ("pairs", "stock", ADAPTED, "trains no adapters on pairs"),
+        ("text", "limit", {}, 2, "runs as one process only"),
+        ("text", "hf_trainer", ADAPTED, 1, "trains no adapters"),
+        ("pairs", "stock", ADAPTED, 1, "trains no adapters on pairs"),
     ],
 )
-def test_baselines_are_skipped_where_they_compute_something_else(
-    recipe, kind, changes, reason, read
+def test_baselines_are_skipped_where_they_cannot_run(
+    recipe, kind, changes, num_ranks, reason, read
 ):
-    found = read(changes, recipe, peers={"ours": OURS, "other": {"kind": kind}})[1]
-    assert found["other"].startswith(f"skipped: {reason}")
+    peers = {"ours": OURS, "other": {"kind": kind}}
+    baselines, skipped = read(changes, recipe, peers=peers, num_ranks=num_ranks)
+    assert list(baselines) == ["ours"]
+    assert skipped == {"other": f"skipped: {reason}"}
 
 
 def test_missing_packages_are_named(read, monkeypatch):
@@ -159,13 +155,13 @@ def test_a_problem_of_a_baseline_names_it_and_its_key(read, key, value):
 
 
 def test_pairs_have_kinds_and_keys_of_their_own(read):
-    peers = {"hf": {"kind": "hf_trainer"}, "stock": {"kind": "stock", "max_tokens_per_row": 9}}
+    peers = {"hf": {"kind": "hf_trainer"}, "stock": {"kind": "stock", "train_sampling_strategy": 9}}
     base = {"ref_checkpointer": None, "sft_loss_weight": 1.0}
     (found,) = problems(read, base, "pairs", peers=peers)
     assert found.startswith("overrides.sft_loss_weight=1.0: only kind=update_step adds it")
     first, second = problems(read, {"ref_checkpointer": None}, "pairs", peers=peers)
     assert first == "peers.hf: kind=hf_trainer: set it to one of stock, update_step"
-    assert second.startswith("peers.stock: max_tokens_per_row: this recipe has no such key")
+    assert second.startswith("peers.stock: train_sampling_strategy: this recipe has no such key")
 
 
 @pytest.mark.parametrize(

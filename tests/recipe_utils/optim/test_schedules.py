@@ -21,7 +21,7 @@ def whole():
 def groups_of(settings, parameters, **optimizer):
     depth_of = partial(layer_of, num_layers=NUM_LAYERS)
     optimizer = {"lr": 0.5, **optimizer}
-    return settings.groups_by_depth(parameters, optimizer, depth_of, NUM_LAYERS + 2)
+    return settings.groups_by_depth(parameters, optimizer, depth_of, NUM_LAYERS + 2, False)
 
 
 def test_half_a_cosine_goes_from_start_to_end_and_stays_there():

@@ -230,13 +230,11 @@ def test_images_of_one_channel_have_no_colors_to_change():
     ("name", "value", "message"),
     [
         ("num_local_crops", 0, "greater than or equal to 1"),
-        ("global_crop_size", 0, "greater than or equal to 1"),
         ("global_crop_scale", [0.3, 1.2], "less than or equal to 1"),
         ("local_crop_scale", [0.3, 0.1], "smallest and the largest value"),
         ("blur_sigma", [0.0, 1.0], "greater than 0"),
         ("aspect_ratio", [0.3], "smallest and the largest value"),
         ("hue", 0.6, "less than or equal to 0.5"),
-        ("flip_probability", 1.5, "less than or equal to 1"),
         ("contrast", float("nan"), "less than or equal to 1"),
         ("interpolation", "lanczos", "'bicubic' or 'bilinear'"),
         ("blur_probability", [0.5], "at least 3 items"),

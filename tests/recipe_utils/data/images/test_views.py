@@ -38,6 +38,19 @@ NUM_IMAGES = 37
 P, G, L = 16, 1 + 2 + 16, 1 + 2 + 4
 
 
+class NamedViews(ViewCollator):
+    """Adds the names of the images to the inputs."""
+
+    @staticmethod
+    def prepare(sample, name):
+        return {**sample, "name": name}
+
+    def collate(self, samples):
+        made = super().collate(samples)
+        made.inputs["names"] = [sample["name"] for sample in samples]
+        return made
+
+
 class Pictures(Dataset):
     def __init__(self, num=NUM_IMAGES, bad=(), dtype=np.float32, has_labels=True):
         self.num, self.bad, self.dtype, self.has_labels = num, bad, dtype, has_labels
@@ -66,7 +79,7 @@ def make_loader(dataset=None, ranks=(), layout=LAYOUT, keys=(), **data):
     settings = settings_of(**{"batch_size": 4, "global_batch_size": 16, **data, **keys})
     return UpdateStepLoader(
         views_of(dataset, layout, **keys),
-        ViewCollator(settings, layout),
+        NamedViews(settings, layout),
         settings,
         join_ranks(RankSettings(device="cpu", **dict(ranks))),
     )
@@ -77,7 +90,7 @@ def images_of(microbatch):
     targets, inputs = microbatch.targets, microbatch.inputs
     found = {}
     starts = targets.cls_positions.tolist()
-    for image, name in enumerate(targets.names):
+    for image, name in enumerate(inputs["names"]):
         of_local = 2 * targets.num_images + targets.num_local_crops * image
         crops = [(start, G) for start in starts[2 * image : 2 * image + 2]]
         crops += [(start, L) for start in starts[of_local : of_local + targets.num_local_crops]]
@@ -91,7 +104,7 @@ def images_of(microbatch):
 
 
 def groups_of(microbatch):
-    names = np.array(microbatch.targets.names)
+    names = np.array(microbatch.inputs["names"])
     groups = microbatch.targets.koleo_groups.tolist()
     assert groups == sorted(groups)
     return [tuple(names[np.equal(groups, group)].tolist()) for group in sorted(set(groups))]
@@ -152,7 +165,7 @@ def test_every_image_is_in_one_update_step_and_its_group_follows_its_position(wh
     order = epoch_permutation(NUM_IMAGES, 1, shuffle=True).tolist()
     for number, (images, groups, totals) in enumerate(whole_steps):
         window = order[16 * number : 16 * (number + 1)]
-        names = [f"image {index} of dataset ({index}.png)" for index in window]
+        names = [f"sample {index} of dataset" for index in window]
         assert set(images) == set(names)
         assert groups == sorted(tuple(names[i : i + 4]) for i in range(0, len(names), 4))
         assert totals["images"] == len(window)
@@ -213,9 +226,7 @@ def collated(num=3, layout=LAYOUT, dtype=np.float32, **keys):
         views_of(Pictures(dtype=dtype), layout, **keys)[StepIndex(i, 2, 1, i, 8)]
         for i in range(num)
     ]
-    collator = ViewCollator(settings_of(batch_size=8, **keys), layout)
-    prepared = [collator.prepare(s, f"sample {i} of dataset") for i, s in enumerate(samples)]
-    return collator.collate(prepared), samples
+    return ViewCollator(settings_of(batch_size=8, **keys), layout).collate(samples), samples
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -242,11 +253,11 @@ def test_patches_are_what_a_convolution_sees_and_global_crops_come_first(dtype):
 
 def test_a_dummy_has_crops_but_no_targets_and_counts():
     collator = ViewCollator(settings_of(), LAYOUT)
-    dummy = collator.dummy(collator.prepare(views_of()[0], "sample 0 of dataset"))
+    dummy = collator.dummy(views_of()[0])
     assert dummy.inputs["crop_groups"] == ((2, G), (3, L))
     assert dummy.counts == {}
     targets = dummy.targets
-    assert (targets.num_images, targets.num_local_crops, targets.names) == (0, 3, ())
+    assert (targets.num_images, targets.num_local_crops) == (0, 3)
     assert not any(len(each) for each in targets if isinstance(each, torch.Tensor))
 
 
@@ -261,7 +272,7 @@ def test_without_masks_drop_path_and_groups():
     assert microbatch.targets.koleo_groups.tolist() == [0, 0, 0]
     assert microbatch.counts["koleo_images"] == 3
     collator = ViewCollator(settings_of(koleo_group_size=None), LAYOUT)
-    alone = collator.collate([collator.prepare(views_of()[0], "sample 0 of dataset")])
+    alone = collator.collate([views_of()[0]])
     assert alone.counts["koleo_images"] == 0
 
 
@@ -270,7 +281,7 @@ def test_without_masks_drop_path_and_groups():
 
 def test_a_bad_image_is_named_and_skipped_without_changing_other_groups(one_process, whole_steps):
     bad = epoch_permutation(NUM_IMAGES, 1, shuffle=True).tolist()[5]
-    name = f"image {bad} of dataset ({bad}.png)"
+    name = f"sample {bad} of dataset"
     with pytest.raises(
         SampleError, match=f"sample {bad} of dataset: image {bad}.png: .*not all finite"
     ):
@@ -299,7 +310,7 @@ def test_whole_images_are_one_crop_each_with_their_labels(one_process):
     with loader.epoch(0) as steps:
         for step in steps:
             (microbatch,) = step.microbatches
-            targets, number = microbatch.targets, len(microbatch.targets.names)
+            targets, number = microbatch.targets, microbatch.targets.num_images
             assert microbatch.inputs["crop_groups"] == ((number, G),)
             assert microbatch.inputs["input_pos"].shape == (1, number * G, 2)
             assert (microbatch.inputs["tokens"][0, targets.cls_positions, 0] == CLASS).all()
@@ -315,7 +326,7 @@ def test_neighbors_need_labels_and_views_do_not(one_process):
     with pytest.raises(SampleError, match="it has no label"):
         WholeImages(unlabeled, MultiCrop(**CROPS), LAYOUT)[0]
     with make_loader(unlabeled, global_batch_size=4).epoch(0) as steps:
-        assert next(iter(steps)).microbatches[0].targets.labels is None
+        assert next(iter(steps)).totals["images"] == 4
 
 
 # ---- Workers, fingerprints, settings --------------------------------------------------------------

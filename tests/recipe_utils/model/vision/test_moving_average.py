@@ -54,7 +54,3 @@ def test_a_step_that_a_fused_optimizer_skips_does_not_change_the_average():
         for each, of in zip((average, followed), before, strict=True):
             is_equal = [torch.equal(weight, of[n]) for n, weight in weights_of(each).items()]
             assert all(is_equal) == (value != 1.0)
-
-
-def test_a_stage_without_weights_moves_nothing():
-    update_average(nn.Identity(), nn.Identity(), 0.5, torch.tensor(1.0))

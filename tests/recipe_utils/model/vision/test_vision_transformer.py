@@ -4,6 +4,7 @@ Gradients on shards and pipeline stages: ``recipes/test_dinov3_gradients.py``.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import tiny_vit
@@ -233,25 +234,19 @@ def test_arguments_of_published_sizes_are_checked_as_a_config_s_are():
 # ---- Stages and weights -------------------------------------------------------------------------
 
 
-class TwoHeads(nn.Module):
-    """Output layer without a ``weight``."""
-
-    def __init__(self):
-        super().__init__()
-        self.cls = nn.Linear(DIM, 8)
-        self.patch = nn.Sequential(nn.Linear(DIM, 8), nn.GELU(), nn.Linear(8, 4, bias=False))
+HEAD = {"num_prototypes": 12, "hidden_dim": 8, "bottleneck_dim": 6, "num_layers": 2}
 
 
 def with_heads(**changed):
-    model = dinov3_vit(**{**SIZES, **changed})
-    model.output = TwoHeads()
-    return model
+    build = partial(dinov3_vit, **{**SIZES, **changed})
+    return vision_transformer.with_heads(build, HEAD, HEAD)()
 
 
 def test_stages_are_balanced_by_all_parameters_of_heads_and_without_a_head():
     assert layers_of_stages(dinov3_vit(**SIZES), 3) == [range(1), range(1, 2), range(2, 3)]
-    model = with_heads()
-    model.output.cls = nn.Linear(DIM, 3 * sum(p.numel() for p in model.layers[0].parameters()))
+    model = dinov3_vit(**SIZES)
+    params = sum(p.numel() for p in model.layers[0].parameters())
+    model.output = nn.Sequential(nn.Linear(DIM, 3 * params))
     assert layers_of_stages(model, 2) == [range(2), range(2, 3)]
 
 
@@ -289,8 +284,8 @@ def test_fresh_weights_have_a_deviation_by_the_number_of_inputs():
             if weight.dim() == 2 and "register" not in name:
                 std = weight.size(1) ** -0.5 * (1 if "prototypes" in name else 3**-0.5)
             assert weight.std().item() == pytest.approx(std, rel=0.35), name
-    # Patches, class token, registers; six matrices of each layer; three of the heads.
-    assert drawn == 3 + 6 * NUM_LAYERS + 3
+    # Patches, class token, registers; six matrices of each layer; three of each head.
+    assert drawn == 3 + 6 * NUM_LAYERS + 6
 
 
 def test_a_weight_of_an_unknown_kind_has_no_initial_value():
@@ -305,7 +300,7 @@ def test_names_of_weights_determine_their_depth():
     assert depths["tok_embeddings.patches.weight"] == depths["tok_embeddings.mask_token"] == 0
     assert depths["layers.0.attn.q_proj.weight"] == 1
     assert depths["layers.2.sa_scale.scale"] == NUM_LAYERS
-    assert depths["norm.weight"] == depths["output.patch.0.weight"] == NUM_LAYERS + 1
+    assert depths["norm.weight"] == depths["output.ibot.mlp.0.weight"] == NUM_LAYERS + 1
     assert layer_of("stage_1.layers.2.mlp.w1.bias", NUM_LAYERS) == 3
     assert layer_of("output.layers.0.weight", NUM_LAYERS) == NUM_LAYERS + 1
     with pytest.raises(ValueError, match="temperature"):
