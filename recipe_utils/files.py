@@ -176,14 +176,6 @@ class TensorFile:
         """Returns the names of the tensors."""
         return list(self._file.keys())
 
-    def layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Returns dtype and shape of a tensor without reading it."""
-        try:
-            part = self._file.get_slice(name)
-            return dtype_of(part.get_dtype()), tuple(part.get_shape())
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path}: {name} cannot be read ({error})") from error
-
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         """Returns a tensor, or a part of it."""
         try:

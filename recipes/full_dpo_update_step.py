@@ -61,7 +61,7 @@ OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(
     PreferenceSettings,  # sft_loss_weight, tokens_per_chunk
-    ReferenceSettings,  # reference, reference_cache_dir, precompute_reference
+    ReferenceSettings,  # reference, reference_cache_dir
     PairSettings,  # prefix_sharing
     ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
     PipelineSettings,  # pipeline_parallel_schedule, ...
@@ -115,12 +115,12 @@ class FullDPORecipe:
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, whole)
         self.reference = build("reference", Reference, settings, loss_fn, ranks)
-        of_policy = cfg.get("ref_checkpointer"), whole, self.tokenizer
+        of_policy = cfg.get("ref_checkpointer"), whole, self.checkpointer
         build("ref_checkpointer", self.reference.check, *of_policy)
 
         # ---- Data
         limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
-        collator = PairCollator(settings, self.tokenizer, limits, self.reference.cached)
+        collator = PairCollator(settings, self.tokenizer, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks)
 
@@ -143,7 +143,7 @@ class FullDPORecipe:
         self.offloading = settings.offloading(self.model)
         own = partial(build_frozen_model, make_model, prepare, ranks=ranks)
         context = {"model": settings.model, "layout": collator.layout}
-        frozen |= self.reference.set_up(self.model, self.pipeline, own, self.checkpointer, context)
+        frozen |= self.reference.set_up(self.model, self.pipeline, own, context)
 
         # ---- Optimizer, and resume
         self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)

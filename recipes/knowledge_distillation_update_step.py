@@ -60,7 +60,7 @@ OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(
-    TeacherSettings,  # kd_ratio, teacher_dtype, teacher_cache, ...
+    TeacherSettings,  # kd_ratio, teacher_dtype, ...
     ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
     PipelineSettings,  # pipeline_parallel_schedule, ...
     optimizer.OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
@@ -86,8 +86,6 @@ class Settings(
     """Frozen torchtune decoder or transformers folder of any size; the student's vocabulary."""
     teacher_checkpointer: Component | None = None
     """Loads its weights: a torchtune checkpointer, or FolderCheckpointer (transformers)."""
-    teacher_tokenizer: Component | None = None
-    """Compared with ``tokenizer``; null reads tokenizer.json beside the teacher's weights."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """Validation dataset; requires ``run_val_every_n_steps``."""
 
@@ -117,19 +115,18 @@ class KDRecipe:
         whole = build("model", build_on_meta, make_model, settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, whole)
-        self.teacher.build_parts(cfg, self.tokenizer)
+        self.teacher.build_parts(cfg)
         if self.teacher.is_used:
             with naming():
                 loss_fn = make_distillation_loss(loss_fn, kd_loss_fn, settings.kd_ratio)
-                self.teacher.check_student(whole, loss_fn)
+                self.teacher.check_student(whole, self.checkpointer)
         # Without a teacher the loss is that of fine-tuning, with one metric.
         self.metrics = SUMS if self.teacher.is_used else SUMS[:1]
 
         # ---- Data
         device, teacher = ranks.device, self.teacher.whole
         limits = limits_of(whole, device, settings.compile, teacher=teacher)
-        of_text = (self.tokenizer, loss_fn.ignore_index, limits, self.teacher.cached)
-        collator = TextCollator(settings, *of_text)
+        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks)
 
@@ -150,8 +147,7 @@ class KDRecipe:
         dtype, num_sums = settings.torch_dtype, len(self.metrics)
         self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
         self.offloading = settings.offloading(self.model)
-        parts = whole, collator.longest_row, groups, settings.teacher_model
-        frozen |= self.teacher.set_up(*parts)
+        frozen |= self.teacher.set_up(whole, collator.longest_row, groups)
 
         # ---- Optimizer, and resume
         self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)
@@ -161,7 +157,6 @@ class KDRecipe:
         self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
         position = run.resume(TrainingParts(*trained, frozen))
         self.lr_scheduler = optimizer.build_lr_scheduler(schedule, self.optimizer, *position)
-        self.teacher.precompute(settings.epochs, self.loader, self.val_loader)
 
     # ---- Objective and update -------------------------------------------------------------------
 

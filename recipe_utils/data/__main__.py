@@ -98,7 +98,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
         except SampleError as error:
             yield f"\n{error}"
             continue
-        row = collator.make([sample])
+        row = collator.collate([sample])
         for number, branch in enumerate(chains(sample.get("documents", ()))):
             places = [place for each in branch.ranges for place in range(*each)]
             tokens, labels = row.inputs["tokens"][0, places], row.targets.labels[0, places]

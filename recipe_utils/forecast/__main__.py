@@ -3,194 +3,132 @@ r"""Forecasts memory and computation of a training without weights, a GPU or oth
     python -m recipe_utils.forecast full_finetune_update_step --config llama3_1/8B_full_update_step \
       --ranks 8 --memory 80GiB --tflops 990
 
-The recipe file's own ``setup`` and ``update`` run on fake tensors, which have shapes and no memory.
-Rank 0 of ``--ranks`` is measured, with and without recomputation; all tokens are targets. No weights,
-data or tokenizer are read, only the ``config.json`` of a model of transformers, and nothing is
-written to ``output_dir``.
+Rank 0 makes update steps on fake tensors, which have shapes and no memory. No weights, data or
+tokenizer are read, only the ``config.json`` of a model of transformers, and nothing is written.
 """
 
 import argparse
 import inspect
 import logging
-import re
+import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+import torch.distributed as dist
+from omegaconf import DictConfig
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
-from recipe_utils.forecast import Measured, largest_that_fits, measure, shares_of
-from recipe_utils.forecast.fake_world import fake_world
-from recipe_utils.forecast.live_bytes import LiveBytes
-from recipe_utils.prove.recipe_file import OF_OUTPUT, parser_of, paths_of, redirected
+from recipe_utils.forecast.fake_step import FakeTraining
+from recipe_utils.prove.recipe_file import parser_of, paths_of
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.settings.components import component_at
-from recipe_utils.settings.describe import load_recipe
-from recipe_utils.settings.keys import keys_of
+from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.settings.read import read_settings
+from recipe_utils.tune.registry import RECIPES
 
 USABLE, EFFICIENCY = 0.92, 0.4
 """Share of the memory that counted bytes may take, and of ``--tflops`` that update steps reach."""
-_GIB, _HERE = 2**30, "recipe_utils.forecast.fake_world"
-_NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
-_REFUSED = {"pipeline_parallel_dim": 1, "reference": "live", "teacher_cache": None}
-"""Keys without a forecast, and their values that have one."""
+_GIB = 2**30
+_FORECAST = {"pipeline_parallel_dim": 1, "reference": "live"}
+"""Key -> its only value that has a forecast."""
 _OF_CUDA = ("compile", "enable_activation_offloading", "fsdp_cpu_offload", "fsdp")
-_OF_DATA = ("packed_attention", "loss_weights", "mixture", "teacher_tokenizer")
-_LEFT_OUT = {*OF_OUTPUT, *_OF_CUDA, *_OF_DATA}
-_WAYS = {"recomputation": True, "no recomputation": False}
 
 
-def config_of(cfg: DictConfig, folder: Path, keys: Mapping[str, Any]) -> DictConfig:
-    """Returns a config without files for a recipe with ``keys``; ConfigError if it has no forecast."""
-    for key, allowed in _REFUSED.items():
-        if key in keys and cfg.get(key) not in (allowed, None):
-            instead = "null" if allowed is None else allowed
-            raise ConfigError(Problem(key, f"it has no forecast; set it to {instead}", cfg[key]))
-    raw = redirected(cfg, folder)
-    left_out = _LEFT_OUT | set(re.findall(r"\$\{(\w+)", str(raw))) - keys.keys()
-    made: Any = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
-    made = {key: value for key, value in made.items() if key not in left_out}
-    kind = "pair" if "prefix_sharing" in keys else "image" if "mask_ratio" in keys else "text"
-    made |= {"device": "cpu", "dataset": {"_component_": f"{_HERE}.FakeDataset", "kind": kind}}
-    with suppress(KeyError, TypeError, ValueError):  # problems that the recipe reports
-        own = made["optimizer"]
-        takes = inspect.signature(component_at(own["_component_"])).parameters
-        if cfg.get("device") != "cpu" and "foreach" in takes and not own.get("fused"):
-            own.setdefault("foreach", True)  # PyTorch's default on CUDA
-        if kind == "image":
-            return OmegaConf.create(made)
-        for name in ("checkpointer", "ref_checkpointer", "teacher_checkpointer"):
-            if made.get(name) is not None:
-                model = made["teacher_model" if name.startswith("teacher") else "model"]
-                made[name] = {"_component_": f"{_HERE}.FakeWeights", "model": model, "seed": 0}
-        fixed = {"_component_": "types.SimpleNamespace", "pad_id": 0}
-        made["tokenizer"] = {**fixed, "max_seq_len": made["tokenizer"].get("max_seq_len")}
-        plans = hasattr(component_at(made["model"]["_component_"]), "recipe_defaults")
-        if made.get("microbatching", "packed" if plans else "in_order") != "in_order":
-            made["max_tokens_per_microbatch"] = 1 << 24  # measure() makes the rows
-    return OmegaConf.create(made)
+def training_of(recipe: str, cfg: DictConfig, **changes: Any) -> FakeTraining:
+    """Returns a training with rows of any length; ConfigError if it has no forecast."""
+    for key, value in _FORECAST.items():
+        if cfg.get(key) not in (value, None):
+            raise ConfigError(Problem(key, f"it has no forecast; set it to {value}", cfg[key]))
+    made, on_cuda = cfg.copy(), cfg.get("device") != "cpu"
+    for key in (*_OF_CUDA, "packed_attention"):
+        made.pop(key, None)
+    made.update({**changes, "device": "cpu"})
+    settings: Any = read_settings(made, settings_of(recipe))
+    takes = inspect.signature(component_at(made.optimizer["_component_"])).parameters
+    if on_cuda and "foreach" in takes and not made.optimizer.get("fused"):
+        made.optimizer.setdefault("foreach", True)  # PyTorch's default there
+    if settings.plans_by_tokens:
+        settings = replace(settings, max_tokens_per_microbatch=1 << 24)
+    return FakeTraining(made, settings, on_cuda)
 
 
-@contextmanager
-def set_up(
-    recipe: str, cfg: DictConfig, num_ranks: int, live: LiveBytes, **changes: Any
-) -> Iterator[tuple[Any, Callable[..., Measured]]]:
-    """Yields a recipe after its ``setup``, and a function that measures its update steps."""
-    on_cuda = cfg.get("device") != "cpu"
-    with tempfile.TemporaryDirectory() as folder, fake_world(num_ranks, live, on_cuda) as mode:
-        settings, recipe_class = load_recipe(recipe)
-        if recipe_class is None:
-            raise ConfigError(f"recipe={recipe}: it needs one class with setup() and update()")
-        own = config_of(cfg, Path(folder), keys_of(settings))
-        own.update(changes)
-        try:
-            made = recipe_class(own)
-            with made.run:
-                made.setup(own)
-                if hasattr(made.model, "decoder"):
-                    raise ConfigError("model: images beside text have no forecast; set a decoder")
-                yield made, partial(measure, made, live=live, mode=mode)
-        except _NEEDS_NUMBERS as error:
-            text = f"its shapes depend on numbers ({error}), which fake tensors do not have"
-            raise ConfigError(f"model: {text}; set another model") from error
-
-
-def sizes_of(made: Any, cfg: DictConfig) -> tuple[int, int, int]:
-    """Returns the positions, or images, of a sample, a configured microbatch and an update step."""
-    loader, collator, samples = made.loader, made.loader.collator, made.loader.dataset.dataset
-    if "images" in collator.counts:
-        return made.settings.batch_size, made.settings.batch_size, loader.samples_per_rank
-    samples.length = min(collator.max_seq_len or 4096, collator.limits.max_seq_len)
-    of_one = collator.collate([loader.dataset[0]]).counts["positions"]
-    size, most = cfg.get("max_tokens_per_microbatch"), of_one * loader.samples_per_rank
-    size = size if isinstance(size, int) else made.settings.batch_size * of_one
-    return of_one, min(max(size, of_one), most), most
-
-
-def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> int:
-    """Prints the forecast of a recipe file; returns the exit code."""
-    if TorchVersion(torch.__version__) < "2.13":  # fake collectives and shapes of FLOPs are wrong
-        raise ConfigError(f"torch={torch.__version__}: a forecast needs 2.13; install it elsewhere")
-    logging.disable(logging.WARNING)
-    is_recomputed = bool(cfg.get("enable_activation_checkpointing") or cfg.get("ac_mode"))
-    if given.row:
-        with set_up(recipe, cfg, given.ranks, LiveBytes()) as (made, run):
-            of_one, samples = sizes_of(made, cfg)[0], made.loader.dataset.dataset
-            samples.length = max(samples.length * min(given.row, of_one) // of_one, 2)
-            run(min(given.row, of_one))
-            print(run(given.row, num_microbatches=given.microbatches).peak)
-        return 0
+def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> None:
+    """Prints a table with a line for each way: with and without recomputation."""
     limit, tflops = int(USABLE * given.memory * _GIB), EFFICIENCY * (given.tflops or 0)
-    for way, recomputes in _WAYS.items():
-        changes = {
-            "enable_activation_checkpointing": recomputes,
-            "ac_mode": None,
-            "ac_option": None,
-        }
-        live = LiveBytes()
-        with set_up(recipe, cfg, given.ranks, live, **changes) as (made, run):
-            of_one, size, most = sizes_of(made, cfg)
-            if size == most:  # an update step without accumulated gradients
-                run = partial(run, num_microbatches=1)
-            first = run(of_one)
-            shares = shares_of(made, live)
-            whole, double = run(size), run(2 * size)
-            unit = "image" if "images" in made.loader.collator.counts else "token"
-            multiple = 128 if unit == "token" else made.settings.koleo_group_size or 1
-            found = largest_that_fits(run, (whole, double), limit, most, multiple)
-        if way == next(iter(_WAYS)):
-            parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in shares.items())
+    is_recomputed = bool(cfg.get("enable_activation_checkpointing") or cfg.get("ac_mode"))
+    without = {"ac_mode": None, "ac_option": None}
+    for way in (True, False):
+        made = training_of(recipe, cfg, enable_activation_checkpointing=way, **without)
+        settings, collator = made.settings, made.collator
+        length = min(collator.max_seq_len or 4096, collator.limits.max_seq_len)
+        of_one, _, flops = made.measure(1, length)
+        most = of_one * settings.batch_size * settings.num_accumulated(made.ranks.dp_degree)
+        size = cfg.get("max_tokens_per_microbatch")
+        size = size if isinstance(size, int) else settings.batch_size * of_one
+        count = 1 if size >= most else 2  # without accumulated gradients
+        size, peak, _ = made.measure(min(size, most), length, count)
+        double, above, _ = made.measure(2 * size, length, count)
+        per_token = (above - peak) / (double - size)
+        fits = min(int(size + (limit - peak) / per_token) // 128 * 128, most)
+        if way:
+            parts = ", ".join(f"{name} {each / _GIB:.2f}" for name, each in made.shares.items())
             print(f"GiB on each of {given.ranks} rank(s): {parts}")
-            columns = [f"MiB/{unit}", "GiB without", f"at {whole.size:,} {unit}s"]
-            columns += [f"most in {given.memory:g} GiB", f"GFLOP/{unit}"]
-            columns += [f"s/{most:,} {unit}s"] * bool(tflops)
+            columns = ["MiB/token", "GiB without", f"at {size:,} tokens"]
+            columns += [f"most in {given.memory:g} GiB", "GFLOP/token"]
+            columns += [f"s/{most:,} tokens"] * bool(tflops)
             print(f"{'':30}", *(f"{each:>17}" for each in columns))
-        per_unit = (double.peak - whole.peak) / (double.size - whole.size)
-        numbers = [f"{per_unit / 2**20:.3f}", f"{(whole.peak - per_unit * whole.size) / _GIB:.2f}"]
-        numbers += [f"{whole.peak / _GIB:.2f}"]
-        numbers += ["none" if found is None else f"{found.size:,} ({found.peak / _GIB:.2f})"]
-        gflops = first.flops / first.size / 1e9
-        numbers += [f"{gflops:.3g}"]
-        numbers += [f"{gflops * most / tflops / 1000:.3g}"] if tflops else []
-        label = way + " (as configured)" * (is_recomputed == recomputes)
-        print(f"{label:30}", *(f"{each:>17}" for each in numbers), flush=True)
+        row = [f"{per_token / 2**20:.3f}", f"{(peak - per_token * size) / _GIB:.2f}"]
+        row += [f"{peak / _GIB:.2f}", f"{fits:,}" if fits >= of_one else "none"]
+        row += [f"{flops / of_one / 1e9:.3g}"]
+        row += [f"{flops / of_one * most / tflops / 1e12:.3g}"] if tflops else []
+        label = f"{'' if way else 'no '}recomputation{' (as configured)' * (way == is_recomputed)}"
+        print(f"{label:30}", *(f"{each:>17}" for each in row), flush=True)
     ignored = "".join(f", {key}={cfg[key]}" for key in _OF_CUDA if cfg.get(key))
     print(f"Not counted: allocator, NCCL, workspaces ({1 - USABLE:.0%} of the memory){ignored}.")
-    return 0
-
-
-def gib(text: str) -> float:
-    """Returns the number of a size such as ``80GiB``."""
-    return float(text.removesuffix("GiB"))
 
 
 def main() -> None:
     """Forecasts the recipe given on the command line."""
     parser = parser_of("python -m recipe_utils.forecast", __doc__)
     parser.add_argument("--ranks", type=int, default=1, help="ranks of the training (default 1)")
+    gib = lambda text: float(text.removesuffix("GiB"))  # noqa: E731
     parser.add_argument("--memory", type=gib, default=80.0, help="of each rank (default 80GiB)")
     parser.add_argument("--tflops", type=float, help="peak of the device in dtype [TFLOP/s]")
-    parser.add_argument(
-        "--row", type=int, help="prints only the peak [bytes] at rows of so many tokens"
-    )
-    parser.add_argument(
-        "--microbatches", type=int, default=2, help="of such rows, 1 or 2 (default)"
-    )
     given, overrides = parser.parse_known_args()
+    known = [name for name in RECIPES if name.endswith("update_step") and "dino" not in name]
+    if given.recipe not in known:
+        text = "edited files and images have no forecast; set the recipe to one of"
+        parser.error(f"{given.recipe}: {text} {', '.join(known)}")
     recipe, path = paths_of(parser, given)
     sys.argv = [recipe, "--config", path, *overrides]
-    sys.exit(entry_point(lambda cfg: forecast(recipe, cfg, given))())
+
+    def start(cfg: DictConfig) -> None:
+        if TorchVersion(torch.__version__) < "2.13":  # fake collectives and FLOPs are wrong
+            text = "a forecast needs 2.13; install it elsewhere"
+            raise ConfigError(f"torch={torch.__version__}: {text}")
+        logging.disable(logging.WARNING)
+        names = dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
+        os.environ.update(
+            names, **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(given.ranks))
+        )
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.ranks)
+        try:
+            forecast(recipe, cfg, given)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            text = f"its shapes depend on numbers ({error}), which fake tensors do not have"
+            raise ConfigError(f"model: {text}; set another model") from error
+        finally:
+            dist.destroy_process_group()
+
+    sys.exit(entry_point(start)())
 
 
 if __name__ == "__main__":

@@ -2,26 +2,20 @@
 
 import weakref
 from typing import Any
-from unittest import mock
 
-import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-_aten, _flash = torch.ops.aten, "_scaled_dot_product_flash_attention"
-_LIKE = {"addmm_": "addmm"} | {f"{_flash}_for_cpu{x}": f"{_flash}{x}" for x in ("", "_backward")}
-"""Operation that PyTorch does not count -> operation with the same FLOPs."""
-_FLOPS: dict[Any, Any] = flop_registry | {
-    getattr(_aten, name): flop_registry[getattr(_aten, like)] for name, like in _LIKE.items()
-}
+_FLOPS: dict[str, Any] = {each.__name__: count for each, count in flop_registry.items()}
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of live storages: those that operations in it make, and those of :meth:`hold`.
 
-    It follows ``storage.resize_``, with which FSDP2 frees and gathers weights.
+    FSDP2 gathers and frees weights by resizing storages, which is no operation: its own operations read all
+    sizes, all others those of storages that were resized before.
     """
 
     supports_higher_order_operators = True
@@ -30,20 +24,21 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = self.flops = 0
         self._held: dict[int, tuple[Any, int]] = {}
+        self._resized: set[int] = set()
 
     def hold(self, tensor: Tensor) -> None:
-        """Counts a tensor's storages, or their new sizes. Those on the meta device take nothing."""
+        """Counts a tensor's storages. Those on the meta device take nothing."""
         if hasattr(tensor, "__tensor_flatten__"):  # DTensor and NF4
             for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
                 if isinstance(part, Tensor):
                     self.hold(part)
         elif tensor.device.type != "meta":
-            self._hold(tensor.untyped_storage())
+            storage = tensor.untyped_storage()
+            if (key := storage._cdata) not in self._held:
+                self._held[key] = weakref.ref(storage, lambda _: self._release(key)), 0
+                self._resize(key, storage.nbytes())
 
-    def _hold(self, storage: UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._held:
-            self._held[key] = weakref.ref(storage, lambda _: self._release(key)), 0
+    def _resize(self, key: int, size: int) -> None:
         held, before = self._held[key]
         self._held[key] = held, size
         self.now += size - before
@@ -51,33 +46,21 @@ class LiveBytes(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         self.now -= self._held.pop(key)[1]
+        self._resized.discard(key)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # is called again with the parts
+        for key in [*(self._held if getattr(func, "namespace", "") == "fsdp" else self._resized)]:
+            held, before = self._held[key]
+            if (storage := held()) is not None and storage.nbytes() != before:
+                self._resized.add(key)
+                self._resize(key, storage.nbytes())
         made = func(*args, **(kwargs or {}))
-        if (count := _FLOPS.get(getattr(func, "_overloadpacket", func))) is not None:
+        name = getattr(func, "__name__", "").partition(".")[0].replace("_for_cpu", "")
+        if (count := _FLOPS.get(name.removesuffix("_"))) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=made)
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor):
                 self.hold(leaf)
         return made
-
-    def __enter__(self) -> "LiveBytes":
-        resize = UntypedStorage.resize_
-
-        def follow(storage: UntypedStorage, size: int) -> None:
-            resize(storage, size)
-            if storage._cdata in self._held:
-                self._hold(storage)
-
-        self._patch: Any = mock.patch.object(UntypedStorage, "resize_", follow)
-        self._patch.start()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *reason: Any) -> None:
-        super().__exit__(*reason)
-        self._patch.stop()

@@ -66,7 +66,7 @@ _NOISE = 0.02
 _FOLDER = "TORCHTUNE_UPDATE_STEP_PROVE"
 """Environment variable with the temporary folder of all ranks."""
 _UNUSED = (
-    *OF_OUTPUT, "lr_scheduler", "clip_grad_norm", "loraplus_lr_ratio", "reference_cache_dir", "teacher_cache_dir",
+    *OF_OUTPUT, "lr_scheduler", "clip_grad_norm", "loraplus_lr_ratio", "reference_cache_dir",
 )  # fmt: skip
 """Keys without influence on the gradient, except clipping, which would change it."""
 _GROUPS = {
@@ -136,7 +136,7 @@ def config_of(cfg: DictConfig, folder: Path, num_samples: int) -> DictConfig:
     kept = {key: value for key, value in raw.items() if key not in _UNUSED}
     cfg = OmegaConf.create({**kept, "seed": kept.get("seed") or 0})
     cfg.optimizer._component_ = "recipe_utils.prove.GradientRecorder"
-    if "teacher_cache" in cfg or cfg.get("reference") == "cached":
+    if cfg.get("reference") == "cached":
         cfg.epochs = cfg.max_steps_per_epoch = 1  # outputs of one update step
     ranks_per_row = (cfg.get("tensor_parallel_dim") or 1) * (cfg.get("pipeline_parallel_dim") or 1)
     per_pass = (cfg.get("batch_size") or 1) * max(world_size_from_env() // ranks_per_row, 1)
@@ -156,9 +156,6 @@ def refuse(cfg: DictConfig, is_text: bool) -> None:
         )
     if cfg.get("quantizer") is not None:
         raise ConfigError("quantizer: fake-quantized weights are not compared; remove it")
-    if cfg.get("teacher_cache") == "top_k":
-        text = "it approximates the divergence; set it to hidden, or remove it"
-        raise ConfigError(Problem("teacher_cache", text, "top_k"))
 
 
 def cut(cfg: DictConfig, folder: Path) -> str:

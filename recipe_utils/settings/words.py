@@ -14,8 +14,9 @@ WITHOUT_EFFECT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "context_parallel_dim": ((1,), _ROWS),
     "low_cpu_ram": ((True, False), "take it out"),
     "memory_efficient_fsdp_wrap": ((False,), "it must be False"),
+    "precompute_reference": ((True, False), "take it out"),
 }
-"""Keys of torchtune's configs -> values that are accepted, and what to do about any other."""
+"""Keys, most of torchtune's configs -> values that are accepted, and what to do about any other."""
 
 
 class Removed(NamedTuple):
@@ -23,10 +24,11 @@ class Removed(NamedTuple):
 
     text: str
     """What it was, and what to do instead."""
-    changes_losses: bool = False
-    """A run that had it cannot be resumed with the same losses."""
+    changes_losses: bool | tuple[str, ...] = False
+    """A run that had it, or one of these values, cannot be resumed with the same losses."""
 
 
+_TEACHER_CACHE = "it stored a teacher's outputs before training; the teacher runs in every update step: remove it"
 _SPIKES = (
     "it skipped update steps with a gradient norm far above the median; set clip_grad_norm instead"
 )
@@ -51,6 +53,13 @@ REMOVED: Mapping[str, Removed] = {
     ),
     "on_spike": Removed(_SPIKES, changes_losses=True),
     "spike_factor": Removed(_SPIKES),
+    "teacher_cache": Removed(_TEACHER_CACHE, changes_losses=("top_k",)),
+    "teacher_cache_dir": Removed(_TEACHER_CACHE),
+    "teacher_tokenizer": Removed(
+        "it was compared with tokenizer; the tokenizer.json beside both weights are: remove it"
+    ),
+    "teacher_top_k": Removed(_TEACHER_CACHE),
+    "teacher_top_k_at_any_temperature": Removed(_TEACHER_CACHE),
 }
 """Key, argument (``mixture.weigh``) or key of a mapping (``global_batch_size.0``) -> what became of it."""
 
@@ -75,5 +84,10 @@ def removed_of_run(config: Mapping[str, Any]) -> Iterator[str]:
             else {}
         )
         for name, given in {key: value, **arguments}.items():
-            if name in REMOVED and REMOVED[name].changes_losses and given not in (None, False):
+            changes = REMOVED[name].changes_losses if name in REMOVED else False
+            if (
+                given in changes
+                if isinstance(changes, tuple)
+                else changes and given not in (None, False)
+            ):
                 yield f"{name}={given}"

@@ -43,18 +43,15 @@ def test_the_safetensors_library_reads_written_tensors(path):
         assert torch.equal(read[name], tensor), name
 
 
-def test_parts_and_layouts_of_tensors_are_read(path):
+def test_parts_of_tensors_are_read(path):
     write_tensors(path, TENSORS)
     file = TensorFile(path)
     assert set(file.names()) == TENSORS.keys()
-    for name, tensor in TENSORS.items():
-        assert file.layout(name) == (tensor.dtype, tuple(tensor.shape))
     slices = (slice(1, 4), slice(2, 3))
     assert torch.equal(file.read("transposed", slices), TENSORS["transposed"][slices])
     assert file.read("scalar").item() == 3.5
-    for read in (file.read, file.layout):
-        with pytest.raises(CheckpointError, match=r"t\.safetensors.*nowhere"):
-            read("nowhere")
+    with pytest.raises(CheckpointError, match=r"t\.safetensors.*nowhere"):
+        file.read("nowhere")
 
 
 def test_several_may_write_the_same_file_at_the_same_time(path):

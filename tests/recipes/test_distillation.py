@@ -1,7 +1,7 @@
-"""Distillation through the recipe: equivalences, metrics, cache, resume, and refused configs."""
+"""Distillation through the recipe: equivalences, metrics, resume, and refused configs."""
 
 import math
-import signal
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -19,14 +19,14 @@ from recipe_runs import (
     refusal,
     run_compiled_recipe,
     run_recipe,
-    run_recipes,
     run_stock_recipe,
     slow,
     with_adapters,
     writing_to,
 )
 from recipe_runs import tiny_kd_config as tiny_kd_config_of
-from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel import process_group
@@ -174,81 +174,6 @@ def test_of_one_microbatch_stock_losses_are_ours_plus_the_teacher_s_entropy(
     assert theirs["kd_loss"] == pytest.approx(kd_loss, rel=1e-5)
 
 
-# ---- Cache -------------------------------------------------------------------------------------------
-
-CACHES = {
-    "hidden": {"teacher_cache": "hidden"},
-    "all tokens": {
-        "teacher_cache": "top_k",
-        "teacher_top_k": tiny.VOCAB_SIZE,
-        "teacher_top_k_at_any_temperature": True,
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("layout", "cache"), [("pp-2", "hidden"), slow("fsdp-2, packed", "all tokens")]
-)
-def test_metrics_with_a_cache_are_those_without(cache, layout, tiny_kd_config):
-    world_size, changes = LAYOUTS.get(layout, (1, {}))
-    still = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0}, "epochs": 2}
-    live = curve_config(tiny_kd_config, **still, **changes)
-    configs = [{**live, **CACHES[cache]}, live]
-    found, expected = run_distributed(run_recipes, world_size, configs, KD)[0]
-    assert_same(figures(found), figures(expected), rel=1e-6)
-    assert not any("teacher_seconds" in metrics for metrics in found)
-
-
-def files_of(config):
-    return sorted(Path(config["output_dir"], "teacher").glob("*.safetensors"))
-
-
-def num_samples_in(files):
-    return sum(len(load_file(file)["keys"]) for file in files)
-
-
-@pytest.mark.slow
-def test_outputs_of_each_trained_or_validated_sample_are_computed_once(tiny_kd_config):
-    config = curve_config(tiny_kd_config, teacher_cache="hidden", microbatching="packed")
-    run({**config, "max_steps_per_epoch": 1})
-    first = files_of(config)
-    assert num_samples_in(first) == 8 + 13
-    config["max_steps_per_epoch"] = 2
-    logged = run({**config, "epochs": 2})
-    known = files_of(config)
-    assert set(first) < set(known)
-    assert 8 + 13 < num_samples_in(known) <= 38 + 13
-    again = run({**config, "epochs": 2, "kd_ratio": 0.5})
-    assert figures(again) == figures(logged)
-    for world_size, change in (
-        (1, {"kd_loss": {**OURS, "temperature": 3.0, "divergence": "js"}, "kd_ratio": 1.0}),
-        (1, {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.5}, "batch_size": 4}),
-        (2, {"pipeline_parallel_dim": 2, "num_workers": 2}),
-    ):
-        run_distributed(run, world_size, {**config, **change})
-        assert files_of(config) == known, change
-
-
-@pytest.mark.slow
-def test_outputs_of_another_teacher_precision_or_top_k_are_computed_again(tiny_kd_config):
-    config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=1)
-    run(config)
-    known = set(files_of(config))
-    others = [
-        {"teacher_dtype": "bf16"},
-        {"teacher_cache": "top_k", "kd_loss": {**OURS, "temperature": 1.0}},
-        {"teacher_cache": "top_k", "kd_loss": {**OURS, "temperature": 0.5}},
-        {"teacher_cache": "top_k", "kd_loss": {**OURS, "temperature": 0.5}, "teacher_top_k": 3},
-        {"teacher_model": {**tiny.TEACHER_MODEL, "rope_base": 10_000}},
-        {"teacher_checkpointer": {**config["teacher_checkpointer"], "checkpoint_files": ["teacher.pt"]}},
-    ]  # fmt: skip
-    for change in others:
-        run({**config, **change})
-        new = set(files_of(config)) - known
-        assert num_samples_in(new) == 8 + 13, change
-        known |= new
-
-
 # ---- Resume ------------------------------------------------------------------------------------------
 
 
@@ -270,6 +195,23 @@ def test_weights_of_another_model_are_refused(tiny_kd_config):
     assert "teacher_checkpointer: the checkpoint does not fit" in refusal(config, KD)
 
 
+def test_a_teacher_of_another_tokenizer_is_refused(tiny_kd_config, tmp_path):
+    config = curve_config(tiny_kd_config)
+    vocabulary = {f"token {i}": i for i in range(tiny.VOCAB_SIZE)}
+    for key in ("checkpointer", "teacher_checkpointer"):
+        (tmp_path / key).mkdir()
+        Tokenizer(WordLevel(vocabulary, unk_token="token 0")).save(
+            f"{tmp_path}/{key}/tokenizer.json"
+        )
+        vocabulary |= {"token 5": 6, "token 6": 5}
+        for file in config[key]["checkpoint_files"]:
+            shutil.copy(Path(config[key]["checkpoint_dir"], file), tmp_path / key)
+        config[key] = {**config[key], "checkpoint_dir": str(tmp_path / key)}
+    text = "token 5 is 'token 5' in the student's and 'token 6' in the teacher's"
+    assert f"teacher_checkpointer: {tmp_path}" in (found := refusal(config, KD))
+    assert text in found
+
+
 def test_a_sample_too_long_for_the_teacher_is_named_with_the_teacher_s_limit(tiny_kd_config):
     short = {**tiny.TEACHER_MODEL, "max_seq_len": 16}
     config = curve_config(tiny_kd_config)
@@ -278,9 +220,8 @@ def test_a_sample_too_long_for_the_teacher_is_named_with_the_teacher_s_limit(tin
         run({**config, "teacher_model": short})
 
 
-@pytest.mark.parametrize("cache", [None, "hidden"])
-def test_a_teacher_s_nan_is_named(cache, tiny_kd_config, tmp_path):
-    config = curve_config(tiny_kd_config, teacher_cache=cache)
+def test_a_teacher_s_nan_is_named(tiny_kd_config, tmp_path):
+    config = curve_config(tiny_kd_config)
     weights = tiny.tiny_model(tiny.TEACHER_MODEL).state_dict()
     weights["layers.0.attn.q_proj.weight"][0] = math.nan
     torch.save(weights, tmp_path / "teacher.pt")
@@ -317,30 +258,6 @@ def test_images_are_inputs_of_both_models_or_of_none(tiny_kd_config, tmp_path):
         run(config)
 
 
-def run_with_a_full_disk(config):
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with pytest.raises(ConfigError) as error:
-        run(config)
-    return str(error.value)
-
-
-def test_a_full_disk_is_named_and_leaves_no_file(tiny_kd_config):
-    config = curve_config(tiny_kd_config, teacher_cache="hidden", metric_logger=None)
-    (text,) = run_distributed(run_with_a_full_disk, 1, config)
-    assert "teacher_cache_dir: [Errno 27]" in text
-    assert not list(Path(config["output_dir"], "teacher").iterdir())
-
-
-def test_images_are_not_cached(tiny_kd_config):
-    config = curve_config(tiny_kd_config, teacher_cache="hidden", collate_fn="tiny.collate_images")
-    config["dataset"] = {"_component_": "tiny.tiny_image_dataset", "num_samples": 8}
-    with pytest.raises(ValueError, match="teacher_cache"):
-        run(config)
-
-
 def count_gloo_groups(config):
     groups = []
     make = process_group.new_cpu_group
@@ -362,5 +279,5 @@ def count_gloo_groups(config):
 )
 def test_training_and_validation_add_one_gloo_group_each(changes, expected, tiny_kd_config):
     """A gloo group connects each rank with all others. The main thread uses the default group."""
-    config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=1, **changes)
+    config = curve_config(tiny_kd_config, max_steps_per_epoch=1, **changes)
     assert run_distributed(count_gloo_groups, 2, config) == [expected] * 2

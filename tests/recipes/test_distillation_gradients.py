@@ -4,7 +4,6 @@ import pytest
 import torch
 from gradient_rows import (
     RECOMPUTED,
-    TEACHER_CACHED,
     Row,
     assert_exact,
     error_of_mutant,
@@ -16,21 +15,15 @@ from recipe_runs import KD, recipe_class, slow
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.loss import distillation
 from recipe_utils.model.frozen.model import FrozenModel
-from recipe_utils.model.frozen.outputs import FrozenOutputs
 from recipe_utils.model.transformers import decoder
 
 IN_ORDER, PADDED = ("in_order", 2), ("least_padding", 4, "last_microbatch")
-ALL_LOGITS = {
-    "teacher_cache": "top_k",
-    "teacher_top_k": 150,
-    "teacher_top_k_at_any_temperature": True,
-}
 FAST = [
     Row("one", "untied", objective="kd"),
     Row("fsdp-2", "tied", *IN_ORDER, None, "kd"),
     Row("fsdp-2", "tied", objective="kd", changes=spanning(2)),
     Row("pp-2", "untied", "least_padding", 4, None, "kd"),
-    Row("one", "untied/gemma2", objective="kd", changes=TEACHER_CACHED),  # whose tail caps logits
+    Row("one", "untied/gemma2", objective="kd"),  # whose tail caps logits
 ]
 ROWS = [
     *FAST,
@@ -40,7 +33,7 @@ ROWS = [
     Row("one", "untied", *PADDED, "symmetric"),
     Row("one", "lora", *IN_ORDER, None, "kd"),
     Row("fsdp-2", "untied", objective="kd"),
-    Row("fsdp-2", "tied", "in_order", 1, "last_microbatch", "kd alone", TEACHER_CACHED),
+    Row("fsdp-2", "tied", "in_order", 1, "last_microbatch", "kd alone"),
     Row("fsdp-2", "lora", *PADDED, "kd"),
     # Where an output layer is a unit of its own, FSDP2 frees its weight after each call.
     Row("fsdp-2", "untied", *IN_ORDER, None, "kd", {"teacher_custom_sharded_layers": ["output", "tok_embeddings"]}),
@@ -50,10 +43,10 @@ ROWS = [
     Row("hsdp-2x2", "untied", objective="kd"),
     Row("pp-2", "untied", *IN_ORDER, "InterleavedZeroBubble", "kd alone"),
     Row("pp-2", "tied", "in_order", 1, "GPipe", "reverse"),
-    Row("pp-2", "untied", objective="symmetric", changes=TEACHER_CACHED),
+    Row("pp-2", "untied", objective="symmetric"),
     Row("pp-4", "tied", *IN_ORDER, None, "kd"),
     Row("pp-2-fsdp-2", "untied", "least_padding", 4, "Interleaved1F1B", "kd"),
-    Row("pp-2-fsdp-2", "tied", *IN_ORDER, "InterleavedZeroBubble", "kd", TEACHER_CACHED),
+    Row("pp-2-fsdp-2", "tied", *IN_ORDER, "InterleavedZeroBubble", "kd"),
     # Rows of several ranks
     Row("fsdp-4", "tied", objective="symmetric", changes=spanning(4)),
     Row("hsdp-2x2", "untied", objective="reverse", changes=spanning(4)),
@@ -61,10 +54,10 @@ ROWS = [
     # Models of transformers
     Row("one", "qwen3/untied", objective="kd"),
     Row("one", "gemma2/qwen3", "least_padding", 4, None, "kd"),
-    Row("one", "lfm2/gemma3_text", objective="kd", changes=TEACHER_CACHED),  # whose output is tied
+    Row("one", "lfm2/gemma3_text", objective="kd"),  # whose output is tied
     Row("one", "granite/gpt_oss", objective="kd"),
-    Row("one", "granite/gemma2", "least_padding", 4, None, "kd", ALL_LOGITS),
-    Row("fsdp-2", "qwen3/gemma2", "least_padding", 4, None, "kd", TEACHER_CACHED),
+    Row("one", "granite/gemma2", "least_padding", 4, None, "kd"),
+    Row("fsdp-2", "qwen3/gemma2", "least_padding", 4, None, "kd"),
     Row("fsdp-2", "gemma3_text/lfm2", objective="kd"),
     Row("pp-2", "qwen3/gemma2", objective="kd"),
     Row("pp-2", "untied/gemma3_text", objective="kd"),
@@ -89,20 +82,18 @@ def a_mean_per_microbatch(patches):
 
 
 def outputs_of_another_microbatch(patches):
-    attach = FrozenOutputs._attach
+    outputs = FrozenModel.outputs
 
-    def attach_rotated(self, *args):
-        attached = attach(self, *args)
-        hidden = [microbatch.targets.teacher for microbatch in attached]
-        rotated = []
-        for microbatch, other in zip(attached, hidden[1:] + hidden[:1], strict=True):
-            num_targets = len(microbatch.targets.positions)
-            rows = other.hidden[:num_targets]
-            rows = torch.nn.functional.pad(rows, (0, 0, 0, num_targets - len(rows)))
-            rotated.append(microbatch.with_teacher(other._replace(hidden=rows)))
-        return rotated
+    def rotated(self, microbatches):
+        found = [*outputs(self, microbatches).values()]
+        sizes = [len(microbatch.targets.positions) for microbatch in microbatches]
+        pad = torch.nn.functional.pad
+        others = zip(sizes, found[1:] + found[:1], strict=True)
+        return {
+            i: pad(other[:n], (0, 0, 0, n - len(other[:n]))) for i, (n, other) in enumerate(others)
+        }
 
-    patches.setattr(FrozenOutputs, "_attach", attach_rotated)
+    patches.setattr(FrozenModel, "outputs", rotated)
 
 
 def no_square_of_the_temperature(patches):

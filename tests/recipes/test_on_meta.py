@@ -224,8 +224,6 @@ SIMPO = {"loss": {"_component_": "recipe_utils.loss.preference.SimPOLoss"}, "sft
         slow(DPO, OFFLOAD),
         slow(DPO, SIMPO),
         slow(KD, PACKED),
-        slow(KD, {"teacher_cache": "hidden"}),
-        slow(KD, {"teacher_cache": "top_k", "teacher_top_k": 5}),
         slow(KD, OFFLOAD),
         slow(DINO, {}),
         slow(DINO, {"koleo_group_size": None}),

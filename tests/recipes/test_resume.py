@@ -35,7 +35,6 @@ DISTILLED = {
     "teacher_sizes": tiny.TEACHER_MODEL,
     "kd_loss": {"_component_": "recipe_utils.loss.LinearDistillationLoss", "temperature": 2.0},
 }
-CACHED = {**DISTILLED, "teacher_cache": "hidden"}
 STAGES = {**SAMPLES, "model": tiny.DEEP_MODEL, "microbatching": "in_order", "batch_size": 1}
 ADAPTED = {**SAMPLES, "clip_grad_norm": 0.05}
 DROPS = tiny.adapted(tiny.DEEP_MODEL, lora_dropout=0.3)
@@ -50,10 +49,9 @@ ROWS = {  # recipe, config, and layouts: the first saves and resumes bitwise, ot
     "live reference": (DPO, {"dataset": PAIRS, "sft_loss_weight": 0.2}, ["fsdp-2"]),
     "cached reference": (DPO, {"dataset": PAIRS, "sft_loss_weight": 0.2, "reference": "cached"}, ["pp-2"]),
     "live teacher": (KD, DISTILLED, ["fsdp-2"]),
-    "cached teacher": (KD, CACHED, ["one"]),
-    "cached teacher in stages": (KD, CACHED, ["pp-2"]),
+    "teacher in stages": (KD, DISTILLED, ["pp-2"]),
 }  # fmt: skip
-FAST = ("cached reference", "cached teacher", "dropout")
+FAST = ("cached reference", "dropout")
 
 
 def figures(logged, is_same_layout=True):

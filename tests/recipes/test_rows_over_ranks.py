@@ -10,7 +10,7 @@ import tiny
 import torch
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
-from recipe_runs import KD, STEP_OF_8, refusal, run_recipe, writing_to
+from recipe_runs import STEP_OF_8, run_recipe, writing_to
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
@@ -23,13 +23,6 @@ from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
 SPANNING = {"microbatching": "packed", "batch_size": 1, "max_tokens_per_microbatch": 12}
-
-
-def test_a_teacher_s_cache_of_whole_rows_is_refused(tiny_kd_config, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    config = tiny_kd_config(**SPANNING, max_ranks_per_row=2, teacher_cache="hidden")
-    text = "1 problem in the config:\n  - max_ranks_per_row=2: teacher_cache=hidden stores outputs of whole rows"
-    assert text in refusal(config, KD)
 
 
 @pytest.fixture

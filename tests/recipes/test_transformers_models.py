@@ -12,7 +12,6 @@ from decoder_types import tiny_config_of
 from distributed_runs import run_distributed
 from recipe_runs import (
     DPO,
-    KD,
     losses,
     refusal,
     run_compiled_recipe,
@@ -22,8 +21,6 @@ from recipe_runs import (
     slow,
 )
 from tiny_transformers import save_tiny
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from recipe_utils.data.text.documents import chains as chains_of
 from recipe_utils.data.text.documents import length_of
@@ -189,17 +186,3 @@ def ancestors_but_the_nearest(patches):
 def test_a_wrong_mask_is_not_proved(mutate, model_type, monkeypatch):
     mutate(monkeypatch)
     assert not probe.prove(tiny_config_of(model_type), "sdpa").computes_trees
-
-
-def test_a_teacher_with_other_tokens_is_refused(tiny_kd_config, tmp_path):
-    keys = save_tiny(tmp_path / "teacher", "qwen3")
-    config = tiny_kd_config(
-        tokenizer={"_component_": "tiny.ReadableTokenizer", "max_seq_len": 64},
-        teacher_sizes=keys["model"],
-        teacher_checkpointer=keys["checkpointer"],
-    )
-    tokens = {f"token {i}": i for i in range(40)} | {"another": 40}
-    Tokenizer(WordLevel(tokens, "another")).save(str(tmp_path / "teacher" / "tokenizer.json"))
-    assert "token 40 is 'token 40' in the student's and 'another' in the teacher's" in refusal(
-        config, KD
-    )

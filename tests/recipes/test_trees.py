@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from gradient_rows import RECOMPUTED, Row, assert_exact, error_of_mutant, on_ranks, spanning
-from recipe_runs import KD, losses, refusal, run_recipe, slow
+from recipe_runs import losses, refusal, run_recipe, slow
 from tiny_transformers import save_tiny
 
 from recipe_utils.data.text import trees
@@ -45,9 +45,7 @@ def test_gradients_are_those_of_the_sequences(rows, weights_folder, tmp_path):
     assert_exact(rows, weights_folder, tmp_path)
 
 
-def test_what_cannot_have_trees_is_refused_before_weights_load(
-    tiny_config, tiny_kd_config, tmp_path
-):
+def test_what_cannot_have_trees_is_refused_before_weights_load(tiny_config, tmp_path):
     keys = {"dataset": {"_component_": "tiny.tiny_tree_dataset", "num_samples": 9}, "batch_size": 2}
     text = refusal(tiny_config(**keys, microbatching="least_padding"))
     assert "microbatching=least_padding: sequences that share a beginning need rows of doc" in text
@@ -56,8 +54,6 @@ def test_what_cannot_have_trees_is_refused_before_weights_load(
     assert (
         "split_turns=shared: BloomForCausalLM does not compute trees as it computes their" in text
     )
-    text = refusal(tiny_kd_config(**keys, teacher_cache="hidden"), KD)
-    assert "teacher_cache: it stores plain text only; set teacher_cache=null, or dataset" in text
 
 
 def a_wrong_ancestor(patches):

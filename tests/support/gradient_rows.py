@@ -173,7 +173,6 @@ class Row(NamedTuple):
 
 RECOMPUTED = {"enable_activation_checkpointing": True}
 OFFLOADED, CACHED = {"reference": "offload"}, {"reference": "cached"}
-TEACHER_CACHED = {"teacher_cache": "hidden"}
 
 
 def spanning(num_ranks, max_tokens=12, **changes):

@@ -124,11 +124,6 @@ class TinyTokenizer:
         return " ".join(map(str, tokens))
 
 
-class ReadableTokenizer(TinyTokenizer):
-    def get_vocab(self):
-        return {f"token {i}": i for i in range(VOCAB_SIZE)}
-
-
 def tiny_tokenizer(max_seq_len=64):
     return TinyTokenizer(max_seq_len)
 

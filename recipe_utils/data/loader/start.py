@@ -152,9 +152,8 @@ def content_hashes(dataset: Any, name: str) -> dict[str, str]:
 
 
 def _counts(sample: Any, collator: Collator) -> Mapping[str, int]:
-    make = getattr(collator, "make", collator.collate)  # without outputs of a frozen model
     try:
-        counts: Mapping[str, int] = make([sample]).counts
+        counts: Mapping[str, int] = collator.collate([sample]).counts
     except Exception:  # raised again when its update step is prepared
         return {collator.counts[0]: 1}
     return counts

@@ -7,6 +7,7 @@ if the answers start alike) is computed once. Shapes: p pairs.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from recipe_utils.data.text.collate import (
     padded,
     piece_of,
 )
-from recipe_utils.data.text.collator import FrozenCache, RowCollator, check_sample
+from recipe_utils.data.text.collator import RowCollator, check_sample
 from recipe_utils.data.text.documents import tree
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.data.text.trees import Piece
@@ -118,9 +119,7 @@ def mask_shared_turns(pair: Mapping[str, Any]) -> None:
 class PairCollator(RowCollator):
     """Collator of pairs as torchtune's preference datasets return them.
 
-    ``batch_size`` counts pairs. ``cache`` is the reference's
-    :class:`recipe_utils.model.frozen.outputs.FrozenOutputs`. Raises ConfigError if the model does
-    not support ``microbatching: packed``.
+    ``batch_size`` counts pairs. Raises ConfigError if the model does not support ``microbatching: packed``.
     """
 
     noun = "pair"
@@ -131,16 +130,10 @@ class PairCollator(RowCollator):
     tokens computed once instead of twice; computed positions."""
     fingerprint_keys = tuple(f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels"))
 
-    def __init__(
-        self,
-        settings: PairSettings,
-        tokenizer: Any,
-        limits: ModelLimits,
-        cache: FrozenCache | None = None,
-    ) -> None:
+    def __init__(self, settings: PairSettings, tokenizer: Any, limits: ModelLimits) -> None:
         trees = ("prefix_sharing=True", "set prefix_sharing=False")
         super().__init__(
-            settings, tokenizer, limits, cache, 2, trees if settings.shares_prefixes else None
+            settings, tokenizer, limits, 2, trees if settings.shares_prefixes else None
         )
         self.layout = "packed" if settings.is_packed else "padded"
         """Layout of rows; the rounding of log-probabilities depends on it."""
@@ -161,7 +154,7 @@ class PairCollator(RowCollator):
             yield "its two sides have different prompts"
 
     def prepare(self, sample: Sample, name: str) -> Sample:
-        """Returns the pair as arrays, with its name and number of shared tokens; shared turns are masked.
+        """Returns the pair as arrays, with name, fingerprint and number of shared tokens; masks shared turns.
 
         Raises SampleError (see :func:`recipe_utils.data.text.collator.check_sample`);
         SkippedSampleError if a side has no target, or the sides are equal.
@@ -182,6 +175,10 @@ class PairCollator(RowCollator):
         if num_shared is None:
             raise SkippedSampleError(f"{name}: its sides are equal")
         pair["num_shared"] = num_shared if self._trees else 0
+        digest = blake2b(digest_size=16)
+        for key in self.fingerprint_keys:
+            digest.update(len(pair[key]).to_bytes(8, "little") + pair[key].tobytes())
+        pair["fingerprint"] = digest.digest()
         return pair
 
     def length(self, sample: Sample) -> int:
@@ -189,16 +186,12 @@ class PairCollator(RowCollator):
         lengths = [len(sample[f"{side}_input_ids"]) for side in SIDES]
         return sum(lengths) - sample["num_shared"] if self.settings.is_packed else max(lengths)
 
-    def num_outputs(self, sample: Sample) -> int:
-        """Returns 1: both log-probabilities of a pair are one output."""
-        return 1
-
     def dummy(self, sample: Sample) -> Microbatch:
         """Makes a microbatch of one token and no pair; its log-probabilities [0] have a graph."""
         token = {"tokens": sample["chosen_input_ids"][:1], "labels": np.array([IGNORE_INDEX])}
-        return replace(self.make([], token=token), counts={})
+        return replace(self.collate([], token=token), counts={})
 
-    def make(self, samples: Sequence[Sample], token: Sample | None = None) -> Microbatch:
+    def collate(self, samples: Sequence[Sample], token: Sample | None = None) -> Microbatch:
         """Makes a row of a tree for each pair, or two padded rows, chosen before rejected.
 
         ``token`` is appended as one more document.
@@ -251,7 +244,8 @@ def _with_pairs(row: Microbatch, samples: Sequence[Sample], num_targets: Tensor)
         "shared_tokens": sum(sample["num_shared"] for sample in samples),
         "positions": row.counts["positions"],
     }
-    pairs = Pairs(num_targets.flatten(), tuple(sample["name"] for sample in samples))
+    names, fingerprints = (tuple(s[key] for s in samples) for key in ("name", "fingerprint"))
+    pairs = Pairs(num_targets.flatten(), names, fingerprints)
     positions = [sample["step_position"] for sample in samples if "step_position" in sample]
     targets = row.targets._replace(pairs=pairs, sample_positions=torch.tensor(positions).long())
     return Microbatch(row.inputs, targets, counts)

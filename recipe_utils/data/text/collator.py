@@ -1,12 +1,11 @@
 """Collators of rows: checks of samples, and plans and layouts of their microbatches."""
 
 import logging
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
@@ -27,7 +26,6 @@ from recipe_utils.data.text.collate import (
     collate_dummy,
     collate_microbatch,
     collate_packed_microbatch,
-    piece_of,
 )
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.data.text.trees import OF_TREES, merge, split_trees
@@ -40,13 +38,6 @@ _TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", "is_cut", *OF_LOADER, *OF_
 _log = get_logger("INFO")
 
 
-class FrozenCache(Protocol):
-    """Cached outputs of a frozen model."""
-
-    def find(self, samples: Sequence[Sample], num_rows: Sequence[int], /) -> Any:
-        """Returns ``num_rows`` outputs of each sample, one sample after the other; tensors in any nesting."""
-
-
 class RowCollator(Collator):
     """Collator of samples that are sequences of tokens, in padded or packed rows.
 
@@ -54,7 +45,6 @@ class RowCollator(Collator):
         settings: data settings.
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         limits: limits of the model.
-        cache: cached outputs of a frozen model, added to microbatches.
         sequences: rows of a sample if padded; the plan counts them as one.
         trees: if packed rows have trees, the ``key=value`` that makes them and what to set instead.
 
@@ -70,11 +60,10 @@ class RowCollator(Collator):
         settings: DataSettings,
         tokenizer: Any,
         limits: ModelLimits,
-        cache: FrozenCache | None,
         sequences: int = 1,
         trees: tuple[str, str] | None = None,
     ) -> None:
-        self.limits, self.cache, self.pad_id = limits, cache, tokenizer.pad_id
+        self.limits, self.pad_id = limits, tokenizer.pad_id
         self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
         self.stop_tokens: Sequence[int] = getattr(tokenizer, "stop_tokens", None) or ()
         self._sequences, self._trees = sequences, trees
@@ -106,7 +95,6 @@ class RowCollator(Collator):
 
     def _with(self, settings: DataSettings) -> Self:
         other = copy(self)
-        other.cache = self.cache  # left out of copies
         other._set(settings)
         return other
 
@@ -133,7 +121,7 @@ class RowCollator(Collator):
 
     def __getstate__(self) -> dict[str, Any]:
         """Omits what DataLoader workers, which only prepare samples, do not use or cannot unpickle."""
-        return {**self.__dict__, "cache": None, "settings": None}
+        return {**self.__dict__, "settings": None}
 
     def for_validation(self) -> Self:
         """Returns a collator for the validation loader: ``batch_size_val`` samples per microbatch."""
@@ -153,22 +141,6 @@ class RowCollator(Collator):
                 f"{'twice ' * (num_rows == 2)}tokenizer.max_seq_len={longest}) gets a microbatch of its own"
             )
 
-    @abstractmethod
-    def make(self, samples: Sequence[Sample]) -> Microbatch:
-        """Makes a microbatch without outputs of a frozen model."""
-
-    @abstractmethod
-    def num_outputs(self, sample: Sample) -> int:
-        """Returns the number of a sample's outputs in the cache."""
-
-    def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """Makes a microbatch of at least one sample, with the cache's outputs."""
-        microbatch = self.make(samples)
-        if self.cache is None:
-            return microbatch
-        num_outputs = [self.num_outputs(sample) for sample in samples]
-        return microbatch.with_teacher(self.cache.find(samples, num_outputs))
-
 
 class TextCollator(RowCollator):
     """Collator of text; update steps count target tokens.
@@ -178,7 +150,6 @@ class TextCollator(RowCollator):
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         ignore_index: label of positions that are not targets.
         limits: limits of the model.
-        cache: cached outputs of a teacher at all targets.
     """
 
     counts: Sequence[str] = ("target_tokens", "real_tokens", "positions")
@@ -192,9 +163,8 @@ class TextCollator(RowCollator):
         tokenizer: Any,
         ignore_index: int,
         limits: ModelLimits,
-        cache: FrozenCache | None = None,
     ) -> None:
-        super().__init__(settings, tokenizer, limits, cache)
+        super().__init__(settings, tokenizer, limits)
         self._ignore_index = ignore_index
         self._has_own_positions = settings.collate_fn == DataSettings.collate_fn
         self._is_stock_collate_fn = settings.collate_fn.startswith("torchtune.")
@@ -209,9 +179,6 @@ class TextCollator(RowCollator):
             )
             value = self.settings.microbatching
             raise ConfigError(Problem("microbatching", f"{text}, {instead}", value))
-        if self.cache is not None:
-            text = f"it stores plain text only; set teacher_cache=null, {instead}"
-            raise ConfigError(Problem("teacher_cache", text))
         self._trees = ("split_turns=shared", "set dataset.split_turns=True")
         self._set(self.settings)
 
@@ -309,13 +276,8 @@ class TextCollator(RowCollator):
         """Returns the number of tokens (of positions in trees)."""
         return len(sample["tokens"])
 
-    def num_outputs(self, sample: Sample) -> int:
-        """Returns the number of target tokens."""
-        labels = piece_of(sample, self._ignore_index, has_padding=True).columns[1]
-        return int((labels != self._ignore_index).sum())
-
-    def make(self, samples: Sequence[Sample]) -> Microbatch:
-        """Makes a microbatch, see :mod:`recipe_utils.data.text.collate`."""
+    def collate(self, samples: Sequence[Sample]) -> Microbatch:
+        """Makes a microbatch of at least one sample, see :mod:`recipe_utils.data.text.collate`."""
         ignore, pad = self._ignore_index, self.pad_id
         if self.settings.is_packed:
             ignored = samples[0].keys() - _TEXT_KEYS
@@ -323,8 +285,7 @@ class TextCollator(RowCollator):
                 self._has_warned = True
                 text = f"rows contain only text; {', '.join(sorted(map(str, ignored)))} of samples is ignored"
                 log_rank_zero(_log, f"microbatching=packed: {text}", logging.WARNING)
-            shares = self._shares and self.cache is None
-            return collate_packed_microbatch(samples, ignore, pad, self.row_multiple, shares)
+            return collate_packed_microbatch(samples, ignore, pad, self.row_multiple, self._shares)
         collate_fn = partial(
             component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore
         )
@@ -334,7 +295,7 @@ class TextCollator(RowCollator):
         """Makes a dummy microbatch, see :func:`recipe_utils.data.text.collate.collate_dummy`."""
         if self.settings.is_packed:
             sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
-        return collate_dummy(sample, self.make, self._ignore_index)
+        return collate_dummy(sample, self.collate, self._ignore_index)
 
 
 def _number(settings: DataSettings) -> int | None:

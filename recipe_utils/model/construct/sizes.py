@@ -84,7 +84,7 @@ def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) ->
         _log.warning(
             f"student {student:.1f} GiB (weights, gradients, Adam's state) and teacher {teacher:.1f} GiB over "
             f"{num_shards} ranks are above the {here:.1f} GiB of each; start more ranks, or set "
-            "teacher_cache=hidden, which frees the teacher before training"
+            "teacher_fsdp_cpu_offload=True"
         )
 
 

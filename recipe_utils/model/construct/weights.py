@@ -117,17 +117,18 @@ def load_weights(
     weights = {**base, **initial_adapters(adapters, base, given, seed, settings.torch_dtype)}
     names = model.whole.names_of_weights if isinstance(model, Stages) else ()
     for part in model.values() if isinstance(model, Stages) else [model]:
-        _load(part, weights, settings, device, names)
+        materialize(part, weights, settings, device, names)
     return frozen
 
 
-def _load(
+def materialize(
     model: nn.Module,
     weights: Mapping[str, Tensor],
     settings: ModelSettings,
     device: torch.device,
-    names_of_other_stages: Collection[str],
+    names_of_other_stages: Collection[str] = (),
 ) -> None:
+    """Moves a meta model or stage to ``device`` with this rank's parts of full ``weights``, also those of adapters."""
     with training.set_default_dtype(settings.torch_dtype), device:
         for module in model.modules():
             if hasattr(module, "rope_init"):  # its cache is not in the state dict

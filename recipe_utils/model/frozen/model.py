@@ -3,7 +3,7 @@
 Shapes: n target tokens of a microbatch, d model width, v vocabulary size.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torchtune import training
 from torchtune.modules.peft import DoRALinear, disable_adapter
-from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.model.construct.build import ModelSettings, build_model
-from recipe_utils.model.construct.weights import load_weights
+from recipe_utils.model.construct.weights import (
+    check_weights,
+    crc32_of_weights,
+    fingerprint_of_config,
+    load_weights,
+)
 from recipe_utils.model.pipeline.pipeline import Pipeline, build_pipeline
 from recipe_utils.model.pipeline.stages import Stages
 from recipe_utils.optim.optimizer import trained_parameters
@@ -166,25 +171,21 @@ def policy_at_start(
     return FrozenModel(policy, pipeline, device, at_start)
 
 
-def context_of(model: Any) -> dict[str, str]:
-    """Returns the config values of a transformers folder that outputs depend on."""
-    return {"config": model.model.config.to_json_string()} if hasattr(model, "proof") else {}
+def load_frozen(
+    checkpointer: Any, key: str, whole: nn.Module | None, ranks: Ranks
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns a checkpoint, and fingerprints that a resumed training must have, too.
 
-
-def output_layer_alone(
-    whole: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-) -> Any:
-    """Returns a meta model's output layer [..., d] -> [..., v] alone, with its full ``weights``."""
-    output = getattr(whole, "decoder", whole).output
-    if hasattr(whole, "proof"):  # of transformers: a last stage without layers
-        num_layers = len(whole.layers)
-        whole.cut_to_stage(range(num_layers, num_layers))
-        holder, prefix = whole, ""
-    else:
-        holder = output.tied_module if isinstance(output, TiedLinear) else output
-        (name,) = [name for name, module in whole.named_modules() if module is holder]
-        prefix = f"{name}."
-    own = {name: weights[prefix + name].to(device, dtype) for name in holder.state_dict()}
-    holder.load_state_dict(own, assign=True)
-    holder.requires_grad_(False)
-    return output
+    ``key`` is the checkpointer's. Raises ConfigError if its weights do not fit ``whole``, a meta
+    model, unless None.
+    """
+    with naming(key):
+        checkpoint = checkpointer.load_checkpoint()
+        weights = checkpoint[training.MODEL_KEY]
+        fingerprints = {key: crc32_of_weights(weights, ranks.cpu_group)}
+        if whole is not None:
+            check_weights(whole, weights)
+            folder = getattr(checkpointer, "_checkpoint_dir", None)
+            for name, text in fingerprint_of_config(whole, folder).items():
+                fingerprints[f"{key}.{name}"] = text
+    return checkpoint, fingerprints

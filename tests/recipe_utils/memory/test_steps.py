@@ -48,6 +48,6 @@ def test_budgets_of_version_0_5_resume(one_process):
 def test_the_longest_part_of_a_row_is_that_of_the_rank(one_process):
     loader = make_loader(one_process, 64)
     sample = loader.collator.prepare(tiny.make_samples(12)[0], "sample")
-    row, multiple = loader.collator.make([sample]), loader.collator.row_multiple
+    row, multiple = loader.collator.collate([sample]), loader.collator.row_multiple
     parts = [cut(row, Part(first, 4), 1, multiple) for first in range(4)]
     assert {UpdateStep(0, [part], {}, 4).longest for part in parts} == {64}

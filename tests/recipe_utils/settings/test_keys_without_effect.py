@@ -27,8 +27,6 @@ def read(recipe, config, folder, **changes):
         (SFT, {"batch_size_val": 3}, {"run_val_every_n_steps": 5}),
         (SFT, {"sample_max_new_tokens": 7}, {"sample_prompts": ["a"], "sample_every_n_steps": 5}),
         (SFT, {"keep_best_checkpoint": True}, {"run_val_every_n_steps": 5}),
-        (KD, {"teacher_top_k": 5}, {"teacher_cache": "top_k"}),
-        (KD, {"teacher_top_k_at_any_temperature": True}, {"teacher_cache": "top_k"}),
         (DINO, {"gram_teacher_every_n_steps": 5}, {"gram_loss_weight": 1.0}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value[0][:3],

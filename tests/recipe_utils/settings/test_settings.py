@@ -215,6 +215,7 @@ def test_what_was_removed_is_named_with_what_to_do_instead(monkeypatch):
         "oven_mode": Removed("it was x; set width instead", changes_losses=True),
         "extra.old": Removed("take it out"),
         "names.0": Removed("set a list"),
+        "lid": Removed("take it out", changes_losses=("open",)),
     }
     monkeypatch.setattr(words, "REMOVED", removed)
     oven = {"_component_": "bakery.open_oven", "where": "a", "note": "b", "path": "c", "old": 3}
@@ -225,3 +226,5 @@ def test_what_was_removed_is_named_with_what_to_do_instead(monkeypatch):
     assert len(found) == 3
     assert [*words.removed_of_run({"oven_mode": 2, "width": 3})] == ["oven_mode=2"]
     assert not [*words.removed_of_run({"oven_mode": None, "extra": {"old": 3}})]
+    assert [*words.removed_of_run({"lid": "open"})] == ["lid=open"]
+    assert not [*words.removed_of_run({"lid": "shut"})]

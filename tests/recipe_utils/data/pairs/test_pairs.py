@@ -26,9 +26,9 @@ SIDES = ("chosen", "rejected")
 LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
 
 
-def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, cache=None, **settings):
+def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
     keys = {"microbatching": microbatching, "prefix_sharing": prefix_sharing, **settings}
-    return PairCollator(PairSettings(**keys), tiny.tiny_tokenizer(), limits, cache)
+    return PairCollator(PairSettings(**keys), tiny.tiny_tokenizer(), limits)
 
 
 def prepared(collator, pairs):
@@ -194,17 +194,21 @@ def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
     assert padding == 128 - sum(map(collator.length, samples))
 
 
-class Cache:
-    def find(self, samples, num_rows):
-        assert num_rows == [1] * len(samples)
-        return [pair["name"] for pair in samples]
-
-
-def test_a_microbatch_gets_the_outputs_of_its_pairs_from_a_cache():
-    collator = collator_of(cache=Cache())
-    in_worker = pickle.loads(pickle.dumps(collator))  # which prepares samples and reads no cache
-    microbatch = collator.collate(prepared(in_worker, tiny.make_pairs(9)))
-    assert microbatch.targets.teacher == list(microbatch.targets.pairs.names)
+def test_a_pair_has_a_fingerprint_of_all_tokens_and_labels_of_each_side():
+    own = pair([1, 2, 3], [1, 2, 4])
+    others = [
+        pair([1, 2, 4], [1, 2, 3]),
+        pair([1, 2, 3], [1, 2, 5]),
+        pair([1, 2, 3], [1, 2, 4], masked=2),
+        pair([1, 2, 3, 1], [2, 4]),
+        pair([1, 2, 3, 4], [1, 2, 4]),
+    ]
+    in_worker = pickle.loads(pickle.dumps(collator_of()))  # which prepares samples
+    samples = prepared(in_worker, [own, *others, pair([1, 2, 3], np.array([1, 2, 4]))])
+    fingerprints = collator_of().collate(samples).targets.pairs.fingerprints
+    assert [len(each) for each in fingerprints] == [16] * 7
+    assert fingerprints[0] == fingerprints[-1]
+    assert len({*fingerprints}) == 6
 
 
 @pytest.mark.parametrize(

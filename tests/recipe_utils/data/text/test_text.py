@@ -196,31 +196,6 @@ def test_a_collate_function_without_labels_for_every_token_is_refused(collate_fn
 # ---- The collator -------------------------------------------------------------------------------
 
 
-class LengthsAndTargets:
-    """A cache that returns the length of each sample, and the requested number of its targets."""
-
-    def find(self, samples, num_targets):
-        lengths = [len(sample["tokens"]) for sample in samples]
-        return list(zip(lengths, num_targets, strict=True))
-
-
-@pytest.mark.parametrize("microbatching", ["in_order", "packed"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_cached_outputs_are_found_for_all_targets_of_each_sample(packed, microbatching):
-    dataset = tiny.tiny_dataset(None, 12, num_without_targets=2, mask_prompts=False, packed=packed)
-    samples = [dataset[i] for i in range(len(dataset))]
-    settings = DataSettings(microbatching=microbatching)
-    cache = LengthsAndTargets()
-    collator = TextCollator(settings, tiny.tiny_tokenizer(), IGNORE, LIMITS, cache)
-    microbatch = collator.collate(samples)
-    assert microbatch.targets.teacher == [
-        (len(sample["tokens"]), len(collator.collate([sample]).targets.positions))
-        for sample in samples
-    ]
-    found = sum(number for _, number in microbatch.targets.teacher)
-    assert found == len(microbatch.targets.positions)
-
-
 def make_collator(name, max_tokens=80, max_seq_len=64, **limits):
     max_tokens = None if name == "in_order" else max_tokens
     settings = DataSettings(batch_size=2, microbatching=name, max_tokens_per_microbatch=max_tokens)
@@ -307,16 +282,13 @@ def test_samples_that_may_exceed_a_microbatch_are_warned_of(max_tokens, max_seq_
 
 
 def test_validation_has_a_batch_size_of_its_own():
-    """Three samples of 64 tokens per microbatch instead of two; cached outputs as in training."""
+    """Three samples of 64 tokens per microbatch instead of two."""
     settings = DataSettings(batch_size=2, batch_size_val=3, microbatching="least_padding")
-    for cache in (None, LengthsAndTargets()):
-        training = TextCollator(settings, tiny.tiny_tokenizer(), IGNORE, LIMITS, cache)
-        validation = training.for_validation()
-        assert [len(part) for part in training.plan([64] * 6, 1)[0]] == [2, 2, 2]
-        assert [len(part) for part in validation.plan([64] * 6, 1)[0]] == [3, 3]
-        assert training.longest_row == validation.longest_row
-        teacher = validation.collate(tiny.make_samples(2)).targets.teacher
-        assert (teacher is None) == (cache is None)
+    training = TextCollator(settings, tiny.tiny_tokenizer(), IGNORE, LIMITS)
+    validation = training.for_validation()
+    assert [len(part) for part in training.plan([64] * 6, 1)[0]] == [2, 2, 2]
+    assert [len(part) for part in validation.plan([64] * 6, 1)[0]] == [3, 3]
+    assert training.longest_row == validation.longest_row
 
 
 # ---- Samples that cannot be trained on ------------------------------------------------------------

@@ -115,9 +115,9 @@ def test_a_conversation_of_1500_turns_is_merged():
 # ---- Collator ------------------------------------------------------------------------------------
 
 
-def collator_of(limits=LIMITS, cache=None, **settings):
+def collator_of(limits=LIMITS, **settings):
     keys = {"microbatching": "packed", "batch_size": 4, **settings}
-    collator = TextCollator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits, cache)
+    collator = TextCollator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits)
     collator.take_trees()
     return collator
 
@@ -126,7 +126,7 @@ def test_counts_are_those_of_separate_sequences():
     groups = tiny.make_trees(20)
     collator = pickle.loads(pickle.dumps(collator_of()))  # as in a worker
     samples = [collator.prepare(each, "sample") for each in groups]
-    counts = collator_of().make(samples).counts
+    counts = collator_of().collate(samples).counts
     kept = [s for g in groups for s in g["sequences"] if set(s["labels"][1:]) - {IGNORE}]
     assert counts["real_tokens"] == sum(len(each["tokens"]) for each in kept)
     assert counts["positions"] == counts["real_tokens"] - counts["shared_tokens"]
@@ -147,7 +147,7 @@ def test_a_dummy_is_one_token_and_a_cut_sample_several_microbatches():
     for sample in samples:
         parts = collator.split([sample])
         assert len(parts) == len(sample["documents"])
-        made, whole = [collator.make(part) for part in parts], collator.make([sample])
+        made, whole = [collator.collate(part) for part in parts], collator.collate([sample])
         for name, number in whole.counts.items():
             assert sum(each.counts[name] for each in made) == number
     assert collator.split(samples) == [samples]  # rows of several samples are never cut
@@ -164,11 +164,6 @@ def test_a_dummy_is_one_token_and_a_cut_sample_several_microbatches():
         (
             {"limits": LIMITS._replace(attentions=(PackedAttention(refused={"trees": "X does not"}),))},
             "split_turns=shared: X does not; set dataset.split_turns=True",
-        ),
-        (
-            {"cache": object()},
-            "teacher_cache: it stores plain text only; set teacher_cache=null, or "
-            "dataset.split_turns=True",
         ),
     ],
 )  # fmt: skip
@@ -242,8 +237,8 @@ def test_a_row_computes_each_beginning_of_its_samples_once():
     samples = [alone.prepare(each, "sample") for each in groups]
     samples = [each for each in samples if len(each["documents"]) == 1]
     order = np.random.default_rng(0).permutation(len(samples))
-    row = together.make([samples[i] for i in order])
-    expected = sum((targets_with_contexts(alone.make([each])) for each in samples), Counter())
+    row = together.collate([samples[i] for i in order])
+    expected = sum((targets_with_contexts(alone.collate([each])) for each in samples), Counter())
     assert targets_with_contexts(row) == expected
     counts = Counter(
         next((p for p in (1, 2) if each["tokens"][: len(prompts[p])].tolist() == prompts[p]), 0)
@@ -253,7 +248,7 @@ def test_a_row_computes_each_beginning_of_its_samples_once():
     saved = sum(len(each["tokens"]) for each in samples) - row.counts["positions"]
     assert saved >= 20 * (counts[1] - 1) + 30 * (counts[2] - 1)
     assert row.counts["shared_tokens"] == saved + sum(sum(each["num_shared"]) for each in samples)
-    rows_alone = [alone.make([each]).counts["real_tokens"] for each in samples]
+    rows_alone = [alone.collate([each]).counts["real_tokens"] for each in samples]
     assert row.counts["real_tokens"] == sum(rows_alone)
 
 
@@ -267,7 +262,7 @@ def test_targets_of_shared_rows_keep_their_samples_and_short_beginnings_are_not_
             labels = [IGNORE] * num_common + end
             sample = {"tokens": np.array(tokens), "labels": np.array(labels)}
             samples.append({**sample, "step_position": position})
-        row = collator.make(samples)
+        row = collator.collate(samples)
         assert row.counts["real_tokens"] == 3 * num_common + 6
         assert row.counts["shared_tokens"] == saved
         labels = row.targets.labels.flatten()[row.targets.positions].tolist()

@@ -1,0 +1,156 @@
+"""Update steps of a recipe's models, loss and optimizer on fake tensors, which have no numbers."""
+
+import gc
+from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchtune import config
+
+from recipe_utils.data.loader.microbatch import Microbatch, mark_last
+from recipe_utils.data.pairs.collator import PairCollator
+from recipe_utils.data.text.collator import TextCollator
+from recipe_utils.forecast.live_bytes import LiveBytes
+from recipe_utils.loss.attach_loss import HiddenAtTargets, attach_loss, build_loss
+from recipe_utils.loss.distillation import TeacherHidden, make_distillation_loss
+from recipe_utils.loss.preference import PreferenceLoss, make_preference_loss
+from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
+from recipe_utils.model.adapters.adapters import find_adapters
+from recipe_utils.model.attention.document_mask import attend_within_documents
+from recipe_utils.model.construct.build import build_model, build_on_meta
+from recipe_utils.model.construct.sizes import limits_of
+from recipe_utils.model.construct.weights import materialize
+from recipe_utils.model.frozen.model import FrozenModel, policy_at_start
+from recipe_utils.optim.grad_norm import clip_grad_norm_
+from recipe_utils.optim.optimizer import build_optimizer, single_optimizers
+from recipe_utils.parallel.fsdp import gradient_sync, local
+from recipe_utils.parallel.ranks import join_ranks
+from recipe_utils.settings.problems import ConfigError, build
+
+
+def row_of(collator: Any, size: int, length: int) -> Microbatch:
+    """Returns a microbatch of about ``size`` positions: samples of ``length`` tokens, at least one.
+
+    Eight longer ones fill a packed row, in the same bytes. All tokens are targets, of pairs those not shared.
+    """
+    if collator.settings.is_packed:
+        length = max(length, min(size // 8, collator.limits.max_seq_len))
+    tokens, is_target = np.arange(length) % 7, np.arange(length) >= length // 2
+    sample = {"tokens": tokens, "labels": tokens}
+    if isinstance(collator, PairCollator):
+        sides = {"chosen": tokens, "rejected": tokens + is_target}
+        sample = {f"{side}_input_ids": each for side, each in sides.items()}
+        sample |= {f"{k}_labels": np.where(is_target, v, -100) for k, v in sides.items()}
+    samples = [collator.prepare(sample, "sample 0")]
+    return collator.collate(samples * max(size // collator.collate(samples).counts["positions"], 1))
+
+
+class FakeTraining:
+    """Models, loss and optimizer of a recipe for text or pairs on rank 0, with ``device=cpu``."""
+
+    def __init__(self, cfg: DictConfig, settings: Any, is_of_cuda: bool = False) -> None:
+        self.settings, self.ranks, self._frozen = settings, join_ranks(settings), None
+        self._fake, self._live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
+        self._is_of_pairs = hasattr(settings, "prefix_sharing")
+        self._has_teacher = getattr(settings, "kd_ratio", 0) > 0
+        make = make_frozen = partial(config.instantiate, cfg.model)
+        whole, teacher = build("model", build_on_meta, make, settings), None
+        if hasattr(whole, "decoder"):
+            raise ConfigError("model: images beside text have no forecast; set a decoder")
+        modules, of_frozen = settings.without_gradients(), None
+        if self._is_of_pairs:
+            of_pairs = build("loss", make_preference_loss, partial(config.instantiate, cfg.loss))
+            loss_fn: Any = PreferenceLoss(of_pairs, settings.tokens_per_chunk)
+            of_frozen = loss_fn if getattr(of_pairs, "needs_reference", True) else None
+        else:
+            loss_fn = build("loss", build_loss, cfg.loss)
+        if self._has_teacher:
+            divergence = build("kd_loss", config.instantiate, cfg.get("kd_loss"))
+            loss_fn = build("", make_distillation_loss, loss_fn, divergence, settings.kd_ratio)
+            modules = settings.without_gradients(
+                dtype=settings.teacher_dtype or settings.dtype,
+                custom_sharded_layers=settings.teacher_custom_sharded_layers,
+                quantizer=None,
+            )
+            make_frozen, of_frozen = (
+                partial(config.instantiate, cfg.teacher_model),
+                HiddenAtTargets(),
+            )
+            teacher = build("teacher_model", build_on_meta, make_frozen, modules)
+        limits = limits_of(whole, self.ranks.device, False, self.ranks.dims.tp, teacher)
+        tokens: Any = SimpleNamespace(pad_id=0, max_seq_len=cfg.tokenizer.get("max_seq_len"))
+        if self._is_of_pairs:
+            self.collator: Any = PairCollator(settings, tokens, limits)
+        else:
+            self.collator = TextCollator(settings, tokens, loss_fn.ignore_index, limits)
+        small = nn.Linear(8, 8)  # A step with numbers makes the tables that optimizers keep.
+        small.weight.grad = torch.zeros(8, 8)
+        build("optimizer", build_optimizer, cfg.optimizer, small, settings).step()
+        self._model = self._build(make, settings, loss_fn)
+        self._optimizer = build_optimizer(cfg.optimizer, self._model, settings)
+        speed_up_adapters(self._model, self._optimizer)
+        trained = [local(p) for p in self._model.parameters() if p.requires_grad]
+        self.shares = {"weights": self._live.now, "gradients": sum(p.nbytes for p in trained)}
+        if of_frozen is not None and not self._has_teacher and find_adapters(whole).modules:
+            self._frozen = policy_at_start(self._model, None, self.ranks.device, [])
+        elif of_frozen is not None:
+            frozen = self._build(make_frozen, modules, of_frozen).requires_grad_(False).eval()
+            self._frozen = FrozenModel(frozen, None, self.ranks.device)
+        self.shares["frozen models"] = self._live.now - self.shares["weights"]
+        # Buffers of AdamW8bit's compiled update: 9 bytes per element of a parameter.
+        is_compiled = is_of_cuda and cfg.optimizer._component_.endswith(".AdamW8bit")
+        self._of_compiled = 9 * max(p.numel() for p in trained) if is_compiled else None
+
+    def _build(self, make: Any, modules: Any, loss_fn: Any) -> nn.Module:
+        def prepare(decoder: nn.Module, _: bool) -> None:
+            attend_within_documents(decoder, self.ranks.device, self.collator.longest_row)
+            attach_loss(decoder, loss_fn)
+
+        model = build("", build_model, make, prepare, modules, self.ranks)
+        with self._fake:
+            like = model.state_dict().items()
+            weights = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in like}
+        materialize(model, weights, modules, self.ranks.device)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self._live.hold(tensor)
+        return model
+
+    def measure(self, size: int, length: int, num_microbatches: int = 2) -> tuple[int, int, int]:
+        """Makes an update step of equal rows, see :func:`row_of`; the first creates the optimizer's state.
+
+        Returns positions per microbatch, peak bytes, and FLOPs per microbatch without the optimizer's.
+        """
+        row = row_of(self.collator, size, length)
+        gc.collect()
+        self._live.peak, self._live.flops = self._live.now, 0
+        with self._fake, self._live, ExitStack() as held:
+            self._update([row] * num_microbatches, held)
+        states = (s for each in single_optimizers(self._optimizer) for s in each.state.values())
+        numbers = (local(v) for state in states for v in state.values() if torch.is_tensor(v))
+        self.shares["optimizer"] = sum(each.nbytes for each in numbers)
+        return row.counts["positions"], self._live.peak, self._live.flops // num_microbatches
+
+    def _update(self, microbatches: list[Microbatch], held: ExitStack) -> None:
+        if self._frozen is not None:
+            outputs: Any = self._frozen.outputs(microbatches).values()
+            if self._has_teacher:
+                layer = held.enter_context(self._frozen.output_layer())
+                outputs = [TeacherHidden(hidden, layer) for hidden in outputs]
+            pairs = zip(microbatches, outputs, strict=True)
+            microbatches = [microbatch.with_teacher(each) for microbatch, each in pairs]
+        for microbatch, is_last in mark_last(microbatches):
+            with gradient_sync(self._model, is_last, self.settings.gradient_sync):
+                sums = self._model(**microbatch.inputs, targets=microbatch.targets)
+                (sums[0] + sums[-1] if self._is_of_pairs else sums[0]).backward()
+        clip_grad_norm_(self._model, self.settings.clip_grad_norm)
+        before = self._live.peak
+        self._optimizer.step()
+        if self._of_compiled is not None:
+            self._live.peak = max(before, self._live.now + self._of_compiled)
+        self._optimizer.zero_grad(set_to_none=True)
