@@ -14,7 +14,8 @@ def made(tmp_path_factory):
     """Returns folder and tokenizer."""
     folder = tmp_path_factory.mktemp("conversations")
     text = str(folder / "docstrings.json")
-    return folder, text, conversation_tokenizer(str(folder / "fresh" / "tokenizer.model"), text)
+    path = str(folder / "fresh" / "tokenizer.model")
+    return folder, text, conversation_tokenizer(path, text, 1024)
 
 
 def test_a_turn_has_the_thinking_of_the_last_answer_only(made):
