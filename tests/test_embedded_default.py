@@ -87,7 +87,7 @@ def test_exports_load_in_transformers_with_equal_logits(exported, trained):
 
 @pytest.mark.slow
 def test_adapters_lower_the_validation_loss_and_generate_loads_the_merged_model(trained, tmp_path):
-    each = ("max_steps_per_epoch=12", "run_val_every_n_steps=4")
+    each = ("max_steps_per_epoch=12", "run_val_every_n_steps=12")
     train(LORA, tmp_path, f"checkpoint_dir={trained}/epoch_0", *each)
     val_losses = logged(tmp_path, "val_loss")
     assert val_losses[-1] < val_losses[0] - 0.2
