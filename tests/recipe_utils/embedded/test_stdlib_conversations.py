@@ -14,8 +14,7 @@ def made(tmp_path_factory):
     """Returns folder and tokenizer."""
     folder = tmp_path_factory.mktemp("conversations")
     text = str(folder / "docstrings.json")
-    path = str(folder / "fresh" / "tokenizer.model")
-    return folder, text, conversation_tokenizer(path, text, 1024)
+    return folder, text, conversation_tokenizer(str(folder / "fresh" / "tokenizer.model"), text)
 
 
 def test_a_turn_has_the_thinking_of_the_last_answer_only(made):
