@@ -102,6 +102,12 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: len(item.path.parts))
 
 
+def pytest_collection_finish(session):
+    """Keeps the garbage collector from what was imported: it takes a fifth of a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
 class OneTestOrOneModule(LoadScopeScheduling):
     """Gives a worker a test at a time, or all tests of a file that share a fixture of their module."""
 

@@ -48,14 +48,14 @@ def trained(tmp_path_factory):
     """Returns the output folder of the embedded default after 10 update steps, at a rate for so few."""
     folder = tmp_path_factory.mktemp("embedded")
     rate = ("optimizer.lr=4e-3", "lr_scheduler.num_warmup_steps=8")
-    each = ("run_val_every_n_steps=3", "export_every_n_steps=9", *rate)
-    train(FULL, folder, "max_steps_per_epoch=10", *each)
+    few = ("run_val_every_n_steps=6", "dataset_val.num_validation_samples=32")
+    train(FULL, folder, "max_steps_per_epoch=10", "export_every_n_steps=9", *rate, *few)
     return folder
 
 
 def test_train_and_validation_loss_fall(trained):
     losses, val_losses = logged(trained, "loss"), logged(trained, "val_loss")
-    assert (len(losses), len(val_losses)) == (10, 5)  # before, after 3, 6 and 9, and at the end
+    assert (len(losses), len(val_losses)) == (10, 3)  # before, after 6, and at the end
     assert losses[0] == pytest.approx(8.4, abs=0.1)  # about ln(4096), that of fresh weights
     assert losses[-1] < 7.5
     assert val_losses[-1] < val_losses[0] - 0.2
@@ -87,7 +87,7 @@ def test_exports_load_in_transformers_with_equal_logits(exported, trained):
 
 @pytest.mark.slow
 def test_adapters_lower_the_validation_loss_and_generate_loads_the_merged_model(trained, tmp_path):
-    each = ("max_steps_per_epoch=12", "run_val_every_n_steps=4")
+    each = ("max_steps_per_epoch=12", "run_val_every_n_steps=12")
     train(LORA, tmp_path, f"checkpoint_dir={trained}/epoch_0", *each)
     val_losses = logged(tmp_path, "val_loss")
     assert val_losses[-1] < val_losses[0] - 0.2

@@ -177,21 +177,24 @@ def is_alive(pid):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads states of processes from /proc")
-def test_no_process_outlives_a_program_that_is_killed(weights_folder, tmp_path, started):
+def test_no_process_outlives_a_program_that_is_killed(weights_folder, tmp_path):
     """Its DataLoader workers end, too."""
     config = config_of_text(weights_folder, num_workers=2, epochs=1000)
-    arguments = [SFT, "--config", str(write(config, tmp_path)), *logging_to(tmp_path / "out")]
-    process = Popen([TUNE, "run", *arguments], stdout=DEVNULL, stderr=DEVNULL)
-    started.append(process)
-    wait_for(lambda: losses_in(tmp_path / "out"), process)
-    pids = descendants_of(process.pid)
-    assert len(pids) >= 2
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [pid for pid in pids if is_alive(pid)]
+    run = Run([SFT, "--config", str(write(config, tmp_path))], tmp_path / "out", 1)
+    try:
+        while not losses_in(tmp_path / "out"):
+            assert run.wait(0.01) is None, run.output()
+        (program,) = run.ranks
+        pids = descendants_of(program.pid)
+        assert len(pids) >= 2
+        program.kill()
+        program.join()
+        deadline = time.monotonic() + 10
+        while any(map(is_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not [pid for pid in pids if is_alive(pid)]
+    finally:
+        run.kill()
 
 
 CATCHES_SIGNALS = """

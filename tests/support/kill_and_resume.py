@@ -129,23 +129,23 @@ class Run:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         arguments = [*arguments, *logging_to(output_dir)]
-        self._ranks = []
+        self.ranks = []
         for rank in range(num_ranks):
             given = (arguments, str(output_dir / "output.txt"), rank, num_ranks, port)
-            self._ranks.append(fork_context.Process(target=_train, args=given))
-            self._ranks[-1].start()
+            self.ranks.append(fork_context.Process(target=_train, args=given))
+            self.ranks[-1].start()
 
     def wait(self, timeout_seconds: float | None) -> int | None:
         """Returns the largest exit code; None if the training still runs after the time."""
-        wait([rank.sentinel for rank in self._ranks], timeout_seconds)
-        if not any(rank.exitcode is not None for rank in self._ranks):
+        wait([rank.sentinel for rank in self.ranks], timeout_seconds)
+        if not any(rank.exitcode is not None for rank in self.ranks):
             return None
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.join()
-        return max(abs(rank.exitcode or 0) for rank in self._ranks)
+        return max(abs(rank.exitcode or 0) for rank in self.ranks)
 
     def kill(self) -> None:
-        for rank in self._ranks:
+        for rank in self.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)  # its DataLoader workers, too
             rank.kill()  # if it has no process group yet

@@ -62,6 +62,7 @@ def test_importing_torch_alone_imports_nothing_of_a_checkout(installed):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_torchtune_is_imported_with_the_names_that_its_torchao_lacks(installed):
     """Without ``tune``; a name that torchao has is kept."""
     program = """

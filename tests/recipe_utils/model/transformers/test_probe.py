@@ -172,6 +172,7 @@ def test_rows_over_ranks_are_refused_where_they_are_not_proved(model_type, probl
         limits.multiple_of_packed_rows(64, ("prefix_sharing=True", "set prefix_sharing=False"), 2)
 
 
+@pytest.mark.slow
 def test_a_proof_is_kept_as_long_as_no_code_of_a_forward_changes():
     """It depends on all modules of these packages that the probe imports."""
     code = (
