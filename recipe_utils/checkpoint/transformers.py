@@ -151,7 +151,10 @@ class FolderCheckpointer:
         folder = self._checkpoint_dir
         if any(folder.glob("*.safetensors")):
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            for part in (config, config.get_text_config()):  # also on machines that compute with quantized weights
+            for part in (
+                config,
+                config.get_text_config(),
+            ):  # also on machines that compute with quantized weights
                 if quantization := getattr(part, "quantization_config", None):
                     part.quantization_config = {**quantization, "dequantize": True}
             options = {"config": config, "local_files_only": True, "dtype": "auto"}

@@ -18,13 +18,11 @@ from recipe_runs import (
     STOCK_LOSS,
     cosine,
     exported_model,
-    keep_messages,
     losses,
     run_compiled_recipe,
     run_recipe,
     run_recipe_keeping_warnings,
     run_stock_recipe,
-    set_up,
     with_adapters,
 )
 
