@@ -149,7 +149,7 @@ def load(
         frozen: see :attr:`TrainingState.frozen`; compared with the saved one.
         config: config of this training. Its ``model`` must equal the saved one, if there is one.
             Options of ``optimizer`` that are built otherwise than then override the checkpoint.
-        other_model: True to accept another ``model``, whose trained and frozen parameters fit.
+        other_model: True to accept another ``model`` whose trained and frozen parameters fit.
         group: a CPU (gloo) group of all ranks.
 
     Raises:

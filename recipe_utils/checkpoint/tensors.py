@@ -89,7 +89,11 @@ def optimizer_contents(
             for key, value in part.state.get(parameter, {}).items():
                 what = f"{where}: its state {key} of {name}"
                 if isinstance(value, Tensor):
-                    _check_storable(value, what)
+                    own = local(value)
+                    if is_traceable_wrapper_subclass(own):
+                        text = f"{what} is a {type(own).__name__}"
+                        raise ValueError(f"{text}, which step checkpoints cannot hold")
+                    dtype_name(own.dtype)  # raises for one that safetensors does not support
                     tensors[f"{name}.{key}"] = value.detach()
                     state.setdefault(name, {})[key] = None
                 else:
@@ -115,13 +119,6 @@ def _groups(optimizer: AnyOptimizer) -> Iterator[tuple[Optimizer, dict[str, Any]
     for part in single_optimizers(optimizer):
         for group in part.param_groups:
             yield part, group
-
-
-def _check_storable(value: Tensor, what: str) -> None:
-    own = local(value)
-    if is_traceable_wrapper_subclass(own):
-        raise ValueError(f"{what} is a {type(own).__name__}, which step checkpoints cannot hold")
-    dtype_name(own.dtype)
 
 
 def _plain(value: Any, what: str) -> Any:

@@ -18,8 +18,6 @@ from recipe_utils.settings.problems import Problem
 _log = get_logger("INFO")
 
 _Momentum = Annotated[float, Field(ge=0, le=1)]
-_Decay = Annotated[float, Field(ge=0)]
-_Ratio = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -36,11 +34,11 @@ class ScheduleSettings:
     """Initial temperature, which changes linearly; null is ``teacher_temperature``."""
     teacher_temperature_warmup_steps: CountOrZero = 0
     """Update steps until ``teacher_temperature`` is reached."""
-    weight_decay_end: _Decay | None = None
+    weight_decay_end: Annotated[float, Field(ge=0)] | None = None
     """Weight decay at the end of training, reached by half a cosine; null keeps it constant."""
     freeze_last_layer_steps: CountOrZero = 0
     """Update steps in which the prototypes are frozen."""
-    layerwise_lr_decay: _Ratio = 1.0
+    layerwise_lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Ratio of a layer's learning rate to that of the next deeper one."""
 
     def problems(self) -> Iterator[Problem]:

@@ -170,9 +170,8 @@ def test_gram_compares_the_patches_of_each_crop_alone():
     torch.testing.assert_close(together, sum(gram_loss(*crop, 1) for crop in crops))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gram_is_summed_in_fp32_at_least(dtype):
-    patches, of_teacher = torch.randn(2, 12, 5).to(dtype)
+def test_gram_is_summed_in_fp32_at_least():
+    patches, of_teacher = torch.randn(2, 12, 5).bfloat16()
     found = gram_loss(patches, of_teacher, 2)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, gram_loss(patches.float(), of_teacher.float(), 2))
