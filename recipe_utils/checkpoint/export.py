@@ -9,11 +9,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from omegaconf import OmegaConf
 from torchtune import training
-from torchtune.training.checkpointing import _checkpointer
 
 from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, publish
 from recipe_utils.checkpoint.peft import DESCRIPTION, write_peft
@@ -31,6 +29,11 @@ _NOT_OF_A_MODEL = re.compile(
     r"\..*|.*\.tmp|(step|epoch|export_step|checkpoint)[_-]\d+|best|before_.*|logs|adapter"
 )
 """Subfolders of the folder of a model that are caches, or outputs of a training."""
+_STOCK = (
+    training.FullModelHFCheckpointer,
+    training.FullModelMetaCheckpointer,
+    training.FullModelTorchTuneCheckpointer,
+)
 ADAPTER_FOLDER = "adapter"
 """Subfolder of an exported folder with the adapters.
 
@@ -62,19 +65,24 @@ def export(
     redirected._output_dir = temporary
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        # torchtune's function copies modes, too, which not all filesystems support, and other frameworks' weights.
-        with mock.patch.object(_checkpointer, "copy_files", lambda b, f, **_: copy_files(b, f)):
-            redirected.save_checkpoint(
-                {key: copy.copy(content) for key, content in contents.items()},  # it is modified
-                epoch=0,
-                # Checkpointers for full models only do not have the argument.
-                **({} if training.MODEL_KEY in contents else {"adapter_only": True}),
-            )
+        if is_stock := isinstance(checkpointer, _STOCK):
+            # It would copy modes, too, which not all filesystems support, and other frameworks' weights.
+            redirected._checkpoint_dir = temporary / "nothing"
+        redirected.save_checkpoint(
+            {key: copy.copy(content) for key, content in contents.items()},  # it is modified
+            epoch=0,
+            # Checkpointers for full models only do not have the argument.
+            **({} if training.MODEL_KEY in contents else {"adapter_only": True}),
+        )
         folder = temporary / "epoch_0"
+        if is_stock:
+            copy_files(checkpointer._checkpoint_dir, folder)
         adapters = contents.get(training.ADAPTER_KEY)
         if adapters is not None:
             write_peft(folder, checkpointer, adapters, contents[training.ADAPTER_CONFIG])
-            _separate_adapters(folder)
+            (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
+            for path in list(folder.glob("adapter_*")):
+                path.rename(folder / ADAPTER_FOLDER / path.name)
             alpha = contents[training.ADAPTER_CONFIG]["lora_alpha"]
             described = {"lora_alpha": alpha, "frozen": dict(frozen)}
             (folder / ADAPTER_FOLDER / DESCRIPTION).write_text(json.dumps(described))
@@ -103,13 +111,6 @@ def copy_files(base: str | Path, folder: Path, skipped: str | None = None) -> No
             if not is_other and Path(root, name).is_file():
                 target.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(Path(root, name), target / name)  # without its mode
-
-
-def _separate_adapters(folder: Path) -> None:
-    """Moves the adapter files of ``folder`` to :data:`ADAPTER_FOLDER`."""
-    (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
-    for path in list(folder.glob("adapter_*")):
-        path.rename(folder / ADAPTER_FOLDER / path.name)
 
 
 def _apply_umask(folder: Path) -> None:

@@ -5,7 +5,7 @@ files.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +27,6 @@ from recipe_utils.checkpoint.layout import rank_file, read_index, read_tensors
 from recipe_utils.checkpoint.tensors import (
     AnyOptimizer,
     describe_mismatch,
-    frozen_parameters,
     in_words,
     model_tensors,
     restore_optimizer,
@@ -150,8 +149,7 @@ def load(
         frozen: see :attr:`TrainingState.frozen`; compared with the saved one.
         config: config of this training. Its ``model`` must equal the saved one, if there is one.
             Options of ``optimizer`` that are built otherwise than then override the checkpoint.
-        other_model: True to accept another ``model`` and other frozen parameters. Those that were frozen
-            then start without optimizer state, those that are frozen now keep their trained weights.
+        other_model: True to accept another ``model`` whose trained and frozen parameters fit.
         group: a CPU (gloo) group of all ranks.
 
     Raises:
@@ -165,11 +163,9 @@ def load(
     if dist.is_initialized():
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    tensors, frozen_now = model_tensors(model), frozen_parameters(model)
-    of_ranks = gather_objects((list(tensors), list(frozen_now)), group)
-    all_trained, all_frozen = (set().union(*names) for names in zip(*of_ranks, strict=True))
-    all_trained -= all_frozen  # of an earlier training
-    names_of_other_stages = (all_trained | all_frozen) - tensors.keys()
+    tensors = model_tensors(model)
+    all_trained = set[str]().union(*gather_objects(list(tensors), group))
+    names_of_other_stages = all_trained - tensors.keys()
 
     def check_bytes() -> Marker:
         problem = check_whole(path, recipe=recipe)
@@ -180,7 +176,7 @@ def load(
             raise DamagedError(f"resume_from_checkpoint: {path} cannot be used: {problem}")
         return marker
 
-    def check_fit() -> tuple[TrainingState, Metadata, set[str]]:
+    def check_fit() -> tuple[TrainingState, Metadata]:
         state = read_as(TrainingState, path / "state.json")
         pairs = differences(state.data_fingerprint, data_fingerprint or {}).items()
         # Earlier checkpoints have no hashes of files.
@@ -195,17 +191,13 @@ def load(
             )
         metadata = read_index(read_as(dict[str, Any], path / "tensors.json"), marker.files)
         saved = _like(MODEL, metadata)
-        thawed = all_trained & state.frozen.keys()
-        newly_frozen = (all_frozen & saved.keys()) - state.frozen.keys()
-        if (thawed or newly_frozen) and not other_model:
+        thawed, newly_frozen = all_trained & state.frozen.keys(), frozen.keys() & saved.keys()
+        if thawed or newly_frozen:
             raise CheckpointError(
                 f"model: trained now, frozen in {path}: {in_words(thawed)} ({len(thawed)}); frozen now, trained "
-                f"then: {in_words(newly_frozen)} ({len(newly_frozen)}); set it as then, or resume_with_other_model=True"
+                f"then: {in_words(newly_frozen)} ({len(newly_frozen)}); set it as then"
             )
-        _check_frozen(state.frozen, frozen, path, thawed | newly_frozen)
-        for name in thawed - saved.keys():
-            tensors.pop(name, None)
-        tensors.update({n: p.detach() for n, p in frozen_now.items() if n in saved})
+        _check_frozen(state.frozen, frozen, path)
         problem = describe_mismatch(saved, tensors, names_of_other_stages)
         if problem:
             raise CheckpointError(
@@ -217,7 +209,7 @@ def load(
             raise CheckpointError(
                 f"{text} ({path}); set it as then, or resume_with_other_model=True"
             )
-        return state, metadata, thawed
+        return state, metadata
 
     def restore() -> dict[str, Tensor]:
         try:
@@ -228,7 +220,6 @@ def load(
                 _like(OPTIMIZER, metadata),
                 names_of_other_stages,
                 _changed_options(state.config, config),
-                thawed,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
@@ -237,14 +228,12 @@ def load(
 
     def read() -> None:
         read_tensors(path, metadata, targets)
-        for name in frozen_now.keys() & tensors.keys():
-            frozen_now[name].was_trained = True  # type: ignore[attr-defined]
         if marker.world_size == world_size:
             _load_random_state(path / rank_file(rank))
 
     # No content is used before every rank has checked its share of the bytes.
     marker = _on_all_ranks(check_bytes, group)
-    state, metadata, thawed = _on_all_ranks(check_fit, group)
+    state, metadata = _on_all_ranks(check_fit, group)
     states = _on_all_ranks(restore, group)
     targets = {MODEL + name: tensor for name, tensor in tensors.items()}
     targets |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
@@ -252,16 +241,13 @@ def load(
     return state
 
 
-def _check_frozen(
-    saved: Mapping[str, str], current: Mapping[str, str], path: Path, trained: Collection[str] = ()
-) -> None:
-    """Raises CheckpointError if frozen weights, but those ``trained`` then or now, differ from those at the save."""
+def _check_frozen(saved: Mapping[str, str], current: Mapping[str, str], path: Path) -> None:
+    """Raises CheckpointError if frozen weights differ from those at the save."""
     lacks_teacher = TEACHER not in saved or TEACHER not in current  # kd_ratio=0 loads none
     found = {
         key: (before, now)
         for key, (before, now) in differences(saved, current).items()
         if not (lacks_teacher and key.startswith(TEACHER))
-        and key not in trained
         # Checkpoints of version 0.4.3 have no fingerprint of a frozen model's config.json.
         and not (before is None and key.endswith("_checkpointer.config.json"))
     }

@@ -27,8 +27,6 @@ _OF_PEFT = {
     "lora_b.weight": "lora_B.weight",
     "magnitude": "lora_magnitude_vector",
 }
-# torchtune rotates pairs of neighbors where Hugging Face rotates halves, except in these models.
-_ROWS_ALIKE = {ModelType.QWEN2}
 
 
 def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +68,8 @@ def write_peft(
     if not isinstance(checkpointer, FullModelHFCheckpointer) or not path.is_file():
         return
     hf_config = checkpointer._config
-    has_other_rows = checkpointer._model_type not in _ROWS_ALIKE
+    # torchtune rotates pairs of neighbors where Hugging Face rotates halves, except in Qwen 2.
+    has_other_rows = checkpointer._model_type is not ModelType.QWEN2
     converted = {
         _peft_name(name): (
             _rows_of_hugging_face(name, tensor, hf_config) if has_other_rows else tensor

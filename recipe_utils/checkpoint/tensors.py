@@ -29,11 +29,9 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns trained parameters and persistent buffers by their names without wrappers.
 
     Runs with other wrappers (activation checkpointing, compile) find the same names. Shared weights
-    occur once. Frozen weights are always loaded by the checkpointer and are not included, unless they were
-    trained before a resume.
+    occur once. Frozen weights are always loaded by the checkpointer and are not included.
     """
     tensors: dict[str, Tensor] = dict(parameters_by_name(model))
-    tensors |= {n: p for n, p in frozen_parameters(model).items() if hasattr(p, "was_trained")}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -45,11 +43,6 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters of :func:`model_tensors` themselves, not detached."""
     reshard(model)
     return {unwrapped(name): parameter for name, parameter in trained_parameters(model).items()}
-
-
-def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that are not trained, by name."""
-    return {unwrapped(name): p for name, p in model.named_parameters() if not p.requires_grad}
 
 
 def note_options(optimizer: AnyOptimizer, **more: Any) -> None:
@@ -96,7 +89,11 @@ def optimizer_contents(
             for key, value in part.state.get(parameter, {}).items():
                 what = f"{where}: its state {key} of {name}"
                 if isinstance(value, Tensor):
-                    _check_storable(value, what)
+                    own = local(value)
+                    if is_traceable_wrapper_subclass(own):
+                        text = f"{what} is a {type(own).__name__}"
+                        raise ValueError(f"{text}, which step checkpoints cannot hold")
+                    dtype_name(own.dtype)  # raises for one that safetensors does not support
                     tensors[f"{name}.{key}"] = value.detach()
                     state.setdefault(name, {})[key] = None
                 else:
@@ -124,13 +121,6 @@ def _groups(optimizer: AnyOptimizer) -> Iterator[tuple[Optimizer, dict[str, Any]
             yield part, group
 
 
-def _check_storable(value: Tensor, what: str) -> None:
-    own = local(value)
-    if is_traceable_wrapper_subclass(own):
-        raise ValueError(f"{what} is a {type(own).__name__}, which step checkpoints cannot hold")
-    dtype_name(own.dtype)
-
-
 def _plain(value: Any, what: str) -> Any:
     """Returns ``value`` as a round trip through JSON would."""
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -151,7 +141,6 @@ def restore_optimizer(
     saved: Mapping[str, Tensor],
     names_of_other_stages: Collection[str] = (),
     keeps: Collection[str] = (),
-    fresh: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Sets an optimizer's options and plain values from a checkpoint, and allocates its state tensors.
 
@@ -166,7 +155,6 @@ def restore_optimizer(
         saved: meta tensors like the saved ones, by the names of its first result.
         names_of_other_stages: parameters that other pipeline stages step.
         keeps: options that keep their current values if the checkpoint does not have those as built.
-        fresh: parameters that were frozen, which have no state.
 
     Returns:
         The new, still empty state tensors by the same names, sharded as the parameters.
@@ -179,7 +167,7 @@ def restore_optimizer(
         name: group["options"] for group in description["groups"] for name in group["names"]
     }
     current = {names[id(p)] for _, group in _groups(optimizer) for p in group["params"]}
-    lacking = current - options_of.keys() - set(fresh)
+    lacking = current - options_of.keys()
     superfluous = options_of.keys() - current - set(names_of_other_stages)
     if lacking or superfluous:
         raise CheckpointError(
@@ -191,24 +179,24 @@ def restore_optimizer(
     new_options, new_states = [], []
     for part, group in _groups(optimizer):
         members = [names[id(parameter)] for parameter in group["params"]]
-        known = [name for name in members if name in options_of]
-        changed = set[str]().union(*(_changed(options_of[name], group, keeps) for name in known))
+        changed = set[str]().union(*(_changed(options_of[name], group, keeps) for name in members))
         unchanged = {
-            name: {k: v for k, v in options_of[name].items() if k not in changed} for name in known
+            name: {k: v for k, v in options_of[name].items() if k not in changed}
+            for name in members
         }
-        options = unchanged[known[0]] if known else {}
-        differing = [name for name in known if unchanged[name] != options]
+        options = unchanged[members[0]] if members else {}
+        differing = [name for name in members if unchanged[name] != options]
         ours = group.keys() - _IMPLEMENTATION_OPTIONS
         if differing:
             raise CheckpointError(
-                f"optimizer: {known[0]} and {differing[0]} are in one group, but were saved with "
+                f"optimizer: {members[0]} and {differing[0]} are in one group, but were saved with "
                 f"{options} and {unchanged[differing[0]]}"
             )
         # Schedulers add initial_lr.
-        if known and (ours ^ options_of[known[0]].keys()) - {"initial_lr", _BUILT}:
+        if members and (ours ^ options_of[members[0]].keys()) - {"initial_lr", _BUILT}:
             raise CheckpointError(
                 f"optimizer={type(part).__name__}: its options are {in_words(ours)}; it was saved with "
-                f"{in_words(options_of[known[0]])}; set the same optimizer"
+                f"{in_words(options_of[members[0]])}; set the same optimizer"
             )
         new_options.append((group, options))
         for name, parameter in zip(members, group["params"], strict=True):

@@ -151,8 +151,10 @@ class FolderCheckpointer:
         folder = self._checkpoint_dir
         if any(folder.glob("*.safetensors")):
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            text = config.get_text_config()
-            for part in (config, text):  # also on machines that compute with quantized weights
+            for part in (
+                config,
+                config.get_text_config(),
+            ):  # also on machines that compute with quantized weights
                 if quantization := getattr(part, "quantization_config", None):
                     part.quantization_config = {**quantization, "dequantize": True}
             options = {"config": config, "local_files_only": True, "dtype": "auto"}
@@ -164,12 +166,6 @@ class FolderCheckpointer:
                 )
             finally:
                 set_verbosity(verbosity)
-            # Layers past the last predict further tokens; they are not loaded.
-            past = range(getattr(text, "num_nextn_predict_layers", 0) or 0)
-            names = tuple(f"model.layers.{text.num_hidden_layers + each}." for each in past)
-            info["unexpected_keys"] = {
-                name for name in info["unexpected_keys"] if not name.startswith(names)
-            }
             if any(info.values()):
                 what = "; ".join(
                     f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, found))[:5])}"

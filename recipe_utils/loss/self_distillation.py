@@ -212,7 +212,7 @@ class SelfDistillationLoss:
             # KL + entropy; the entropy is constant, so the gradient is that of KL.
             return sums[_KL] + sums[_ENTROPY].detach(), sums[_ENTROPY]
 
-        nothing = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        nothing = hidden.new_zeros((), dtype=sum_dtype(hidden))
         local = of_global = ibot = koleo = gram = entropy = nothing
         if weights.dino_loss_weight:
             bottlenecks = output.dino(cls)

@@ -94,8 +94,9 @@ def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
     own = local(p)
     step = torch.zeros((), device=own.device if is_fused else "cpu")
     if p.ndim < 2 or p.numel() < _MIN_ELEMENTS:
+        dtype = torch.promote_types(own.dtype, torch.float32)
         return {"step": step} | {
-            name: sharded_as(p, torch.zeros_like(own, dtype=_float_of(own)))
+            name: sharded_as(p, torch.zeros_like(own, dtype=dtype))
             for name in ("exp_avg", "exp_avg_sq")
         }
     if isinstance(p, DTensor) and any(
@@ -111,10 +112,6 @@ def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
         for key, each in zip((name, f"{name}_scales"), both, strict=True):
             state[key] = sharded_as(p, each.expand(*own.shape[:-1], -1).contiguous())
     return state
-
-
-def _float_of(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 @cache

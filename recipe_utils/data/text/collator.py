@@ -65,9 +65,9 @@ class RowCollator(Collator):
     ) -> None:
         self.limits, self.pad_id = limits, tokenizer.pad_id
         self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
-        self.stop_tokens: Sequence[int] = getattr(tokenizer, "stop_tokens", None) or ()
         self._sequences, self._trees = sequences, trees
-        self._end_ids = {getattr(tokenizer, "eos_id", None), *self.stop_tokens} - {None}
+        stop_tokens = getattr(tokenizer, "stop_tokens", None) or ()
+        self._end_ids = {getattr(tokenizer, "eos_id", None), *stop_tokens} - {None}
         if (self.max_seq_len or 0) > limits.max_seq_len:
             text = (
                 f"longer samples than {limits.limits_length} max_seq_len={limits.max_seq_len} fail"

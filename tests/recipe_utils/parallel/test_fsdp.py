@@ -66,11 +66,3 @@ def test_the_number_of_all_reduces_between_copies_is_that_of_one_microbatch():
             assert counts["plain", num_microbatches] == num_microbatches * once
             assert {counts[when, num_microbatches] for when in GRADIENT_SYNC} == {once}
         assert distance < 1e-5
-
-
-def test_a_model_that_is_not_sharded_needs_no_sync():
-    model = tiny.tiny_model()
-    for is_last in (False, True):
-        with gradient_sync(model, is_last, "each_microbatch"):
-            loss_of(model, seed=0).backward()
-    assert all(p.grad is not None for p in model.parameters())

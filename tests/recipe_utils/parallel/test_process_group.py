@@ -77,7 +77,3 @@ def test_a_rank_that_lost_another_names_how_also_where_that_made_a_problem_of_a_
     (gloo, of_key, other), _ = run_distributed(loss_of_the_other, 2, expect_failures=True)
     assert gloo in ("Connection closed by peer", "Connection reset by peer")
     assert (of_key, other) == (gloo, None)
-
-
-def test_a_process_without_a_group_gathers_its_own_object():
-    assert gather_objects("mine", None) == ["mine"]
