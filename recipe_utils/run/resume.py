@@ -3,15 +3,17 @@
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtune import training
 
 from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, read_as
@@ -20,8 +22,9 @@ from recipe_utils.checkpoint.tensors import AnyOptimizer, note_options
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.files import CheckpointError
 from recipe_utils.model.pipeline.schedule import PipelineSettings
-from recipe_utils.model.pipeline.stages import adapters_of
+from recipe_utils.model.pipeline.stages import Stages, adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteGuard
+from recipe_utils.parallel.fsdp import local, sharded_as
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.run.log import Log
@@ -281,3 +284,23 @@ def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
                 f"model.{name}={rate}: {name.split('_')[-1]} depends on microbatches and ranks, so the "
                 "losses of two layouts are equal in the mean only; 0 is exact"
             )
+
+
+def norms_of_frozen_rows(
+    model: nn.Module, tokens: Sequence[int], device: torch.device
+) -> Iterator[str]:
+    """Yields the norms of the embeddings of stop tokens, if they are frozen. All ranks of a stage together."""
+    for part in model.values() if isinstance(model, Stages) else [getattr(model, "decoder", model)]:
+        weight = getattr(getattr(part, "tok_embeddings", None), "weight", None)
+        if not tokens or not isinstance(weight, Tensor) or weight.requires_grad:
+            continue
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        of_shard = torch.linalg.vector_norm(local(weight), dim=1, keepdim=True, dtype=dtype)
+        norms: Any = sharded_as(weight, of_shard.to(device))
+        norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
+        if norms.is_meta:
+            continue
+        rows = ", ".join(
+            f"{each}: {norms[each].item():.3g}" for each in tokens if each < len(norms)
+        )
+        yield f"Stop tokens: norm of their frozen embeddings {rows}; median of all {norms.median().item():.3g}"

@@ -28,7 +28,7 @@ from recipe_utils.run.entry_point import set_on_signals
 from recipe_utils.run.lock import lock_folder
 from recipe_utils.run.log import Log, bar_text, progress_bar
 from recipe_utils.run.metrics import Metrics, Throughput, build_profiler
-from recipe_utils.run.resume import Resume, TrainingParts, warnings_of
+from recipe_utils.run.resume import Resume, TrainingParts, norms_of_frozen_rows, warnings_of
 from recipe_utils.run.saves import Saves, log_model, summary_of_training
 from recipe_utils.run.settings import Due, RunSettings
 from recipe_utils.settings.problems import naming
@@ -128,7 +128,11 @@ class Run:
         warnings = *self.settings.warnings(self.num_steps), *warnings_of(parts.model, self.settings)
         for text in warnings:
             self._log.warn(text)
-        self._memory = StepMemory(parts.loader, parts.optimizer, self._ranks, self._log.info)
+        loader, ranks = parts.loader, self._ranks
+        stops = getattr(loader.collator, "stop_tokens", ())
+        for text in norms_of_frozen_rows(parts.model, stops, ranks.device):
+            self._log.info(text)
+        self._memory = StepMemory(loader, parts.optimizer, ranks, self._log.info)
         # Left before the process group is closed, which ends the other ranks.
         self._at_exit.enter_context(self._memory)
         self.state = self._resume.restore(parts, self.seed)

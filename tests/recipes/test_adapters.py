@@ -18,11 +18,13 @@ from recipe_runs import (
     STOCK_LOSS,
     cosine,
     exported_model,
+    keep_messages,
     losses,
     run_compiled_recipe,
     run_recipe,
     run_recipe_keeping_warnings,
     run_stock_recipe,
+    set_up,
     with_adapters,
 )
 
@@ -363,6 +365,16 @@ def test_a_key_without_effect_is_warned_of_once(tiny_config):
     ):
         found = warnings_of(1, {**config, **changes})
         assert sum(words in text for text in found) == 1, found
+
+
+def test_the_embeddings_of_stop_tokens_are_compared_with_all_if_they_are_frozen(tiny_config):
+    norms = tiny.tiny_model(tiny.MODEL).tok_embeddings.weight.norm(dim=1).tolist()
+    (stop,) = tiny.tiny_tokenizer().stop_tokens
+    for model in (TIED, tiny.MODEL):
+        with keep_messages() as messages, set_up(tiny_config(model=model)):
+            found = [text.partition("embeddings ")[2] for text in messages if "Stop tok" in text]
+        expected = f"{stop}: {norms[stop]:.3g}; median of all {sorted(norms)[33]:.3g}"
+        assert found == [expected] * (model is TIED)
 
 
 def exported_dtypes(config):

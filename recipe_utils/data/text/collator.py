@@ -66,8 +66,8 @@ class RowCollator(Collator):
         self.limits, self.pad_id = limits, tokenizer.pad_id
         self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
         self._sequences, self._trees = sequences, trees
-        stop_tokens = getattr(tokenizer, "stop_tokens", None) or ()
-        self._end_ids = {getattr(tokenizer, "eos_id", None), *stop_tokens} - {None}
+        self.stop_tokens: Sequence[int] = getattr(tokenizer, "stop_tokens", None) or ()
+        self._end_ids = {getattr(tokenizer, "eos_id", None), *self.stop_tokens} - {None}
         if (self.max_seq_len or 0) > limits.max_seq_len:
             text = (
                 f"longer samples than {limits.limits_length} max_seq_len={limits.max_seq_len} fail"
