@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import count, groupby
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -27,17 +27,12 @@ from recipe_utils.data.text.messages import THINKING, Chat, Tools, content_as_te
 
 Alike = dict[tuple[str, ...], tuple[int, int, int]]
 """Number of messages between equal texts, and characters of a turn before and behind their values."""
+Render = Callable[..., str]
+"""Maps messages, tools and ``prompt=False`` to their text; raises SampleError if the template fails."""
 Encoded = tuple[np.ndarray, np.ndarray]
 """Tokens of a text, and the end of each in it [characters], int64 [n] each."""
 _LABELS = {"role", "type", "id", "index", "tool_call_id"}
 """Keys of messages and calls that templates need not print."""
-
-
-class Render(Protocol):
-    """Renders a conversation, with a generation prompt if ``prompt``; raises SampleError if the template fails."""
-
-    def __call__(self, chat: Chat, tools: Tools, prompt: bool = False) -> str:
-        """Returns the text."""
 
 
 class Leaf(NamedTuple):
