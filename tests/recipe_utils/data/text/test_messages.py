@@ -346,7 +346,8 @@ def test_ids_are_those_of_tokenizer_json_whatever_its_class_rebuilds(name, tmp_p
         assert tokenizer.encode(text, add_bos=False, add_eos=False) == ids
     is_other = name != "PreTrainedTokenizerFast"
     assert [
-        re.search(rf"{name}.*encodes .*where tokenizer.json has", m) is not None
+        re.search(rf"{name}.*encodes .* otherwise than tokenizer.json, which is taken", m)
+        is not None
         for m in caplog.messages
     ] == [True] * is_other
     of_class = folder_tokenizer(str(tmp_path), from_pretrained={})
