@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 from torchtune import config
 
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
@@ -33,6 +32,10 @@ class SampleLosses:
         self._loader, self._ranks, self._log = loader, ranks, log
         self._held: Callable[[], None] | None = None
         self._file: np.ndarray | None = None
+        mixture = loader.dataset.mixture
+        self._starts: dict[str, int] = {}
+        if mixture is not None:
+            self._starts = dict(zip(mixture.names, mixture.starts, strict=True))
 
     def open(self, settings: Any, is_new: bool) -> None:
         """Opens the file on rank 0; unless ``is_new`` with the losses that it contains."""
@@ -47,9 +50,7 @@ class SampleLosses:
             if before is not None and before.ndim == 2:
                 rows, columns = (min(pair) for pair in zip(before.shape, shape, strict=True))
                 new[:rows, :columns] = before[:rows, :columns]
-            mixture = self._loader.dataset.mixture
-            names = {} if mixture is None else dict(zip(mixture.names, mixture.starts, strict=True))
-            path.with_name(DATASETS).write_text(json.dumps(names))
+            path.with_name(DATASETS).write_text(json.dumps(self._starts))
             self._file = new
         except (OSError, ValueError) as error:
             self._log.warn(f"{path}: {error}; training continues without it")
@@ -73,7 +74,8 @@ class SampleLosses:
         def write() -> None:
             if arrived is not None:
                 arrived.synchronize()
-            self.write(epoch, indices, on_host[: len(indices)])
+            if self._file is not None:
+                self._file[epoch, indices] = on_host[: len(indices)].numpy()
 
         self._held = write
         if device.type == "cpu":
@@ -85,17 +87,10 @@ class SampleLosses:
         if held is not None:
             held()
 
-    def write(self, epoch: int, indices: np.ndarray, losses: Tensor) -> None:
-        """Writes losses [n] of the samples ``indices`` [n]."""
-        if self._file is not None:
-            self._file[epoch, indices] = losses.numpy()
-
     def report(self, cfg: Mapping[str, Any]) -> Iterator[str]:
         """Yields the samples of highest loss, and of the highest rise."""
         if self._file is not None:
-            mixture = self._loader.dataset.mixture
-            names = {} if mixture is None else dict(zip(mixture.names, mixture.starts, strict=True))
-            yield from report_of(self._file, names, self._loader.dataset.dataset, cfg)
+            yield from report_of(self._file, self._starts, self._loader.dataset.dataset, cfg)
 
 
 def report_of_run(output_dir: Path) -> Iterator[str]:

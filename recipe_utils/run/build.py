@@ -101,7 +101,9 @@ def build_image_loaders(
         images = build("dataset_val", load_labeled, cfg.dataset_val)
     fill = settings.fill(ranks)
     with naming():
-        views = Views(dataset, transform, _of_views(settings), layout, settings.data_seed)
+        # The keys of views alone, which DataLoader workers can unpickle without the recipe.
+        keys = {each.name: getattr(settings, each.name) for each in fields(ViewSettings)}
+        views = Views(dataset, transform, ViewSettings(**keys), layout, settings.data_seed)
         collator: Any = ViewCollator(settings, layout)
         loader = UpdateStepLoader(views, collator, settings, ranks, "dataset", fill, is_drawn=True)
         if settings.ibot_loss_weight > 0:
@@ -115,13 +117,6 @@ def build_image_loaders(
             for key, each in (("dataset_knn", bank), ("dataset_val", images))
         )
         return loader, NearestNeighbors(bank, images, settings.knn_neighbors, ranks)
-
-
-def _of_views(settings: Any) -> ViewSettings:
-    """Returns the keys of views alone, which DataLoader workers can unpickle without the recipe."""
-    return ViewSettings(
-        **{each.name: getattr(settings, each.name) for each in fields(ViewSettings)}
-    )
 
 
 def build_optimizer_by_depth(

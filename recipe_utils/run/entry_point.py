@@ -64,7 +64,7 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         def start(cfg: DictConfig) -> Any:
             nonlocal has_started
             has_started = True
-            cfg = without(with_entries(cfg, entries), removed)
+            cfg = with_entries(cfg, entries, removed)
             try:
                 return recipe_main(cfg)
             except RowsDoNotFitError as error:
@@ -109,10 +109,10 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     return main
 
 
-def with_entries(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
+def with_entries(cfg: DictConfig, words: Sequence[str], removed: Sequence[str] = ()) -> DictConfig:
     """Returns a copy of a config with ``KEY.INDEX.KEY=value`` set, which torchtune's parser cannot merge.
 
-    Raises ConfigError if the config has no such entry.
+    Also takes out the paths ``removed``. Raises ConfigError if the config has no such entry or key.
     """
     changed = copy.deepcopy(cfg)
     problems = []
@@ -127,25 +127,16 @@ def with_entries(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
         else:
             value = OmegaConf.from_dotlist([f"value={value}"]).value
             OmegaConf.update(changed, path, value, force_add=True)
-    if problems:
-        raise ConfigError(*problems)
-    return changed
-
-
-def without(cfg: DictConfig, paths: Sequence[str]) -> DictConfig:
-    """Returns a copy of a config without ``paths``; raises ConfigError if there is no such key."""
-    kept = copy.deepcopy(cfg)
-    problems = []
-    for path in paths:
+    for path in removed:
         parent, _, key = path.rpartition(".")
-        mapping = OmegaConf.select(kept, parent) if parent else kept
+        mapping = OmegaConf.select(changed, parent) if parent else changed
         if isinstance(mapping, DictConfig) and key in mapping:
             del mapping[key]
         else:
             problems.append(f"~{path}: the config has no such key to remove")
     if problems:
         raise ConfigError(*problems)
-    return kept
+    return changed
 
 
 def _next_start(cfg: DictConfig) -> str:

@@ -294,9 +294,8 @@ class Run:
 
     def _position(self) -> dict[str, Any]:
         state = self.state
-        if state.num_images_seen:
-            return {"epoch": state.epoch, "num_images_seen": state.num_images_seen}
-        return {"epoch": state.epoch, "num_tokens_seen": state.num_tokens_seen}
+        seen = "num_images_seen" if state.num_images_seen else "num_tokens_seen"
+        return {"epoch": state.epoch, seen: getattr(state, seen)}
 
     def _log_step(
         self,

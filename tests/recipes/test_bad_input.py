@@ -8,8 +8,7 @@ import tiny
 import torch
 from checkpoint_runs import Malicious
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
-from recipe_runs import DPO, recipe_class, refusal, run_recipe
+from recipe_runs import DPO, refusal, run_recipe
 from safetensors.torch import save_file
 
 from recipe_utils.run.log import read_metrics
@@ -17,14 +16,6 @@ from recipe_utils.run.log import read_metrics
 
 def data(**more):
     return {"dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 8, **more}}
-
-
-def test_unknown_keys_are_accepted_if_they_are_used(tiny_config):
-    config = tiny_config(my_length=8)
-    assert "my_length: this recipe has no such key" in refusal(config)
-    config["dataset"]["num_samples"] = "${my_length}"
-    cfg = OmegaConf.create(config)
-    recipe_class()(cfg).setup(cfg)
 
 
 @pytest.mark.parametrize(

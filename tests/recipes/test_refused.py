@@ -68,6 +68,8 @@ REFUSED = {
     (SFT, "pipeline_parallel_schedule=GPipe"): "=GPipe: it has no effect with pipeline_parallel_dim=1; .* more than 1",
     (SFT, "global_batch_size={0: 8, 9: 4}"): r"global_batch_size=\{0: 8, 9: 4\}: removed; sizes by update step; set one number",
     (SFT, "sample_losses=True loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"): "sample_losses=True: .* does not sum by sample; set loss._component_",
+    (SFT, "sample_prompts=[Hi]"): "sample_prompts, sample_every_n_steps: one has no effect without the other; set both",
+    (SFT, "pipeline_parallel_dim=2 sample_prompts=[Hi] sample_every_n_steps=1"): "sample_prompts: pipeline_parallel_dim=2 cannot generate",
     (DINO, "sample_losses=True"): "sample_losses=True: losses of views are not by image; leave it out",
     (SFT, "collate_fn=torchtune.data.left_pad_sequence"): "collate_fn=torchtune.data.left_pad_sequence",
     (SFT, "optimizer_in_bwd=True"): "gradient_accumulation_steps=2",

@@ -201,7 +201,18 @@ def load_dataset(
     the positional argument of each; None if they take none. ``check`` raises ValueError if the
     first sample is of a wrong kind.
     """
-    dataset = _instantiate_all(cfg, tokenizer)
+    given = () if tokenizer is None else (tokenizer,)
+    if not isinstance(cfg, ListConfig):
+        dataset = _instantiate(cfg, *given)
+    else:
+        parts: Any = OmegaConf.to_container(cfg, resolve=True)
+        made, own = zip(*map(split_entry, parts), strict=True)
+        for name in (part["name"] for part in parts if may_mean_subset(part)):
+            text = f"name={name} is the name of a dataset in the log; set subset={name} for a subset of the hub"
+            log_rank_zero(_log, text, logging.WARNING)
+        several = [_instantiate(OmegaConf.create(part), *given) for part in made]
+        is_mixture = any(own)
+        dataset = Mixture(several, entries_of(parts)) if is_mixture else ConcatDataset(several)
     if check is not None:
         try:
             sample = dataset[0]
@@ -209,21 +220,6 @@ def load_dataset(
             return dataset
         check(sample)
     return dataset
-
-
-def _instantiate_all(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
-    given = () if tokenizer is None else (tokenizer,)
-    if isinstance(cfg, ListConfig):
-        parts: Any = OmegaConf.to_container(cfg, resolve=True)
-        made, own = zip(*map(split_entry, parts), strict=True)
-        for name in (part["name"] for part in parts if may_mean_subset(part)):
-            text = f"name={name} is the name of a dataset in the log; set subset={name} for a subset of the hub"
-            log_rank_zero(_log, text, logging.WARNING)
-        datasets = [_instantiate(OmegaConf.create(part), *given) for part in made]
-        if not any(own):
-            return ConcatDataset(datasets=datasets)
-        return Mixture(datasets, entries_of(parts))
-    return _instantiate(cfg, *given)
 
 
 def _instantiate(cfg: DictConfig, *given: Any) -> Any:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.plan.plan import Microbatches, longest_first
 
-_DEFAULT_COST = MicrobatchCost()
-
 
 @dataclass
 class _Row:
@@ -38,7 +36,7 @@ def plan_packed(
     batch_size: int = 1,
     max_tokens_per_microbatch: int | None = None,
     max_ranks_per_row: int = 1,
-    cost: MicrobatchCost = _DEFAULT_COST,
+    cost: MicrobatchCost,
 ) -> list[Microbatches]:
     """Packs whole samples without padding into few rows of about equal cost.
 

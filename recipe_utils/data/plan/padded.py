@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.plan.plan import Microbatches, longest_first
 
-_DEFAULT_COST = MicrobatchCost()
-
 
 def plan_in_order(
     lengths: Sequence[int], num_ranks: int = 1, *, batch_size: int
@@ -29,7 +27,7 @@ def plan_least_padding(
     *,
     batch_size: int = 1,
     max_tokens_per_microbatch: int | None = None,
-    cost: MicrobatchCost = _DEFAULT_COST,
+    cost: MicrobatchCost,
 ) -> list[Microbatches]:
     """Sorts the samples by length, cuts them into microbatches and deals these to ranks.
 

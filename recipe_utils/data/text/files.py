@@ -4,10 +4,8 @@ Example: ``{"a": 1}\n\n{"a": 22}\n`` is scanned once. The scan stores the bounds
 [1, 3] of their lines and a checksum. ``rows[1]`` reads the bytes 10 to 19, and returns {"a": 22}.
 """
 
-import bz2
 import gzip
 import json
-import lzma
 import os
 import shutil
 import tempfile
@@ -23,12 +21,9 @@ import numpy as np
 
 from recipe_utils.data.loader.samples import SampleError
 
-_UNPACKERS: Mapping[bytes, Any] = {
-    b"\x1f\x8b": gzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ\0": lzma.open,
-}
 _REFUSED = {
+    b"BZh": "compressed by bzip2; unpack it with bzip2 -d",
+    b"\xfd7zXZ\0": "compressed by xz; unpack it with xz -d",
     b"\x28\xb5\x2f\xfd": "compressed by zstd; unpack it with zstd -d",
     b"\x04\x22\x4d\x18": "compressed by lz4; unpack it with lz4 -d",
     b"PK\x03\x04": "a zip archive (or an .xlsx or .npz file); unzip it",
@@ -47,7 +42,7 @@ _CHUNK = 1 << 22
 class FileRows:
     """Rows of a file in JSON Lines, of one JSON array, of a parquet file, or of a ``save_to_disk`` folder.
 
-    The first bytes determine the format, also of what gzip, bzip2 or xz unpack to a temporary file. Bounds of rows
+    The first bytes determine the format, also of what gzip unpacks to a temporary file. Bounds of rows
     [n + 1] int64 are in memory, rows are not. Pickling copies no data.
 
     Args:
@@ -74,16 +69,15 @@ class FileRows:
         if not Path(path).is_file() and Path(path).exists():
             self._refuse("no regular file; write its content to one")
         head = _head(path)
-        for magic, unpack in _UNPACKERS.items():
-            if head.startswith(magic):
-                self._file = temporary_file(self)
-                try:
-                    with unpack(path, "rb") as packed, open(self._file, "wb") as plain:
-                        shutil.copyfileobj(packed, plain, _CHUNK)
-                except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-                    folder = tempfile.gettempdir()
-                    self._refuse(f"compressed, and cannot be unpacked to {folder} ({error})")
-                head = _head(self._file)
+        if head.startswith(b"\x1f\x8b"):
+            self._file = temporary_file(self)
+            try:
+                with gzip.open(path) as packed, open(self._file, "wb") as plain:
+                    shutil.copyfileobj(packed, plain, _CHUNK)
+            except (EOFError, OSError, zlib.error) as error:
+                folder = tempfile.gettempdir()
+                self._refuse(f"compressed, and cannot be unpacked to {folder} ({error})")
+            head = _head(self._file)
         if head.startswith(b"PAR1"):
             self._read_table([self._file])
             return

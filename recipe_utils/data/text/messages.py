@@ -89,16 +89,12 @@ def in_openai_format(message: Any) -> tuple[dict[str, Any], bool]:
             raise SampleError(f"{text}; set dataset to a conversation_dataset")
         return {"role": message.role, "content": message.text_content}, not message.masked
     role, weight = message.get("role"), message.get("weight")
-    for is_wrong, text in (
-        (role not in _ROLES, f"role={role!r}: set it to one of {', '.join(_ROLES)}"),
-        (
-            weight not in (None, 0, 1) or isinstance(weight, str),
-            f"weight={weight!r}: set it to 0 or 1",
-        ),
-        (weight == 1 and role != "assistant", f"weight=1 of a {role}: only assistants train"),
-    ):
-        if is_wrong:
-            raise SampleError(text)
+    if role not in _ROLES:
+        raise SampleError(f"role={role!r}: set it to one of {', '.join(_ROLES)}")
+    if weight not in (None, 0, 1) or isinstance(weight, str):
+        raise SampleError(f"weight={weight!r}: set it to 0 or 1")
+    if weight == 1 and role != "assistant":
+        raise SampleError(f"weight=1 of a {role}: only assistants train")
     openai: dict[str, Any] = {"role": role}
     for key, value in message.items():
         if key == "content":

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import count, groupby
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -27,19 +27,12 @@ from recipe_utils.data.text.messages import THINKING, Chat, Tools, content_as_te
 
 Alike = dict[tuple[str, ...], tuple[int, int, int]]
 """Number of messages between equal texts, and characters of a turn before and behind their values."""
+Render = Callable[..., str]
+"""Maps messages, tools and ``prompt=False`` to their text; raises SampleError if the template fails."""
 Encoded = tuple[np.ndarray, np.ndarray]
 """Tokens of a text, and the end of each in it [characters], int64 [n] each."""
 _LABELS = {"role", "type", "id", "index", "tool_call_id"}
 """Keys of messages and calls that templates need not print."""
-
-
-class Render(Protocol):
-    """Renders a conversation, with a generation prompt if ``prompt``; raises SampleError if the template fails."""
-
-    def __call__(
-        self, chat: Chat, tools: Tools, prompt: bool = False, variables: Mapping[str, Any] = ...
-    ) -> str:
-        """Returns the text."""
 
 
 class Leaf(NamedTuple):
@@ -71,7 +64,6 @@ class ChatTemplate:
 
     Args:
         render: renders a conversation.
-        source: text of the template.
         stop_tokens: ids of tokens that end a generation, and their texts.
         control_tokens: texts of added tokens that the template prints.
         path: folder, for errors.
@@ -81,13 +73,12 @@ class ChatTemplate:
     def __init__(
         self,
         render: Render,
-        source: str,
         stop_tokens: Mapping[int, str],
         control_tokens: Sequence[str],
         path: Path,
         warn: Callable[[str], None],
     ) -> None:
-        self.render, self._source, self._path, self._warn = render, source, path, warn
+        self.render, self._path, self._warn = render, path, warn
         self._stop_ids, self._stop_names = np.array([*stop_tokens]), [*stop_tokens.values()]
         self._stop = any_of(self._stop_names)
         self._control = any_of([*self._stop_names, *control_tokens])
@@ -209,7 +200,6 @@ class ChatTemplate:
                         remedy = "use a conversation_dataset with split_turns, or set tokenizer.train_on_last"
                     what = f"the chat template renders {what} otherwise once more follows"
                     _refuse(chat, index, f"{what}; {remedy}")
-                self._report_empty_thinking(chat[:index], tools, text, start, printed)
             if frame:
                 alike[frame] = num_alike + 1, begin - start, limit - end
             yield index, start, limit
@@ -249,26 +239,6 @@ class ChatTemplate:
         header = prompt.removeprefix(alone)
         start = alone.find(header, 0, first) + len(header)
         return start if header and header != prompt and start >= len(header) else -1
-
-    def _report_empty_thinking(
-        self, history: Chat, tools: Tools, text: str, start: int, printed: Sequence[Printed] | None
-    ) -> None:
-        """Warns of targets that start with an empty block, which the template prints for lack of thinking."""
-        block = re.match(r"\s*<(\w+)>\s*</\1>\s*", text[start : start + 99])
-        if block is None or "thinking" in self._inspected:
-            return
-        index = len(history)
-        begin = next((p.begin for p in printed or () if p.leaf.message == index), 0)
-        if begin < start + block.end():  # the message contains it
-            return
-        self._inspected.add("thinking")
-        remedy = "no variable of the chat template moves it to the prompt"
-        for name in sorted({*re.findall(r"\b\w*think\w*\b", self._source)}):
-            with_it = self.render(history, tools, True, {name: False})
-            if with_it.rstrip().endswith(block[0].strip()):
-                remedy = f"set tokenizer.template_variables.{name} to False to make it a part of the prompt"
-                break
-        self._warn(f"answers without thinking start with {block[0]!r}, which is a target; {remedy}")
 
     def _common(self, one: str, other: str) -> int:
         """Returns the number of equal first characters, up to a whole control token."""

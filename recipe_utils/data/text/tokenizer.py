@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.text.messages import Chat, Tools, read_messages, read_tools
-from recipe_utils.data.text.template import Alike, ChatTemplate, Encoded, any_of
+from recipe_utils.data.text.template import Alike, ChatTemplate, Encoded, any_of, num_common
 
 _SEEDS = (
     "It is 2024-01-31, 12:05; 1234567 + 89 = 1234656.", "a  b   c\td\n\n\ne \r\n f", "l'été, naïve, Straße, ÅÄÖ, e\u0301",
@@ -117,7 +117,6 @@ class FolderTokenizer:
         used = [name for name in inner.get_added_vocab() if name in source]
         self._template = ChatTemplate(
             self._render,
-            source,
             dict(zip(self.stop_tokens, names, strict=True)),
             used,
             self._path,
@@ -143,16 +142,9 @@ class FolderTokenizer:
                 for each in (loaded.backend_tokenizer, file)
             ]
             if both[0] != both[1]:
-                at = next(
-                    i
-                    for i, (a, b) in enumerate(zip(*([*ids, -1] for ids in both), strict=False))
-                    if a != b
-                )
-                shown = [each[max(at - 1, 0) : at + 3] for each in both]
                 self._warn(
-                    f"{type(loaded).__name__}, the class of its tokenizer_config.json, encodes {text!r} with "
-                    f"{shown[0]} where tokenizer.json has {shown[1]}; tokenizer.json is taken (set "
-                    "tokenizer.from_pretrained={} to take the class)"
+                    f"{type(loaded).__name__}, the class of its tokenizer_config.json, encodes {text!r} otherwise "
+                    "than tokenizer.json, which is taken (set tokenizer.from_pretrained={} to take the class)"
                 )
                 return PreTrainedTokenizerFast.from_pretrained(self._path, local_files_only=True)
         return loaded
@@ -242,13 +234,7 @@ class FolderTokenizer:
         tokens = np.array(encoded.ids, dtype=np.int64)
         return tokens, np.fromiter((end for _, end in encoded.offsets), np.int64, len(tokens))
 
-    def _render(
-        self,
-        chat: Chat,
-        tools: Tools,
-        prompt: bool = False,
-        variables: Mapping[str, Any] = {},
-    ) -> str:
+    def _render(self, chat: Chat, tools: Tools, prompt: bool = False) -> str:
         if self.tokenizer.chat_template is None:
             raise SampleError(
                 f"tokenizer.path={self._path}: it has no chat template for messages; add a "
@@ -256,11 +242,7 @@ class FolderTokenizer:
             )
         try:
             text: str = self.tokenizer.apply_chat_template(
-                chat,
-                tools,
-                tokenize=False,
-                add_generation_prompt=prompt,
-                **{**self._variables, **variables},
+                chat, tools, tokenize=False, add_generation_prompt=prompt, **self._variables
             )
         except Exception as error:  # any: a template is a program
             raise SampleError(f"the chat template fails: {error}") from error
@@ -287,10 +269,7 @@ def _by_pieces(
     def encode_pieces(text: str) -> Encoded:
         nonlocal pieces, tokens, ends
         before, pieces = pieces, added.split(text)
-        num_same = next(
-            (i for i, (a, b) in enumerate(zip(before, pieces, strict=False)) if a != b),
-            min(len(before), len(pieces)),
-        )
+        num_same = num_common(before, pieces)
         del starts[num_same + 1 :]
         num_tokens, num_characters = starts[-1]
         parts = [(tokens[:num_tokens], ends[:num_tokens])]

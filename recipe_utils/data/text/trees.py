@@ -128,8 +128,12 @@ def _num_shared(segment: _Segment, tokens: np.ndarray, nexts: np.ndarray, ignore
         return 0
     end = min(len(segment.tokens), len(tokens))
     both = (segment.nexts[:end] != ignore_index) & (nexts[:end] != ignore_index)
-    differs = both | (segment.tokens[:end] != tokens[:end])
-    return int(differs.argmax()) if differs.any() else end
+    return _first(both | (segment.tokens[:end] != tokens[:end]))
+
+
+def _first(flags: np.ndarray) -> int:
+    """Returns the index of the first True; the length if there is none."""
+    return int(flags.argmax()) if flags.any() else len(flags)
 
 
 def _insert(
@@ -190,10 +194,12 @@ def share_beginnings(
     others have none), and the number of positions saved.
     """
     keys = [_beginning(piece, ignore_index) for piece in pieces]
-    order = sorted(
-        range(len(pieces)), key=lambda i: keys[i].tobytes()
-    )  # equal beginnings are neighbors
-    common = [_num_equal(keys[one], keys[other]) for one, other in pairwise(order)]
+    # Equal beginnings are neighbors.
+    order = sorted(range(len(pieces)), key=lambda i: keys[i].tobytes())
+    common = []
+    for one, other in pairwise(order):
+        end = min(len(keys[one]), len(keys[other]))
+        common.append(_first(keys[one][:end] != keys[other][:end]))
     # saved[j] of the first j pieces, the last of which is in a tree with those from first[j] on.
     saved, first, shared = [0], [0], [0]
     for j in range(1, len(order) + 1):
@@ -221,14 +227,7 @@ def _beginning(piece: Piece, ignore_index: int) -> np.ndarray:
         return tokens[:0]
     (length, _), *below = segments_of(piece.documents[0])
     end = length if below else length - 1
-    are_targets = labels[:end] != ignore_index
-    return tokens[: int(are_targets.argmax()) if are_targets.any() else end]
-
-
-def _num_equal(one: np.ndarray, other: np.ndarray) -> int:
-    end = min(len(one), len(other))
-    differs = one[:end] != other[:end]
-    return int(differs.argmax()) if differs.any() else end
+    return tokens[: _first(labels[:end] != ignore_index)]
 
 
 def _one_tree(pieces: Sequence[Piece], num_common: int) -> list[Piece]:

@@ -5,12 +5,10 @@ import tiny
 import torch
 from arrays import HSDP_2, TP_2
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
-from recipe_runs import SFT, keep_messages, recipe_class, run_recipe
+from recipe_runs import SFT, keep_messages, run_recipe
 from torchtune.data import Message
 
 from recipe_utils.evaluation.generation import generate
-from recipe_utils.settings.problems import ConfigError
 
 CPU = torch.device("cpu")
 PROMPTS = ["Why?", "What does it do, and for how long?", "x"]
@@ -113,19 +111,3 @@ def test_sampling_does_not_change_the_losses(recipe_and_config):
     answers, losses = answers_and_losses(make(model=model, **ASKING), recipe)
     assert losses == expected
     assert answers
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"sample_prompts": PROMPTS}, "sample_prompts, sample_every_n_steps: one has no effect"),
-        (
-            {**ASKING, "pipeline_parallel_dim": 2},
-            "sample_prompts: pipeline_parallel_dim=2 cannot generate",
-        ),
-    ],
-)
-def test_wrong_prompts_are_refused_by_key(changes, text, tiny_config):
-    with pytest.raises(ConfigError) as error:
-        recipe_class()(OmegaConf.create(tiny_config(**changes)))
-    assert text in str(error.value)

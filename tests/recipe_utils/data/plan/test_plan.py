@@ -3,6 +3,7 @@
 import heapq
 import random
 import types
+from functools import partial
 from itertools import chain
 from statistics import fmean
 
@@ -20,7 +21,11 @@ LENGTHS = st.lists(st.integers(1, 600), max_size=40)
 NUM_RANKS = st.integers(1, 9)
 OVER_RANKS = st.sampled_from(["least_padding", "packed"])
 COST = MicrobatchCost(64, 300)
-PLANS = {"in_order": plan_in_order, "least_padding": plan_least_padding, "packed": plan_packed}
+PLANS = {
+    "in_order": plan_in_order,
+    "least_padding": partial(plan_least_padding, cost=COST),
+    "packed": partial(plan_packed, cost=COST),
+}
 
 
 def num_positions(name, lengths, microbatch):
@@ -56,7 +61,7 @@ def test_microbatches_keep_the_bound_and_ranks_get_equally_many_if_samples_suffi
 ):
     """Only a single long sample exceeds the bound. A rank gets at most one microbatch fewer, and only
     if every microbatch of the last round holds a single sample."""
-    ranks = PLANS[name](lengths, num_ranks, max_tokens_per_microbatch=max_tokens, cost=COST)
+    ranks = PLANS[name](lengths, num_ranks, max_tokens_per_microbatch=max_tokens)
     for microbatch in chain.from_iterable(ranks):
         assert num_positions(name, lengths, microbatch) <= max_tokens or len(microbatch) == 1
     counts = [len(microbatches) for microbatches in ranks]
@@ -74,7 +79,7 @@ def test_no_rank_computes_much_more_than_the_mean(num_ranks, name, bound):
     for seed in range(1 + 80 // num_ranks):
         rng = random.Random(seed)
         lengths = [min(20 + int(rng.lognormvariate(3.8, 0.9)), 512) for _ in range(16 * num_ranks)]
-        ranks = PLANS[name](lengths, num_ranks, max_tokens_per_microbatch=2048, cost=COST)
+        ranks = PLANS[name](lengths, num_ranks, max_tokens_per_microbatch=2048)
         loads = [sum(cost_of(name, lengths, m) for m in microbatches) for microbatches in ranks]
         planned.append(max(loads) / fmean(loads))
         in_order = [lengths[16 * rank : 16 * rank + 16] for rank in range(num_ranks)]
@@ -87,7 +92,7 @@ def test_no_rank_computes_much_more_than_the_mean(num_ranks, name, bound):
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=40), NUM_RANKS)
 def test_packed_opens_no_more_rows_than_the_tokens_need_plus_what_does_not_fit(lengths, num_ranks):
     """At least half of the rows that a round adds are needed: otherwise two of them would fit in one."""
-    ranks = PLANS["packed"](lengths, num_ranks, max_tokens_per_microbatch=600, cost=COST)
+    ranks = PLANS["packed"](lengths, num_ranks, max_tokens_per_microbatch=600)
     num_rounds = max(map(len, ranks))
     if num_rounds > 1:
         assert sum(lengths) > 600 * num_ranks * (num_rounds - 1) / 2

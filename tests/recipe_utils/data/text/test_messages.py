@@ -202,6 +202,12 @@ def test_a_greeting_of_a_template_without_a_header_is_history(read, caplog):
         (use([F]), TOOL_CHATML.replace("tools | tojson", "'tools'"), "leaves tools out"),
         ({"messages": [say("user", "Hi"), say("assistant", None, refusal="No.")]}, CHATML, "turn 1 .*: the chat template leaves its refusal out"),
         ({"messages": [say("user", {"a": 1}), say("assistant", "b")]}, CHATML, r"turn 0 \(user\): content={'a': 1}: it is no text"),
+        ({"messages": [say("user", None)]}, CHATML, r"turn 0 \(user\): content=None: it has no text"),
+        ({"messages": [say("user", 3)]}, CHATML, r"turn 0 \(user\): content=3: it is no text"),
+        ({"messages": [say("user", [{"type": "image"}])]}, CHATML, r"turn 0 \(user\): content: only text is supported"),
+        ({"messages": [say("human", "x")]}, CHATML, r"turn 0 \(human\): role='human': set it to one of system"),
+        ({"messages": [say("user", "x", weight=1)]}, CHATML, r"turn 0 \(user\): weight=1 of a user"),
+        ({"messages": [say("assistant", "x", weight=0.5)]}, CHATML, r"turn 0 \(assistant\): weight=0.5: set it to 0 or 1"),
         ({"messages": [say("user", "Hi \ud83d"), say("assistant", "b")]}, CHATML, r"turn 0 \(user\): it contains '\\ud83d', half of a character"),
         ({"conversations": [{"from": "alien", "value": "Hi"}]}, CHATML, "turn 0: from='alien': set it to one of human, gpt,"),
         ({"messages": [say("user", "Hi"), say("assistant", "b")], "chat_template_kwargs": {"a": 1}}, CHATML, "chat_template_kwargs of a row are not"),
@@ -340,7 +346,8 @@ def test_ids_are_those_of_tokenizer_json_whatever_its_class_rebuilds(name, tmp_p
         assert tokenizer.encode(text, add_bos=False, add_eos=False) == ids
     is_other = name != "PreTrainedTokenizerFast"
     assert [
-        re.search(rf"{name}.*encodes .*where tokenizer.json has", m) is not None
+        re.search(rf"{name}.*encodes .* otherwise than tokenizer.json, which is taken", m)
+        is not None
         for m in caplog.messages
     ] == [True] * is_other
     of_class = folder_tokenizer(str(tmp_path), from_pretrained={})
@@ -372,22 +379,3 @@ def test_a_missing_bos_is_reported_once(adds, template, config, warnings, tmp_pa
         tokenizer.encode("It is.")
         tokenizer({"messages": [say("user", "Hi"), say("assistant", "Yes.")]})
     assert [message.split(": ", 1)[1] for message in caplog.messages] == warnings
-
-
-def test_an_empty_block_of_thinking_is_reported_with_the_variable_that_moves_it(read, caplog):
-    block = "<think>\n\n</think>\n\n"
-    answers = CHATML.replace(
-        "+ m.content", f"+ ('{block}' if m.role == 'assistant' else '') + m.content"
-    )
-    without = answers.replace(
-        "assistant\n'", f"assistant\n' + ('{block}' if enable_thinking is false else '')"
-    )
-    chat = {"messages": [say("user", "Hi"), say("assistant", "Yes.")]}
-    for template in (answers, without):
-        assert read(chat, template)[1] == [f"{block}Yes.<|im_end|>"]
-    remedies = (
-        "no variable of the chat template",
-        "set tokenizer.template_variables.enable_thinking to False",
-    )
-    for remedy, message in zip(remedies, caplog.messages, strict=True):
-        assert re.search(r"start with '<think>.*which is a target; " + remedy, message)
