@@ -56,7 +56,7 @@ class Pairs(NamedTuple):
     and of the rejected one, in the order of the microbatch's targets."""
     names: tuple[str, ...]
     """Names of the pairs, for errors."""
-    fingerprints: tuple[bytes, ...]
+    fingerprints: tuple[bytes, ...] = ()
     """Hashes of the pairs' tokens and labels, 16 bytes each, by which a reference is cached."""
 
 

@@ -64,6 +64,7 @@ class ChatTemplate:
 
     Args:
         render: renders a conversation.
+        source: text of the template.
         stop_tokens: ids of tokens that end a generation, and their texts.
         control_tokens: texts of added tokens that the template prints.
         path: folder, for errors.
@@ -73,12 +74,13 @@ class ChatTemplate:
     def __init__(
         self,
         render: Render,
+        source: str,
         stop_tokens: Mapping[int, str],
         control_tokens: Sequence[str],
         path: Path,
         warn: Callable[[str], None],
     ) -> None:
-        self.render, self._path, self._warn = render, path, warn
+        self.render, self._source, self._path, self._warn = render, source, path, warn
         self._stop_ids, self._stop_names = np.array([*stop_tokens]), [*stop_tokens.values()]
         self._stop = any_of(self._stop_names)
         self._control = any_of([*self._stop_names, *control_tokens])
@@ -200,6 +202,7 @@ class ChatTemplate:
                         remedy = "use a conversation_dataset with split_turns, or set tokenizer.train_on_last"
                     what = f"the chat template renders {what} otherwise once more follows"
                     _refuse(chat, index, f"{what}; {remedy}")
+                self._report_empty_thinking(chat[:index], tools, text, start, printed)
             if frame:
                 alike[frame] = num_alike + 1, begin - start, limit - end
             yield index, start, limit
@@ -239,6 +242,26 @@ class ChatTemplate:
         header = prompt.removeprefix(alone)
         start = alone.find(header, 0, first) + len(header)
         return start if header and header != prompt and start >= len(header) else -1
+
+    def _report_empty_thinking(
+        self, history: Chat, tools: Tools, text: str, start: int, printed: Sequence[Printed] | None
+    ) -> None:
+        """Warns of targets that start with an empty block, which the template prints for lack of thinking."""
+        block = re.match(r"\s*<(\w+)>\s*</\1>\s*", text[start : start + 99])
+        if block is None or "thinking" in self._inspected:
+            return
+        index = len(history)
+        begin = next((p.begin for p in printed or () if p.leaf.message == index), 0)
+        if begin < start + block.end():  # the message contains it
+            return
+        self._inspected.add("thinking")
+        remedy = "no variable of the chat template moves it to the prompt"
+        for name in sorted({*re.findall(r"\b\w*think\w*\b", self._source)}):
+            with_it = self.render(history, tools, True, {name: False})
+            if with_it.rstrip().endswith(block[0].strip()):
+                remedy = f"set tokenizer.template_variables.{name} to False to make it a part of the prompt"
+                break
+        self._warn(f"answers without thinking start with {block[0]!r}, which is a target; {remedy}")
 
     def _common(self, one: str, other: str) -> int:
         """Returns the number of equal first characters, up to a whole control token."""

@@ -117,6 +117,7 @@ class FolderTokenizer:
         used = [name for name in inner.get_added_vocab() if name in source]
         self._template = ChatTemplate(
             self._render,
+            source,
             dict(zip(self.stop_tokens, names, strict=True)),
             used,
             self._path,
@@ -234,7 +235,13 @@ class FolderTokenizer:
         tokens = np.array(encoded.ids, dtype=np.int64)
         return tokens, np.fromiter((end for _, end in encoded.offsets), np.int64, len(tokens))
 
-    def _render(self, chat: Chat, tools: Tools, prompt: bool = False) -> str:
+    def _render(
+        self,
+        chat: Chat,
+        tools: Tools,
+        prompt: bool = False,
+        variables: Mapping[str, Any] = {},
+    ) -> str:
         if self.tokenizer.chat_template is None:
             raise SampleError(
                 f"tokenizer.path={self._path}: it has no chat template for messages; add a "
@@ -242,7 +249,11 @@ class FolderTokenizer:
             )
         try:
             text: str = self.tokenizer.apply_chat_template(
-                chat, tools, tokenize=False, add_generation_prompt=prompt, **self._variables
+                chat,
+                tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **{**self._variables, **variables},
             )
         except Exception as error:  # any: a template is a program
             raise SampleError(f"the chat template fails: {error}") from error

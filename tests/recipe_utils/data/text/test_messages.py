@@ -379,3 +379,22 @@ def test_a_missing_bos_is_reported_once(adds, template, config, warnings, tmp_pa
         tokenizer.encode("It is.")
         tokenizer({"messages": [say("user", "Hi"), say("assistant", "Yes.")]})
     assert [message.split(": ", 1)[1] for message in caplog.messages] == warnings
+
+
+def test_an_empty_block_of_thinking_is_reported_with_the_variable_that_moves_it(read, caplog):
+    block = "<think>\n\n</think>\n\n"
+    answers = CHATML.replace(
+        "+ m.content", f"+ ('{block}' if m.role == 'assistant' else '') + m.content"
+    )
+    without = answers.replace(
+        "assistant\n'", f"assistant\n' + ('{block}' if enable_thinking is false else '')"
+    )
+    chat = {"messages": [say("user", "Hi"), say("assistant", "Yes.")]}
+    for template in (answers, without):
+        assert read(chat, template)[1] == [f"{block}Yes.<|im_end|>"]
+    remedies = (
+        "no variable of the chat template",
+        "set tokenizer.template_variables.enable_thinking to False",
+    )
+    for remedy, message in zip(remedies, caplog.messages, strict=True):
+        assert re.search(r"start with '<think>.*which is a target; " + remedy, message)

@@ -135,7 +135,7 @@ OFFLOADING, RECOMPUTING = (
         (OFFLOADING, {}, "enable_activation_offloading=True: it needs enable_activation_checkpointing"),
         ({**OFFLOADING, **RECOMPUTING}, {}, "enable_activation_offloading=True: it needs device=cuda"),
         ({**RECOMPUTING, "ac_mode": "full"}, {}, "ac_mode=full: "),
-        ({"ac_mode": "selective", "ac_option": 1}, {}, "ac_mode=selective: set ac_option, too"),
+        ({"ac_mode": "selective"}, {}, "ac_mode=selective: set ac_option, too"),
         ({}, {"tensor_parallel_dim": 2}, "tensor_parallel_dim=2: set tensor_parallel_plan, too"),
         ({"packed_attention": "flex"}, {}, "packed_attention=flex: it needs device=cuda"),
     ],
