@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 from torchtune import config
 
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
@@ -74,8 +75,7 @@ class SampleLosses:
         def write() -> None:
             if arrived is not None:
                 arrived.synchronize()
-            if self._file is not None:
-                self._file[epoch, indices] = on_host[: len(indices)].numpy()
+            self.write(epoch, indices, on_host[: len(indices)])
 
         self._held = write
         if device.type == "cpu":
@@ -86,6 +86,11 @@ class SampleLosses:
         held, self._held = self._held, None
         if held is not None:
             held()
+
+    def write(self, epoch: int, indices: np.ndarray, losses: Tensor) -> None:
+        """Writes losses [n] of the samples ``indices`` [n]."""
+        if self._file is not None:
+            self._file[epoch, indices] = losses.numpy()
 
     def report(self, cfg: Mapping[str, Any]) -> Iterator[str]:
         """Yields the samples of highest loss, and of the highest rise."""

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import pickle
 import re
+import tempfile
 from collections import Counter
 from importlib.util import find_spec
 from itertools import chain
@@ -27,6 +29,7 @@ from chats import (
     tokenizer_of,
     trained,
 )
+from distributed_runs import run_distributed
 from forests import mask_of
 from omegaconf import OmegaConf
 from recipe_runs import DPO, SFT, keep_messages, run_recipe, slow, tiny_config
@@ -536,7 +539,7 @@ def test_pieces_of_documents_train_all_of_a_file_once(most, chatml, write):
 def test_an_epoch_of_pieces_has_every_token_and_a_cut_text_is_remarked(chatml, write, tmp_path):
     path = write(*({"text": text} for text in DOCUMENTS if text), {"text": None}, name="a.json")
     data = {"_component_": f"{MODULE}.text_pieces_dataset", "path": path}
-    config = config_of(chatml, tmp_path, data, max_seq_len=8, on_bad_sample="skip", num_workers=2)
+    config = config_of(chatml, tmp_path, data, max_seq_len=8, on_bad_sample="skip")
     with keep_messages() as messages:
         logged = run_recipe(config)
     num_tokens = [len(chatml.encode(text)) for text in DOCUMENTS if text]
@@ -556,7 +559,19 @@ def test_an_epoch_of_pieces_has_every_token_and_a_cut_text_is_remarked(chatml, w
         )
 
 
-def test_a_recipe_trains_and_samples_with_it(chatml, write, tmp_path, capfd):
+def run_recipe_keeping_stderr(config):
+    with tempfile.TemporaryFile() as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            logged = run_recipe(config)
+        finally:
+            os.dup2(before, 2)
+        file.seek(0)
+        return logged, file.read().decode()
+
+
+def test_a_recipe_trains_and_samples_with_it(chatml, write, tmp_path):
     """Workers are forked after the tokenizer was used."""
     data = {
         "_component_": f"{MODULE}.conversation_dataset",
@@ -567,9 +582,11 @@ def test_a_recipe_trains_and_samples_with_it(chatml, write, tmp_path, capfd):
         "sample_every_n_steps": 1,
         "sample_max_new_tokens": 3,
     }
-    logged = run_recipe(config_of(chatml, tmp_path, data, num_workers=2, **sampling))
+    config = config_of(chatml, tmp_path, data, num_workers=2, **sampling)
+    ((logged, text),) = run_distributed(run_recipe_keeping_stderr, 1, config)
     assert len([each for each in logged if "loss" in each]) == 2
-    assert "forked" not in capfd.readouterr().err
+    assert "epoch 1 of 1" in text
+    assert "forked" not in text
 
 
 def test_embedded_data_have_the_tokens_of_torchtunes_tokenizer(tmp_path):

@@ -13,6 +13,7 @@ from recipe_utils.data.loader.collectives import (
     StepCollectives,
     StepCounts,
 )
+from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.plan.packed import plan_packed
 from recipe_utils.long_rows.parts import WHOLE, Part
 from recipe_utils.parallel.process_group import new_cpu_group
@@ -118,7 +119,7 @@ def test_samples_arrive_whole_in_the_order_of_the_plan():
 
 def test_tensor_parallel_ranks_exchange_with_ranks_of_the_same_coordinate():
     first, second = [sample(0, 9), sample(1, 9)], [sample(2, 1), sample(3, 1)]
-    plan = partial(plan_packed, max_tokens_per_microbatch=10)
+    plan = partial(plan_packed, max_tokens_per_microbatch=10, cost=MicrobatchCost())
     held, peers = [first, first, second, second], [[0, 2], [1, 3], [0, 2], [1, 3]]
     got = run_distributed(exchange, 4, held, plan, peers)
     assert got[:2] == [got[0]] * 2
@@ -128,7 +129,8 @@ def test_tensor_parallel_ranks_exchange_with_ranks_of_the_same_coordinate():
 
 
 def test_a_row_of_several_ranks_arrives_on_each_of_them_with_its_part():
-    plan = partial(plan_packed, max_tokens_per_microbatch=10, max_ranks_per_row=2)
+    limits = {"max_tokens_per_microbatch": 10, "max_ranks_per_row": 2}
+    plan = partial(plan_packed, cost=MicrobatchCost(), **limits)
     got = run_distributed(exchange, 2, [[], [sample(1, 15), sample(2, 5)]], plan)
     assert names(got[0]) == names(got[1]) == [[1, 2]]
     assert [microbatches[0][1] for microbatches in got] == [Part(0, 2), Part(1, 2)]
