@@ -85,7 +85,9 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
         collator.take_trees()
     checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip")
     yield from _statistics(checked, collator)
-    order: Any = epoch_permutation(len(checked), 0, settings.shuffle, settings.data_seed)
+    order: Any = epoch_permutation(len(checked), 0, settings.shuffle, settings.data_seed)[
+        :num_samples
+    ]
     if checked.mixture is not None and checked.mixture.weights is not None:
         mixed = MixtureOrder(checked.mixture, settings, settings.samples_per_update_step(1))
         if problems := [*mixed.problems("dataset")]:
