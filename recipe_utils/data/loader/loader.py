@@ -200,12 +200,15 @@ class UpdateStepLoader:
     def _finished(self, step: UpdateStep) -> UpdateStep:
         """Returns an update step with values that depend on all microbatches, in pinned memory on CUDA."""
         microbatches, sums, weights = step.microbatches, step.sample_sums, None
-        if sums is not None and self._weigh is not None:
-            weights = self._weigh([step.totals[name] for name in self._counts_of_datasets])
-            weights = weights[sums.datasets]
+        on_cuda = self.ranks.device.type == "cuda"
         if sums is not None:
+            if self._weigh is not None:
+                weights = self._weigh([step.totals[name] for name in self._counts_of_datasets])
+                weights = weights[sums.datasets]
+            if on_cuda:
+                sums.datasets = sums.datasets.pin_memory()
             microbatches = [m.with_sample_sums(sums, weights) for m in microbatches]
-        if self.ranks.device.type == "cuda":
+        if on_cuda:
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         return replace(step, microbatches=tuple(microbatches))
 
