@@ -22,7 +22,9 @@ BATCH = {"batch_size": 2, "gradient_accumulation_steps": 2}
 
 
 def trained_losses(stage, name, **keys):
-    recipe, cfg = random_recipe(stage, name, dtype="fp32", weights_dtype=None, **BATCH, **keys)
+    recipe, cfg = random_recipe(
+        stage, name, {"dtype": "fp32", "weights_dtype": None, **BATCH, **keys}
+    )
     with recipe.run:
         recipe.setup(cfg)
         recipe.train()
@@ -31,7 +33,7 @@ def trained_losses(stage, name, **keys):
 
 
 def test_a_warm_update_step_never_waits_for_the_device(device, tmp_path):
-    recipe, cfg = random_recipe(Stage(torch.device(device), True, tmp_path), "waits", **BATCH)
+    recipe, cfg = random_recipe(Stage(torch.device(device), True, tmp_path), "waits", BATCH)
     waits = []
 
     def keep(message, *_, **__):

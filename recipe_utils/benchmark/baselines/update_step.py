@@ -10,14 +10,15 @@ from recipe_utils.settings.describe import load_recipe
 
 
 def make_recipe(name: str, config: DictConfig) -> Any:
-    """Returns an update-step recipe that saves and exports nothing."""
+    """Returns an update-step recipe that exports nothing."""
     recipe = load_recipe(name)[1](config)
-    recipe.run.export = recipe.run.save = _do_nothing
+    recipe.run.export = _do_nothing
     return recipe
 
 
 def _train(name: str, config: DictConfig) -> None:
     recipe = make_recipe(name, config)
+    recipe.run.save = _do_nothing
     with recipe.run:
         recipe.setup(config)
         recipe.train()
