@@ -78,17 +78,15 @@ def problem_with_word(key: str, value: Any) -> Problem | None:
 
 def removed_of_run(config: Mapping[str, Any]) -> Iterator[str]:
     """Yields ``KEY=VALUE`` of a checkpoint's config that losses depended on and that are removed."""
+    given = dict(config)
     for key, value in config.items():
-        arguments = (
-            {f"{key}.{name}": part for name, part in value.items()}
-            if isinstance(value, dict)
-            else {}
-        )
-        for name, given in {key: value, **arguments}.items():
-            changes = REMOVED[name].changes_losses if name in REMOVED else False
-            if (
-                given in changes
-                if isinstance(changes, tuple)
-                else changes and given not in (None, False)
-            ):
-                yield f"{name}={given}"
+        if isinstance(value, dict):
+            given |= {f"{key}.{name}": part for name, part in value.items()}
+    for name in sorted(given.keys() & REMOVED.keys()):
+        value, changes = given[name], REMOVED[name].changes_losses
+        if (
+            value in changes
+            if isinstance(changes, tuple)
+            else changes and value not in (None, False)
+        ):
+            yield f"{name}={value}"
