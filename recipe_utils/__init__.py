@@ -1,10 +1,30 @@
 """Functions that the update-step recipes call, in a package by subject.
 
 The config keys of a package are beside the code that reads them, as settings classes. This file
-imports nothing: PyTorch's start-up calls :mod:`recipe_utils.tune.registry` if torchtune is imported.
+imports nothing of the project: PyTorch's start-up calls :mod:`recipe_utils.cli.registry` if torchtune is imported.
 """
 
-__version__ = "0.5.0"
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.6.0"
+
+
+def exported(modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns a package's ``__getattr__`` (PEP 562) for the names that configs use, so that files can move.
+
+    Args:
+        modules: name -> ``module`` or ``module:attribute``. A module is imported when its name is first used.
+    """
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"no {name}; it exports {', '.join(modules)}")
+        module, _, attribute = modules[name].partition(":")
+        return getattr(import_module(module), attribute or name)
+
+    return get
 
 
 def check_version(written_for: str, recipe: str) -> None:

@@ -36,12 +36,12 @@ from recipe_utils.benchmark.baselines.start import write_fresh_adapters
 from recipe_utils.benchmark.baselines.worker import write_spec
 from recipe_utils.benchmark.interleave import BaselineDiedError, Processes, RankReport
 from recipe_utils.benchmark.lineup import Baseline, line_up, load_base_config, merge
+from recipe_utils.cli.registry import RECIPES, config_path
 from recipe_utils.parallel.process_group import world_size_from_env
-from recipe_utils.run.entry_point import entry_point
 from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath, Positive
 from recipe_utils.settings.problems import ConfigError, Problem, problems_with_folder
 from recipe_utils.settings.read import read_settings
-from recipe_utils.tune.registry import RECIPES, config_path
+from recipe_utils.training.entry_point import entry_point
 
 log = utils.get_logger("INFO")
 

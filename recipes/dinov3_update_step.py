@@ -22,43 +22,43 @@ from torch import Tensor, nn
 from torchtune import config, training
 
 import recipe_utils
-from recipe_utils.checkpoint.dinov3_vit import check_normalization
-from recipe_utils.data.images.collator import ViewSettings
-from recipe_utils.data.images.crop_rows import layout_of
-from recipe_utils.data.loader.loader import UpdateStep
-from recipe_utils.data.loader.microbatch import Microbatch, mark_last
-from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.data.loader.to_device import to_device_ahead
-from recipe_utils.loss.attach_loss import attach_loss, compile_loss
-from recipe_utils.loss.dataset_weights import refused_weights
-from recipe_utils.loss.self_distillation import (
+from recipe_utils.dinov3.average_teacher import AverageTeacher
+from recipe_utils.dinov3.backbone import fresh_vit_weights, with_heads
+from recipe_utils.dinov3.checkpoint import check_normalization
+from recipe_utils.dinov3.images.crop_rows import layout_of
+from recipe_utils.dinov3.images.views import ViewSettings
+from recipe_utils.dinov3.loaders import build_image_loaders, build_optimizer_by_depth
+from recipe_utils.dinov3.self_distillation import (
     SUMS,
     HeadArguments,
     ObjectiveSettings,
     SelfDistillationLoss,
 )
-from recipe_utils.model.construct.build import ModelSettings, build_model, build_on_meta
-from recipe_utils.model.construct.weights import load_weights
-from recipe_utils.model.pipeline.pipeline import build_pipeline
-from recipe_utils.model.pipeline.schedule import PipelineSettings
-from recipe_utils.model.vision.average_teacher import AverageTeacher
-from recipe_utils.model.vision.vision_transformer import fresh_vit_weights, with_heads
+from recipe_utils.losses.attach import attach_loss, compile_loss
+from recipe_utils.losses.dataset_weights import refused_weights
+from recipe_utils.models.construct import ModelSettings, build_model, build_on_meta
+from recipe_utils.models.pipeline.microbatches import build_pipeline
+from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.weights import load_weights
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, check_optimizer
 from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.run.build import build_image_loaders, build_optimizer_by_depth
-from recipe_utils.run.entry_point import entry_point
-from recipe_utils.run.run import Run, RunSettings, TrainingParts
+from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
+from recipe_utils.training.entry_point import entry_point
+from recipe_utils.training.run import Run, RunSettings, TrainingParts
+from recipe_utils.update_steps.loader import UpdateStep
+from recipe_utils.update_steps.settings import DataSettings
+from recipe_utils.update_steps.step import Microbatch, mark_last
 
 RECIPE_NAME = "dinov3_update_step"
-recipe_utils.check_version("0.5", RECIPE_NAME)  # this file was written for it
+recipe_utils.check_version("0.6", RECIPE_NAME)  # this file was written for it
 PARTS = ("output.dino", "output.ibot")  # clipped separately, besides the backbone
 
 
@@ -77,11 +77,11 @@ class Settings(
     """Keys of the config. Each class documents and checks its own keys."""
 
     model: Component
-    """Backbone: ``recipe_utils.model.vision.vision_transformer.dinov3_vit`` or one of its sizes."""
+    """Backbone: ``recipe_utils.dinov3.dinov3_vit`` or one of its sizes."""
     dataset: Component | list[Component]
     """Map-style images; labels are ignored. A list is concatenated, or mixed by ``weight``."""
     checkpointer: Component
-    """``recipe_utils.checkpoint.dinov3_vit.DINOv3Checkpointer``. Loads a given backbone, saves the
+    """``recipe_utils.dinov3.DINOv3Checkpointer``. Loads a given backbone, saves the
     teacher's."""
     dino_head: HeadArguments | None = None
     """Head of crops: ``num_prototypes`` 65536, ``hidden_dim`` 2048, ``bottleneck_dim`` 256,

@@ -22,40 +22,40 @@ from torch import Tensor, nn
 from torchtune import config
 
 import recipe_utils
-from recipe_utils.data.loader.loader import UpdateStep
-from recipe_utils.data.loader.microbatch import Microbatch, mark_last
-from recipe_utils.data.loader.samples import load_dataset
-from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.data.loader.to_device import to_device_ahead
-from recipe_utils.data.text.collator import TextCollator
-from recipe_utils.evaluation.generation import generate
-from recipe_utils.evaluation.validation import sum_over
 from recipe_utils.long_rows.exchange import row_groups
-from recipe_utils.loss.attach_loss import attach_loss, build_loss, compile_loss
-from recipe_utils.loss.dataset_weights import LossWeightSettings, losses_by_dataset
-from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
-from recipe_utils.model.attention.document_mask import attend_within_documents
-from recipe_utils.model.construct.build import ModelSettings, build_model, build_on_meta
-from recipe_utils.model.construct.sizes import limits_of
-from recipe_utils.model.construct.weights import load_model
-from recipe_utils.model.pipeline.pipeline import build_pipeline
-from recipe_utils.model.pipeline.schedule import PipelineSettings
+from recipe_utils.losses.attach import attach_loss, build_loss, compile_loss
+from recipe_utils.losses.dataset_weights import LossWeightSettings, losses_by_dataset
+from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
+from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.construct import ModelSettings, build_model, build_on_meta
+from recipe_utils.models.pipeline.microbatches import build_pipeline
+from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.sizes import limits_of
+from recipe_utils.models.weights import load_model
 from recipe_utils.optim import optimizer
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.process_group import ratios
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.run.build import build_loaders
-from recipe_utils.run.entry_point import entry_point
-from recipe_utils.run.run import Run, RunSettings, TrainingParts
+from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import build, naming
 from recipe_utils.settings.read import read_settings
+from recipe_utils.text.collator import TextCollator
+from recipe_utils.training.entry_point import entry_point
+from recipe_utils.training.loaders import build_loaders
+from recipe_utils.training.parts.answers import generate
+from recipe_utils.training.parts.validation import sum_over
+from recipe_utils.training.run import Run, RunSettings, TrainingParts
+from recipe_utils.update_steps.loader import UpdateStep
+from recipe_utils.update_steps.samples import load_dataset
+from recipe_utils.update_steps.settings import DataSettings
+from recipe_utils.update_steps.step import Microbatch, mark_last
 
 RECIPE_NAME = "full_finetune_update_step"
-recipe_utils.check_version("0.5", RECIPE_NAME)  # this file was written for it
+recipe_utils.check_version("0.6", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 
 
@@ -73,16 +73,16 @@ class Settings(
 
     model: Component
     """A torchtune decoder, a fusion model with a ``decoder``, or a transformers folder:
-    recipe_utils.model.transformers.causal_lm."""
+    recipe_utils.models.causal_lm."""
     tokenizer: Component
     """A torchtune tokenizer, or that of a transformers folder:
-    recipe_utils.data.chat_template.folder_tokenizer. Its ``max_seq_len`` truncates samples."""
+    recipe_utils.text.folder_tokenizer. Its ``max_seq_len`` truncates samples."""
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by ``weight``."""
     checkpointer: Component
     """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
     loss: Component
-    """``recipe_utils.loss.LinearCrossEntropyLoss`` (target positions only, in chunks), or a stock
+    """``recipe_utils.losses.LinearCrossEntropyLoss`` (target positions only, in chunks), or a stock
     loss."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """Validation dataset; requires ``run_val_every_n_steps``."""

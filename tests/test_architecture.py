@@ -17,23 +17,28 @@ MODULES = {
     if not {"recipes", "configs"} & set(path.relative_to(PACKAGE).parts)
 }
 LAYERS = (
-    ("benchmark",),
+    ("benchmark", "plot", "show_data"),
     ("forecast",),
-    ("prove",),
-    ("run",),
-    ("evaluation",),
-    ("model",),
-    ("loss",),
+    ("check_gradient",),
+    ("dinov3",),
+    ("distillation",),
+    ("preference",),
+    ("training",),
+    ("models",),
+    ("losses",),
     ("checkpoint",),
-    ("optim", "embedded"),
+    ("optim", "examples"),
     ("long_rows",),
-    ("data",),
-    ("memory",),
+    ("text",),
+    ("update_steps",),
+    ("plans",),
     ("parallel",),
-    ("settings", "tune"),
+    ("settings", "cli"),
     ("files", "compiler"),
 )
 """Layers from top to bottom. A package imports packages of lower layers only."""
+OBJECTIVES = {"preference", "distillation", "dinov3"}
+COMMANDS = {"benchmark", "check_gradient", "forecast", "plot", "show_data"}
 MAX_FILES = 10
 
 
@@ -68,11 +73,23 @@ def test_imports_go_to_lower_layers_only():
             if here == there or "__init__" in (here, there):
                 continue
             # The command line of settings looks recipes up by name.
-            looks_up_recipes = (here, there, is_at_top) == ("settings", "tune", False)
-            # The loader cuts rows, whose parts its collectives name.
-            cuts_rows = module.startswith("recipe_utils.data.loader.") and there == "long_rows"
-            is_seam = looks_up_recipes or cuts_rows
-            assert layer_of[there] > layer_of[here] or is_seam, f"{module}: {other}"
+            looks_up_recipes = (here, there, is_at_top) == ("settings", "cli", False)
+            assert layer_of[there] > layer_of[here] or looks_up_recipes, f"{module}: {other}"
+
+
+def test_only_recipes_and_commands_import_an_objective():
+    """dinov3 has a teacher, whose loss is that of distillation."""
+    for module in MODULES:
+        here = package_of(module)
+        there = {package_of(other) for other in imports_of(module)} & OBJECTIVES - {here}
+        assert not there or here in COMMANDS or (here, there) == ("dinov3", {"distillation"}), (
+            module
+        )
+
+
+def test_no_module_is_named_like_its_package():
+    for package, module in (name.split(".")[-2:] for name in MODULES if "." in name):
+        assert module != package.removesuffix("s"), f"{package}/{module}.py"
 
 
 def test_modules_have_no_import_cycles():

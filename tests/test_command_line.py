@@ -8,7 +8,7 @@ from programs import lines_on, tune, tune_run_here
 from recipe_runs import SFT
 from recipe_runs import tiny_config as make_tiny_config
 
-from recipe_utils.run.log import read_metrics
+from recipe_utils.training.log import read_metrics
 
 LORA = "lora_finetune_update_step"
 CONFIGS = {SFT: "llama3_2/5M_full_update_step", LORA: "llama3_2/5M_lora_update_step"}

@@ -17,11 +17,11 @@ import torchtune
 import yaml
 from omegaconf import OmegaConf
 
-from recipe_utils.data.loader.microbatch import Targets
-from recipe_utils.loss.attach_loss import SummedLoss
+from recipe_utils.cli.registry import RECIPES, SAME_FILE, config_path
+from recipe_utils.losses.attach import SummedLoss
 from recipe_utils.settings.describe import key_table, settings_of
 from recipe_utils.settings.read import read_settings
-from recipe_utils.tune.registry import RECIPES, SAME_FILE, config_path
+from recipe_utils.update_steps.step import Targets
 
 ROOT = Path(__file__).parents[1]
 FIRST = "full_finetune_update_step"

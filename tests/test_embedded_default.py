@@ -11,8 +11,8 @@ from programs import tune_run_here
 from torchtune import config
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from recipe_utils.run.log import read_metrics
-from recipe_utils.tune.registry import config_path
+from recipe_utils.cli.registry import config_path
+from recipe_utils.training.log import read_metrics
 
 FULL = ("full_finetune_update_step", "llama3_2/5M_full_update_step")
 LORA = ("lora_finetune_update_step", "llama3_2/5M_lora_update_step")

@@ -11,7 +11,7 @@ import yaml
 from programs import TUNE, Popen, children_of, tune_run_here
 from recipe_runs import SFT
 
-from recipe_utils.run.log import read_metrics
+from recipe_utils.training.log import read_metrics
 
 SECONDS = 600
 """The machine may be busy; undisturbed, a training takes 90 s."""

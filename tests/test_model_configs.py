@@ -20,16 +20,16 @@ from torchtune.modules.peft import get_adapter_params
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 from transformers import AutoConfig
 
-from recipe_utils.data.images.multi_crop import check_fits
-from recipe_utils.model.construct.build import ModelSettings, build_on_meta
-from recipe_utils.model.construct.sizes import num_outputs, vocab_size_and_max_seq_len
-from recipe_utils.model.transformers import decoder
-from recipe_utils.model.transformers.probe import prove
-from recipe_utils.model.vision.vision_transformer import with_heads
+from recipe_utils.cli.registry import RECIPES, ROOT, config_path, recipe_path
+from recipe_utils.dinov3.backbone import with_heads
+from recipe_utils.dinov3.images.multi_crop import check_fits
+from recipe_utils.models.construct import ModelSettings, build_on_meta
+from recipe_utils.models.sizes import num_outputs, vocab_size_and_max_seq_len
+from recipe_utils.models.transformers import decoder
+from recipe_utils.models.transformers.packing_check import prove
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.read import read_settings
-from recipe_utils.tune.registry import RECIPES, ROOT, config_path, recipe_path
 
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 TRAINING = [

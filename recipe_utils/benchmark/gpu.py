@@ -32,10 +32,10 @@ from torchtune.utils import get_logger
 from recipe_utils.benchmark.baselines.update_step import make_recipe
 from recipe_utils.benchmark.report import versions
 from recipe_utils.benchmark.token_audit import IGNORE_INDEX
-from recipe_utils.data.loader.samples import Sample
+from recipe_utils.cli.registry import ROOT, config_path
 from recipe_utils.files import write_atomically
-from recipe_utils.model.construct.sizes import num_outputs
-from recipe_utils.tune.registry import ROOT, config_path
+from recipe_utils.models.sizes import num_outputs
+from recipe_utils.update_steps.samples import Sample
 
 Result = dict[str, Any]
 """Figures of a stage, as JSON. ``failures``: texts of checks that failed."""
@@ -92,7 +92,7 @@ def random_recipe(stage: Stage, name: str, changes: Result) -> tuple[Any, Any]:
         "tokenizer": {"_component_": "types.SimpleNamespace", **tokenizer},
         "dataset": {"_component_": "recipe_utils.benchmark.gpu.random_texts", **dataset},
         "checkpointer": {
-            "_component_": "recipe_utils.prove.RandomWeights",
+            "_component_": "recipe_utils.check_gradient.RandomWeights",
             "model": model,
             "seed": 0,
         },
@@ -128,7 +128,7 @@ def decoder_flops(
 
 
 def gradients(stage: Stage) -> Result:
-    """Runs :mod:`recipe_utils.prove` on embedded defaults, with decoders of both libraries and each kernel."""
+    """Runs :mod:`recipe_utils.check_gradient` on embedded defaults, with decoders of both libraries and each kernel."""
     configs, kernels = ["llama3_2/5M_full_update_step"], [("fp32", "null")]
     if stage.device.type == "cuda":
         configs += ["qwen3/5M_full_update_step"]
@@ -137,7 +137,13 @@ def gradients(stage: Stage) -> Result:
     for name, (dtype, kernel) in product(configs, kernels):
         keys = {"dtype": dtype, "packed_attention": kernel, "microbatching": "packed"}
         keys |= {"device": stage.device.type, "output_dir": str(stage.scratch / "gradients")}
-        command = ["-m", "recipe_utils.prove", "full_finetune_update_step", "--config", name]
+        command = [
+            "-m",
+            "recipe_utils.check_gradient",
+            "full_finetune_update_step",
+            "--config",
+            name,
+        ]
         code, printed = _python([*command, *(f"{key}={value}" for key, value in keys.items())])
         result["output"][f"{name} {dtype} {kernel}"] = printed.splitlines()
         result["failures"] += [f"{name} {dtype} {kernel}: exit code {code}"] * bool(code)

@@ -28,13 +28,13 @@ from recipe_utils.benchmark.token_audit import (
     contents_of_pairs,
     samples_in_order,
 )
-from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.cli.registry import config_path
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.read import check_keys, read_settings
-from recipe_utils.tune.registry import config_path
+from recipe_utils.update_steps.settings import DataSettings
 
 # Unmeasured update steps at the end, because the last steps of an epoch prefetch no data.
 SPARE_STEPS = 4

@@ -9,10 +9,10 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from recipe_utils.data.loader.sampler import epoch_permutation
-from recipe_utils.data.loader.samples import Sample, load_dataset
-from recipe_utils.data.pairs.collator import num_shared_tokens
-from recipe_utils.data.text.collate import num_real_tokens
+from recipe_utils.preference.pairs import num_shared_tokens
+from recipe_utils.text.rows import num_real_tokens
+from recipe_utils.update_steps.order import epoch_permutation
+from recipe_utils.update_steps.samples import Sample, load_dataset
 
 IGNORE_INDEX = -100
 

@@ -27,7 +27,7 @@ from recipe_utils.checkpoint.peft import read_peft_of_transformers, write_peft_o
 from recipe_utils.files import TensorFile, log_once, write_atomically, write_tensors
 
 _PREFIX = "model."
-"""Prefix of parameter names in :class:`recipe_utils.model.transformers.decoder.Decoder`."""
+"""Prefix of parameter names in :class:`recipe_utils.models.transformers.decoder.Decoder`."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DEQUANTIZED = ("fp8", "mxfp4")
 """Quantizations whose weights are dequantized when they are read."""

@@ -25,14 +25,14 @@ from torch._subclasses.fake_tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
+from recipe_utils.check_gradient.recipe_file import parser_of, paths_of
+from recipe_utils.cli.registry import RECIPES
 from recipe_utils.forecast.fake_step import FakeTraining
-from recipe_utils.prove.recipe_file import parser_of, paths_of
-from recipe_utils.run.entry_point import entry_point
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.read import read_settings
-from recipe_utils.tune.registry import RECIPES
+from recipe_utils.training.entry_point import entry_point
 
 USABLE, EFFICIENCY = 0.92, 0.4
 """Share of the memory that counted bytes may take, and of ``--tflops`` that update steps reach."""

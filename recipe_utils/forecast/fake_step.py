@@ -13,25 +13,25 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtune import config
 
-from recipe_utils.data.loader.microbatch import Microbatch, mark_last
-from recipe_utils.data.pairs.collator import PairCollator
-from recipe_utils.data.text.collator import TextCollator
+from recipe_utils.distillation.losses import TeacherHidden, make_distillation_loss
 from recipe_utils.forecast.live_bytes import LiveBytes
-from recipe_utils.loss.attach_loss import HiddenAtTargets, attach_loss, build_loss
-from recipe_utils.loss.distillation import TeacherHidden, make_distillation_loss
-from recipe_utils.loss.preference import PreferenceLoss, make_preference_loss
-from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
-from recipe_utils.model.adapters.adapters import find_adapters
-from recipe_utils.model.attention.document_mask import attend_within_documents
-from recipe_utils.model.construct.build import build_model, build_on_meta
-from recipe_utils.model.construct.sizes import limits_of
-from recipe_utils.model.construct.weights import materialize
-from recipe_utils.model.frozen.model import FrozenModel, policy_at_start
+from recipe_utils.losses.attach import HiddenAtTargets, attach_loss, build_loss
+from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
+from recipe_utils.models.adapters.lora import find_adapters
+from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.construct import build_model, build_on_meta
+from recipe_utils.models.frozen import FrozenModel, policy_at_start
+from recipe_utils.models.sizes import limits_of
+from recipe_utils.models.weights import materialize
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.optimizer import build_optimizer, single_optimizers
 from recipe_utils.parallel.fsdp import gradient_sync, local
 from recipe_utils.parallel.ranks import join_ranks
+from recipe_utils.preference.losses import PreferenceLoss, make_preference_loss
+from recipe_utils.preference.pairs import PairCollator
 from recipe_utils.settings.problems import ConfigError, build
+from recipe_utils.text.collator import TextCollator
+from recipe_utils.update_steps.step import Microbatch, mark_last
 
 
 def row_of(collator: Any, size: int, length: int) -> Microbatch:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recipe_utils.data.loader.microbatch import Microbatch
-from recipe_utils.data.plan.plan import Microbatches
-from recipe_utils.data.text.documents import Documents
+from recipe_utils.plans.rounds import Microbatches
+from recipe_utils.text.documents import Documents
+from recipe_utils.update_steps.step import Microbatch
 
 
 class Part(NamedTuple):

@@ -1,5 +1,5 @@
 """Optimizers, gradient norms, schedules and non-finite gradients."""
 
-from recipe_utils.optim.adamw_8bit import AdamW8bit
+from recipe_utils import exported
 
-__all__ = ["AdamW8bit"]
+__getattr__ = exported({"AdamW8bit": "recipe_utils.optim.adamw_8bit"})

@@ -15,10 +15,10 @@ from torchtune import config, training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import STRICT, Count, Positive
 from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.update_steps.settings import DataSettings
 
 _log = get_logger("INFO")
 

@@ -16,7 +16,7 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
 from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.words import problem_with_word
+from recipe_utils.settings.words import MOVED, problem_with_word
 
 PATHS = {
     "adapter_checkpoint", "cache_dir", "checkpoint_dir", "checkpoint_files", "data_dir",
@@ -48,6 +48,8 @@ Component = Annotated[dict[str, Any], MadeWith()]
 
 def component_at(path: str) -> Any:
     """Returns the object at a dotted path; raises ValueError if there is none."""
+    if (moved := MOVED.get(path)) is not None:
+        raise ValueError(f"it moved in 0.6; set it to {moved}")
     try:
         return _get_component_from_path(path)
     except InstantiationError as error:

@@ -17,7 +17,7 @@ def load_recipe(recipe: str) -> tuple[type, Any]:
     The class is the only one in the file with ``setup`` and ``update``; else None. Raises ValueError if
     there is no such recipe, or it has no ``Settings``.
     """
-    from recipe_utils.tune.registry import RECIPES, recipe_path
+    from recipe_utils.cli.registry import RECIPES, recipe_path
 
     if not (path := recipe_path(recipe)).is_file():
         names = ", ".join(RECIPES)

@@ -65,6 +65,48 @@ REMOVED: Mapping[str, Removed] = {
 """Key, argument (``mixture.weigh``) or key of a mapping (``global_batch_size.0``) -> what became of it."""
 
 
+MOVED: Mapping[str, str] = {
+    "recipe_utils.checkpoint.dinov3_vit.DINOv3Checkpointer": "recipe_utils.dinov3.DINOv3Checkpointer",
+    "recipe_utils.checkpoint.transformers.FolderCheckpointer": "recipe_utils.checkpoint.FolderCheckpointer",
+    "recipe_utils.data.chat_template.conversation_dataset": "recipe_utils.text.conversation_dataset",
+    "recipe_utils.data.chat_template.folder_tokenizer": "recipe_utils.text.folder_tokenizer",
+    "recipe_utils.data.chat_template.pair_dataset": "recipe_utils.preference.pair_dataset",
+    "recipe_utils.data.chat_template.text_pieces_dataset": "recipe_utils.text.text_pieces_dataset",
+    "recipe_utils.data.images.MultiCrop": "recipe_utils.dinov3.MultiCrop",
+    "recipe_utils.data.images.folders.hf_image_dataset": "recipe_utils.dinov3.hf_image_dataset",
+    "recipe_utils.data.images.folders.image_folder_dataset": "recipe_utils.dinov3.image_folder_dataset",
+    "recipe_utils.data.images.image_folder_dataset": "recipe_utils.dinov3.image_folder_dataset",
+    "recipe_utils.data.images.multi_crop.MultiCrop": "recipe_utils.dinov3.MultiCrop",
+    "recipe_utils.embedded.digits.digits_dataset": "recipe_utils.examples.digits_dataset",
+    "recipe_utils.embedded.fresh_weights.fresh_llama_checkpointer": "recipe_utils.examples.fresh_llama_checkpointer",
+    "recipe_utils.embedded.stdlib_code.code_dataset": "recipe_utils.examples.code_dataset",
+    "recipe_utils.embedded.stdlib_conversations.conversation_dataset": "recipe_utils.examples.conversation_dataset",
+    "recipe_utils.embedded.stdlib_conversations.conversation_tokenizer": "recipe_utils.examples.conversation_tokenizer",
+    "recipe_utils.embedded.stdlib_docs.docstring_dataset": "recipe_utils.examples.docstring_dataset",
+    "recipe_utils.embedded.stdlib_docs.docstring_tokenizer": "recipe_utils.examples.docstring_tokenizer",
+    "recipe_utils.embedded.stdlib_preferences.word_order_dataset": "recipe_utils.examples.word_order_dataset",
+    "recipe_utils.loss.LinearCrossEntropyLoss": "recipe_utils.losses.LinearCrossEntropyLoss",
+    "recipe_utils.loss.LinearDistillationLoss": "recipe_utils.distillation.LinearDistillationLoss",
+    "recipe_utils.loss.distillation.LinearDistillationLoss": "recipe_utils.distillation.LinearDistillationLoss",
+    "recipe_utils.loss.linear_cross_entropy.LinearCrossEntropyLoss": "recipe_utils.losses.LinearCrossEntropyLoss",
+    "recipe_utils.loss.preference.IPOLoss": "recipe_utils.preference.IPOLoss",
+    "recipe_utils.loss.preference.NormalizedDPOLoss": "recipe_utils.preference.NormalizedDPOLoss",
+    "recipe_utils.loss.preference.RobustDPOLoss": "recipe_utils.preference.RobustDPOLoss",
+    "recipe_utils.loss.preference.SimPOLoss": "recipe_utils.preference.SimPOLoss",
+    "recipe_utils.model.transformers.causal_lm": "recipe_utils.models.causal_lm",
+    "recipe_utils.model.transformers.lora_causal_lm": "recipe_utils.models.lora_causal_lm",
+    "recipe_utils.model.vision.dinov3_vit": "recipe_utils.dinov3.dinov3_vit",
+    "recipe_utils.model.vision.dinov3_vit_b16": "recipe_utils.dinov3.dinov3_vit_b16",
+    "recipe_utils.model.vision.dinov3_vit_l16": "recipe_utils.dinov3.dinov3_vit_l16",
+    "recipe_utils.model.vision.dinov3_vit_s16": "recipe_utils.dinov3.dinov3_vit_s16",
+    "recipe_utils.model.vision.vision_transformer.dinov3_vit": "recipe_utils.dinov3.dinov3_vit",
+    "recipe_utils.model.vision.vision_transformer.dinov3_vit_b16": "recipe_utils.dinov3.dinov3_vit_b16",
+    "recipe_utils.model.vision.vision_transformer.dinov3_vit_l16": "recipe_utils.dinov3.dinov3_vit_l16",
+    "recipe_utils.model.vision.vision_transformer.dinov3_vit_s16": "recipe_utils.dinov3.dinov3_vit_s16",
+}
+"""Components of 0.5 -> 0.6"""
+
+
 def problem_with_word(key: str, value: Any) -> Problem | None:
     """Returns the problem of a key, or a dotted argument, that is removed or must keep its value."""
     name = re.sub(r"\.\d+", "", key)

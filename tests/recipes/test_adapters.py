@@ -29,7 +29,7 @@ from recipe_runs import (
 )
 
 from recipe_utils.files import CheckpointError
-from recipe_utils.model.adapters import adapters
+from recipe_utils.models.adapters import lora as adapters
 from recipe_utils.settings.problems import ConfigError
 
 TIED, DORA = tiny.adapted(tiny.MODEL), tiny.adapted(tiny.MODEL, use_dora=True)
@@ -101,7 +101,7 @@ def adapters_of_each_rank(found, base, seed, dtype, draw=adapters.fresh_adapters
     return draw(found, base, seed + dist.get_rank(), dtype)
 
 
-ADAPTERS = "recipe_utils.model.adapters"
+ADAPTERS = "recipe_utils.models.adapters"
 MUTANTS = {
     "dora's norm not detached": (f"{ADAPTERS}.adapted_linear._forward_dora", norm_in_the_graph),
     "dora's norm kept over steps": (
@@ -109,7 +109,7 @@ MUTANTS = {
         lambda *_: None,
     ),
     "adapters drawn by each rank": (f"{ADAPTERS}.adapters.fresh_adapters", adapters_of_each_rank),
-    "base not frozen": ("recipe_utils.model.construct.build.freeze_base", lambda _: None),
+    "base not frozen": ("recipe_utils.models.construct.freeze_base", lambda _: None),
 }
 
 

@@ -11,7 +11,7 @@ from distributed_runs import run_distributed
 from recipe_runs import DPO, refusal, run_recipe
 from safetensors.torch import save_file
 
-from recipe_utils.run.log import read_metrics
+from recipe_utils.training.log import read_metrics
 
 
 def data(**more):

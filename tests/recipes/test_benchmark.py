@@ -31,7 +31,7 @@ PACKED = {"kind": "update_step", "microbatching": "packed"}
 
 def fresh_checkpointer(folder, model, seed=0):
     return {
-        "_component_": "recipe_utils.embedded.fresh_weights.fresh_llama_checkpointer",
+        "_component_": "recipe_utils.examples.fresh_llama_checkpointer",
         "model": model,
         "checkpoint_dir": f"{folder}/fresh_{seed}",
         "output_dir": f"{folder}/out",

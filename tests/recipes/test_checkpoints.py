@@ -31,8 +31,8 @@ from recipe_runs import (
 )
 from torchtune.training import FullModelTorchTuneCheckpointer
 
-from recipe_utils.data.loader import loader as update_steps
 from recipe_utils.settings.problems import ConfigError
+from recipe_utils.update_steps import loader as update_steps
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38}
 

@@ -10,7 +10,7 @@ from big_batch import big_batch, error
 from distributed_runs import run_distributed
 from recipe_runs import STOCK_LOSS, run_recipe, run_recipe_recording_gradients, slow
 
-OWN_LOSS = {"_component_": "recipe_utils.loss.LinearCrossEntropyLoss"}
+OWN_LOSS = {"_component_": "recipe_utils.losses.LinearCrossEntropyLoss"}
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 24, "mask_prompts": False}
 PACKED = {**DATA, "packed": True}
 LIST = [{**DATA, "num_samples": 10, "seed": seed} for seed in (0, 1)]

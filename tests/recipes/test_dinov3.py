@@ -16,7 +16,7 @@ from recipe_runs import DINO, ListLogger, call_in_step, cosine, set_up, writing_
 from torch.distributed.tensor import DTensor
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.loss.self_distillation import SUMS
+from recipe_utils.dinov3.self_distillation import SUMS
 
 PP_2 = {"pipeline_parallel_dim": 2}
 LAYOUTS = {

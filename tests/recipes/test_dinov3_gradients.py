@@ -15,10 +15,10 @@ from distributed_runs import run_distributed
 from recipe_runs import DINO, ListLogger, run_recipe_recording_gradients, set_up, slow
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.data.images.collator import ViewCollator
-from recipe_utils.data.loader.loader import UpdateStep
-from recipe_utils.model.pipeline.pipeline import Pipeline
-from recipe_utils.model.vision.average_teacher import AverageTeacher
+from recipe_utils.dinov3.average_teacher import AverageTeacher
+from recipe_utils.dinov3.images.views import ViewCollator
+from recipe_utils.models.pipeline.microbatches import Pipeline
+from recipe_utils.update_steps.loader import UpdateStep
 
 collate = ViewCollator.collate
 PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}

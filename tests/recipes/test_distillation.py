@@ -38,7 +38,7 @@ HELD_OUT = {
     "dataset_val": {"_component_": "tiny.tiny_dataset", "num_samples": 13, "seed": 5},
     "run_val_every_n_steps": 2,
 }
-OURS = {"_component_": "recipe_utils.loss.LinearDistillationLoss", "temperature": 2.0}
+OURS = {"_component_": "recipe_utils.distillation.LinearDistillationLoss", "temperature": 2.0}
 PP_2 = {"pipeline_parallel_dim": 2}
 
 
@@ -77,7 +77,7 @@ def curve_config(tiny_kd_config, **changes):
 @pytest.mark.parametrize(
     ("loss", "world_size"),
     [
-        ("recipe_utils.loss.LinearCrossEntropyLoss", 2),
+        ("recipe_utils.losses.LinearCrossEntropyLoss", 2),
         slow("torchtune.modules.loss.CEWithChunkedOutputLoss", 1),
     ],
 )

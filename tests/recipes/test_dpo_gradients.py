@@ -15,11 +15,11 @@ from gradient_rows import (
 )
 from recipe_runs import DPO, recipe_class, slow
 
-from recipe_utils.data.loader.loader import UpdateStep
-from recipe_utils.data.pairs.collator import PairCollator
-from recipe_utils.data.text.documents import Documents, length_of
-from recipe_utils.loss import preference
-from recipe_utils.model.frozen import model as frozen_model
+from recipe_utils.models import frozen as frozen_model
+from recipe_utils.preference import losses as preference
+from recipe_utils.preference.pairs import PairCollator
+from recipe_utils.text.documents import Documents, length_of
+from recipe_utils.update_steps.loader import UpdateStep
 
 PADDED, ONE_BY_ONE = ("least_padding", 2), ("in_order", 2, "last_microbatch")
 PACKED, INTERLEAVED = ("packed", 1), ("packed", 1, "Interleaved1F1B")

@@ -25,12 +25,12 @@ from recipe_runs import (
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.files import CheckpointError
-from recipe_utils.model.frozen import cache
-from recipe_utils.model.frozen.model import FrozenModel
+from recipe_utils.models.frozen import FrozenModel
 from recipe_utils.optim.nonfinite import NonfiniteError
+from recipe_utils.preference import cache
 from recipe_utils.settings.problems import ConfigError
+from recipe_utils.update_steps.loader import UpdateStepLoader
 
 PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 19, "kind": "alike_beginnings"}
 
@@ -262,7 +262,7 @@ def test_log_probabilities_that_are_not_finite_name_the_pair(tiny_dpo_config, tm
 
 def test_a_loss_without_reference_builds_none(tiny_dpo_config):
     config = tiny_dpo_config(
-        loss={"_component_": "recipe_utils.loss.preference.SimPOLoss"}, reference="offload"
+        loss={"_component_": "recipe_utils.preference.SimPOLoss"}, reference="offload"
     )
     config["ref_checkpointer"]["checkpoint_files"] = ["ref_deep.pt"]  # never read
     logged, warnings = run_recipe_keeping_warnings(config, DPO)

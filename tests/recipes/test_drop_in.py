@@ -19,16 +19,16 @@ from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.models.convert_weights import tune_to_meta
 
-from recipe_utils.loss.attach_loss import HiddenAtTargets, attach_loss
-from recipe_utils.loss.distillation import make_distillation_loss
-from recipe_utils.loss.log_probs import LinearLogProbs
-from recipe_utils.loss.preference import make_preference_loss
-from recipe_utils.model.construct.build import ModelSettings, build_on_meta
-from recipe_utils.model.construct.sizes import num_outputs, vocab_size_and_max_seq_len
+from recipe_utils.cli.registry import config_path
+from recipe_utils.distillation.losses import make_distillation_loss
+from recipe_utils.losses.attach import HiddenAtTargets, attach_loss
+from recipe_utils.models.construct import ModelSettings, build_on_meta
+from recipe_utils.models.sizes import num_outputs, vocab_size_and_max_seq_len
+from recipe_utils.preference.log_probs import LinearLogProbs
+from recipe_utils.preference.losses import make_preference_loss
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.settings.read import read_settings
-from recipe_utils.tune.registry import config_path
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 130}
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"

@@ -23,12 +23,12 @@ from gradient_rows import (
 )
 from recipe_runs import recipe_class, slow
 
-from recipe_utils.data.loader import loader
-from recipe_utils.data.loader.loader import UpdateStep
-from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.long_rows import exchange
-from recipe_utils.model.attention import document_mask
-from recipe_utils.model.pipeline import pipeline
+from recipe_utils.models.attention import document_mask
+from recipe_utils.models.pipeline import microbatches as pipeline
+from recipe_utils.text.limits import ModelLimits
+from recipe_utils.update_steps import loader
+from recipe_utils.update_steps.loader import UpdateStep
 
 FAST = [  # one per way to train
     Row("one", "tied", "in_order", 1, "each_microbatch"),

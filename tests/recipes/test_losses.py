@@ -15,7 +15,7 @@ from recipe_runs import (
 )
 from torch._dynamo.utils import counters
 
-from recipe_utils.model.attention import packed_attention
+from recipe_utils.models.attention import packed_attention
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 160}
 
@@ -103,7 +103,7 @@ def test_losses_are_those_of_the_stock_recipe(clip_grad_norm, tiny_config):
         clip_grad_norm=clip_grad_norm,
     )
     stock = losses(run_distributed(run_stock_recipe, 1, config)[0])
-    own_loss = {"_component_": "recipe_utils.loss.LinearCrossEntropyLoss"}
+    own_loss = {"_component_": "recipe_utils.losses.LinearCrossEntropyLoss"}
     ((with_stock_loss, with_own_loss),) = run_distributed(
         run_recipes, 1, [config, {**config, "loss": own_loss}]
     )

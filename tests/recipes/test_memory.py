@@ -22,7 +22,7 @@ from recipe_runs import (
     writing_to,
 )  # fmt: skip
 
-from recipe_utils.memory.steps import RowsDoNotFitError
+from recipe_utils.training.parts.budget import RowsDoNotFitError
 
 MAKE = {SFT: "tiny_config", DPO: "tiny_dpo_config", KD: "tiny_kd_config"}
 TEXTS = {"dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 320}}

@@ -8,8 +8,8 @@ from distributed_runs import run_distributed
 from recipe_runs import DPO, keep_messages, run_recipe
 from safetensors.torch import load_file
 
-from recipe_utils.run.log import read_metrics
-from recipe_utils.run.plot import curve, plot
+from recipe_utils.plot.__main__ import curve, plot
+from recipe_utils.training.log import read_metrics
 
 TIMES = {"time", "data_wait_seconds", "tokens_per_second_per_gpu", "real_tokens_per_second_per_gpu"}
 TIMES |= {"pairs_per_second_per_gpu", "teacher_seconds"}

@@ -68,7 +68,10 @@ def num_reads_while_training(config):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     "loss",
-    ["recipe_utils.loss.LinearCrossEntropyLoss", "torchtune.modules.loss.CEWithChunkedOutputLoss"],
+    [
+        "recipe_utils.losses.LinearCrossEntropyLoss",
+        "torchtune.modules.loss.CEWithChunkedOutputLoss",
+    ],
 )
 def test_an_update_step_does_not_wait_for_the_device(loss, world_size, tiny_config):
     config = tiny_config(

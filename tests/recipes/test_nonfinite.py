@@ -10,7 +10,7 @@ from distributed_runs import run_distributed
 from recipe_runs import STEP_OF_8, ListLogger, keep_messages, set_up, slow
 from torch.distributed.tensor import DTensor
 
-from recipe_utils.run.log import read_metrics
+from recipe_utils.training.log import read_metrics
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 48}
 

@@ -11,7 +11,7 @@ import torch
 from live_meter import LiveMeter
 
 from recipe_utils.benchmark.gpu import Stage, random_recipe
-from recipe_utils.memory.meter import METERS
+from recipe_utils.training.parts.meter import METERS
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 pytestmark = [

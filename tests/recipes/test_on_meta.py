@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 
-from recipe_utils.model.attention import document_mask, packed_attention
-from recipe_utils.model.attention.packed_attention import attention_of
-from recipe_utils.model.construct import build, sizes
+from recipe_utils.models import construct as build
+from recipe_utils.models import sizes
+from recipe_utils.models.attention import document_mask, packed_attention
+from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.parallel import ranks
 
 META, CUDA = torch.device("meta"), torch.device("cuda")
@@ -199,8 +200,13 @@ CACHED = {"reference": "cached"}
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 99}
 PACKED_DATASET = {"dataset": {**DATA, "packed": True}}
 NAMED = {"dataset": [{**DATA, "name": "a", "loss_weight": 2}, {**DATA, "name": "b"}]}
-JS = {"kd_loss": {"_component_": "recipe_utils.loss.LinearDistillationLoss", "divergence": "js"}}
-SIMPO = {"loss": {"_component_": "recipe_utils.loss.preference.SimPOLoss"}, "sft_loss_weight": 0.1}
+JS = {
+    "kd_loss": {
+        "_component_": "recipe_utils.distillation.LinearDistillationLoss",
+        "divergence": "js",
+    }
+}
+SIMPO = {"loss": {"_component_": "recipe_utils.preference.SimPOLoss"}, "sft_loss_weight": 0.1}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from recipe_runs import DINO, DPO, KD, SFT, recipe_class, refusal, run_recipe
 from torchtune.training import FullModelTorchTuneCheckpointer
 
-from recipe_utils.checkpoint.dinov3_vit import DINOv3Checkpointer
+from recipe_utils.dinov3.checkpoint import DINOv3Checkpointer
 from recipe_utils.settings.problems import ConfigError
 
 COSINE = "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
@@ -134,7 +134,7 @@ REFUSED = {
     (SFT, mixture(", weight: 1") + " mixture={samples_per_epoch: 0}"): "mixture={'samples_per_epoch': 0}: it must be",
     (SFT, mixture(", weight: 1") + " mixture={weigh: tokens}"): "mixture={'weigh': 'tokens'}: removed; weights are those of samples",
     (SFT, f"dataset_val=[{ALSO}] run_val_every_n_steps=2"): "dataset_val: validation takes each sample once; take the weights out",
-    (SFT, "dataset={_component_: recipe_utils.data.chat_template.conversation_dataset, path: /no.jsonl} tokenizer={_component_: tiny.tiny_tokenizer}"): "dataset: set tokenizer to a folder_tokenizer",
+    (SFT, "dataset={_component_: recipe_utils.text.conversation_dataset, path: /no.jsonl} tokenizer={_component_: tiny.tiny_tokenizer}"): "dataset: set tokenizer to a folder_tokenizer",
     (SFT, "mixture={samples_per_epoch: 9}"): "mixture: it has no effect without a list of weights; set dataset",
     # ---- Adapters
     (LORA, "checkpointer.checkpoint_files=[]"): r"checkpointer.checkpoint_files=\[\]: it is empty; list",
@@ -153,14 +153,14 @@ REFUSED = {
     (LORA, "loraplus_lr_ratio=4.0 optimizer_in_bwd=True gradient_accumulation_steps=1"): "ratio=4.0: with optimizer_in_bwd",
     (LORA, "fsdp={offload: True}"): r"fsdp=\{'offload': True\}",
     # ---- Preferences
-    (DPO, "loss={_component_: recipe_utils.loss.LinearCrossEntropyLoss}"): "loss: LinearCrossEntropyLoss does not take log-prob",
+    (DPO, "loss={_component_: recipe_utils.losses.LinearCrossEntropyLoss}"): "loss: LinearCrossEntropyLoss does not take log-prob",
     (DPO, "loss.beta=0"): "loss: DPOLoss teaches nothing where policy and reference agree",
     (DPO, "loss.beta=1e-30"): "loss: DPOLoss teaches nothing",
     (DPO, "loss.beta=-0.1"): "loss: DPOLoss teaches the rejected answers",
     (DPO, "loss.label_smoothing=0.5"): "loss: DPOLoss teaches nothing",
     (DPO, "loss.label_smoothing=1.5"): "loss: DPOLoss teaches the rejected answers",
     (DPO, "loss.label_smoothing=-0.1"): "loss.label_smoothing=-0.1: it must be at least 0 and below 0.5",
-    (DPO, "loss={_component_: recipe_utils.loss.preference.IPOLoss, tau: -1.0}"): "loss.tau=-1.0: it must be above 0",
+    (DPO, "loss={_component_: recipe_utils.preference.IPOLoss, tau: -1.0}"): "loss.tau=-1.0: it must be above 0",
     (DPO, "dataset={_component_: tiny.tiny_dataset, num_samples: 8}"): "its samples have labels, tokens instead of chosen_input_ids",
     (DPO, "prefix_sharing=True microbatching=least_padding"): "prefix_sharing=True: microbatching=least_padding gives each",
     (DPO, f"microbatching=packed model={GEMMA2}"): "microbatching=packed: the model's Gemma2Attention",
@@ -255,7 +255,10 @@ def test_a_wrong_config_is_refused_by_key(
         monkeypatch.setattr(
             checkpointer, "load_checkpoint", lambda *_: pytest.fail("reads weights")
         )
-    kd_loss = {"_component_": "recipe_utils.loss.LinearDistillationLoss", "temperature": 2.0}
+    kd_loss = {
+        "_component_": "recipe_utils.distillation.LinearDistillationLoss",
+        "temperature": 2.0,
+    }
     config = {
         SFT: tiny_config,
         LORA: lambda: tiny_config(model=tiny.adapted(tiny.MODEL)),

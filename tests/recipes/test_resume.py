@@ -33,7 +33,10 @@ DISTILLED = {
     "run_val_every_n_steps": 2,
     "model": tiny.DEEP_MODEL,
     "teacher_sizes": tiny.TEACHER_MODEL,
-    "kd_loss": {"_component_": "recipe_utils.loss.LinearDistillationLoss", "temperature": 2.0},
+    "kd_loss": {
+        "_component_": "recipe_utils.distillation.LinearDistillationLoss",
+        "temperature": 2.0,
+    },
 }
 STAGES = {**SAMPLES, "model": tiny.DEEP_MODEL, "microbatching": "in_order", "batch_size": 1}
 ADAPTED = {**SAMPLES, "clip_grad_norm": 0.05}

@@ -14,13 +14,13 @@ from recipe_runs import STEP_OF_8, run_recipe, writing_to
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
-from recipe_utils.data.text import collate
 from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.long_rows.parts import Part, cut
-from recipe_utils.loss import LinearCrossEntropyLoss
-from recipe_utils.loss.attach_loss import attach_loss
-from recipe_utils.model.attention.document_mask import attend_within_documents
+from recipe_utils.losses import LinearCrossEntropyLoss
+from recipe_utils.losses.attach import attach_loss
+from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.text import rows as collate
 
 SPANNING = {"microbatching": "packed", "batch_size": 1, "max_tokens_per_microbatch": 12}
 

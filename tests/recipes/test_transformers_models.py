@@ -22,10 +22,12 @@ from recipe_runs import (
 )
 from tiny_transformers import save_tiny
 
-from recipe_utils.data.text.documents import chains as chains_of
-from recipe_utils.data.text.documents import length_of
-from recipe_utils.model.attention import chains
-from recipe_utils.model.transformers import decoder, documents, probe
+from recipe_utils.models.attention import chains
+from recipe_utils.models.transformers import decoder
+from recipe_utils.models.transformers import masks as documents
+from recipe_utils.models.transformers import packing_check as probe
+from recipe_utils.text.documents import chains as chains_of
+from recipe_utils.text.documents import length_of
 
 PACKED = {"microbatching": "packed", "batch_size": 4, "max_tokens_per_microbatch": 64}
 PP_2, TP_2 = {"pipeline_parallel_dim": 2}, {"tensor_parallel_dim": 2}

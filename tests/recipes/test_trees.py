@@ -7,10 +7,10 @@ from gradient_rows import RECOMPUTED, Row, assert_exact, error_of_mutant, on_ran
 from recipe_runs import losses, refusal, run_recipe, slow
 from tiny_transformers import save_tiny
 
-from recipe_utils.data.text import trees
-from recipe_utils.data.text.collator import TextCollator
-from recipe_utils.data.text.documents import length_of
-from recipe_utils.model.attention import chains
+from recipe_utils.models.attention import chains
+from recipe_utils.text import trees
+from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.documents import length_of
 
 CUT = {"max_tokens_per_microbatch": 20}
 
@@ -106,7 +106,7 @@ def a_repeated_target_counted_twice(patches):
         parts = split(sample)
         return [*parts, parts[-1]]
 
-    patches.setattr("recipe_utils.data.text.collator.split_trees", last_twice)
+    patches.setattr("recipe_utils.text.collator.split_trees", last_twice)
 
 
 def a_beginning_that_is_too_long(patches):

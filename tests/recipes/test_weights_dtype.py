@@ -26,10 +26,10 @@ from recipe_runs import (
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.func import functional_call
 
-from recipe_utils.loss import LinearCrossEntropyLoss
-from recipe_utils.loss.attach_loss import attach_loss
-from recipe_utils.model.construct.build import ModelSettings
-from recipe_utils.model.construct.kernels import fuse_norms_and_rope
+from recipe_utils.losses import LinearCrossEntropyLoss
+from recipe_utils.losses.attach import attach_loss
+from recipe_utils.models.construct import ModelSettings
+from recipe_utils.models.kernels import fuse_norms_and_rope
 from recipe_utils.settings.problems import ConfigError
 
 FSDP2_KEEPS_WIDER_GRADIENTS = hasattr(FSDPParam, "unsharded_grad_dtype")

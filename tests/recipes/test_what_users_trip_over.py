@@ -29,8 +29,8 @@ from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.folder import MARKER
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.run.log import read_metrics
 from recipe_utils.settings.problems import ConfigError
+from recipe_utils.training.log import read_metrics
 
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 0.01}
 SCHEDULE = cosine(2)

@@ -13,14 +13,14 @@ from tiny import tiny_images
 from torch import Tensor
 from torchtune import config as torchtune_config
 
-from recipe_utils.data.images.collator import Views, ViewSettings
-from recipe_utils.data.images.crop_rows import layout_of
-from recipe_utils.data.loader.sampler import StepIndex, epoch_permutation
-from recipe_utils.model.vision.vision_transformer import fresh_vit_weights, with_heads
+from recipe_utils.dinov3.backbone import fresh_vit_weights, with_heads
+from recipe_utils.dinov3.images.crop_rows import layout_of
+from recipe_utils.dinov3.images.views import Views, ViewSettings
+from recipe_utils.update_steps.order import StepIndex, epoch_permutation
 
 NUM_IMAGES, IMAGES_PER_STEP = 37, 16  # the last update step holds 5 images
 MODEL = {
-    "_component_": "recipe_utils.model.vision.vision_transformer.dinov3_vit",
+    "_component_": "recipe_utils.dinov3.dinov3_vit",
     "patch_size": 4,
     "num_channels": 1,
     "embed_dim": 16,
@@ -32,7 +32,7 @@ MODEL = {
 }
 HEAD = {"num_prototypes": 12, "hidden_dim": 10, "bottleneck_dim": 6}
 TRANSFORM = {
-    "_component_": "recipe_utils.data.images.multi_crop.MultiCrop",
+    "_component_": "recipe_utils.dinov3.MultiCrop",
     "global_crop_size": 12,
     "local_crop_size": 8,
     "num_local_crops": 3,
@@ -66,7 +66,7 @@ def step_of_16(tiny_config: Any, **changes: Any) -> dict[str, Any]:
         "transform": TRANSFORM,
         "dataset": {"_component_": "tiny.tiny_images", "num_images": NUM_IMAGES},
         "checkpointer": {
-            "_component_": "recipe_utils.checkpoint.dinov3_vit.DINOv3Checkpointer",
+            "_component_": "recipe_utils.dinov3.DINOv3Checkpointer",
             "model": "${model}",
             "checkpoint_dir": None,
             "output_dir": base["output_dir"],

@@ -7,7 +7,7 @@ from functools import cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
-from recipe_utils.data.chat_template import folder_tokenizer
+from recipe_utils.text import folder_tokenizer
 
 CONTROL = re.compile(
     r"<\|[^<>|\s'\"]+\|>|<\uff5c[^\uff5c]+\uff5c>|<\|\w+>|<\w+\|>|</?(?:think|s|tool_\w+)>|<\w+_of_\w+>"

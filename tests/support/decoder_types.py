@@ -19,7 +19,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from recipe_utils.model.transformers.probe import prove
+from recipe_utils.models.transformers.packing_check import prove
 
 _SECONDS = 100
 _processes = multiprocessing.get_context("fork")  # they share the imports

@@ -1,6 +1,6 @@
 """Rows of documents and trees, and which positions of a row are one sequence."""
 
-from recipe_utils.data.text.documents import length_of, segments_of, tree
+from recipe_utils.text.documents import length_of, segments_of, tree
 
 FOREST = [
     tree(7, tree(3, tree(1, tree(9, 4, 8), 2)), 5), 6, tree(4, 3, 9), 1, tree(1, 1, tree(2, 5, 1), 1),

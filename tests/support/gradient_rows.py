@@ -47,9 +47,9 @@ from recipe_runs import (
 from tiny_transformers import Plain, gradients_in_float64, keys_of_folder, save_tiny
 from torch.torch_version import TorchVersion
 
-from recipe_utils.data.loader import collectives
-from recipe_utils.evaluation.sample_losses import SampleLosses
-from recipe_utils.model.transformers.probe import DoublePrecision
+from recipe_utils.models.transformers.packing_check import DoublePrecision
+from recipe_utils.training.parts.sample_losses import SampleLosses
+from recipe_utils.update_steps import collectives
 
 MODELS = {
     "tied": tiny.DEEP_MODEL,
@@ -92,7 +92,10 @@ def weighted(how):
 
 
 def distilled(kd_ratio, temperature, divergence, data=DATA):
-    loss = {"_component_": "recipe_utils.loss.LinearDistillationLoss", "tokens_per_chunk": 20}
+    loss = {
+        "_component_": "recipe_utils.distillation.LinearDistillationLoss",
+        "tokens_per_chunk": 20,
+    }
     loss |= {"temperature": temperature, "divergence": divergence}
     keys = {**STEP_OF_16, "dataset": data, "kd_ratio": kd_ratio, "kd_loss": loss}
     return Objective(KD, big_batch.distillation, (kd_ratio, temperature, divergence), keys, 1e-6)
@@ -110,7 +113,7 @@ def preferred(kind, loss, sft_loss_weight=0.0):
     return Objective(DPO, big_batch.preference, (loss, sft_loss_weight), keys)
 
 
-TORCHTUNE, OURS = "torchtune.rlhf.loss", "recipe_utils.loss.preference"
+TORCHTUNE, OURS = "torchtune.rlhf.loss", "recipe_utils.preference.losses"
 DPO_LOSS = {"_component_": f"{TORCHTUNE}.DPOLoss", "beta": 0.3}
 OBJECTIVES = {
     "ce": Objective(SFT, cross_entropy, (), STEP_OF_16),

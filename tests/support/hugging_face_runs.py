@@ -3,7 +3,7 @@
 import tiny
 from recipe_runs import tiny_config
 
-from recipe_utils.data.loader.sampler import epoch_permutation
+from recipe_utils.update_steps.order import epoch_permutation
 
 NUM_SAMPLES, BATCH_SIZE, ACCUMULATION, LR = 160, 4, 4, 0.01
 
@@ -13,7 +13,7 @@ def config(folder):
     return tiny_config(
         folder,
         checkpointer={
-            "_component_": "recipe_utils.embedded.fresh_weights.fresh_llama_checkpointer",
+            "_component_": "recipe_utils.examples.fresh_llama_checkpointer",
             "model": tiny.MODEL,
             "checkpoint_dir": f"{folder}/fresh",
             "output_dir": f"{folder}/out",

@@ -2,7 +2,7 @@
 
 import torch
 
-from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
+from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 
 
 class LimitedLoss(LinearCrossEntropyLoss):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.modules.tied_linear import TiedLinear
 
-from recipe_utils.data.loader.microbatch import Targets
+from recipe_utils.update_steps.step import Targets
 
 D, V = 8, 53
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from torchtune.utils import get_logger
 
-from recipe_utils.tune.registry import recipe_path
+from recipe_utils.cli.registry import recipe_path
 
 TUNE = str(Path(sys.executable).with_name("tune"))
 Popen = subprocess.Popen

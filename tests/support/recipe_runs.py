@@ -114,7 +114,7 @@ def tiny_config(folder, **changes):
         "model": tiny.MODEL,
         "tokenizer": {"_component_": "tiny.tiny_tokenizer"},
         "dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 32},
-        "loss": {"_component_": "recipe_utils.loss.LinearCrossEntropyLoss"},
+        "loss": {"_component_": "recipe_utils.losses.LinearCrossEntropyLoss"},
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01},
         "checkpointer": {
             "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",

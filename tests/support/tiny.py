@@ -506,7 +506,7 @@ def tiny_model(sizes=MODEL, seed=0):
 
 def on_meta(sizes=MODEL, **settings):
     """Returns a model without weights, as recipes build it."""
-    from recipe_utils.model.construct.build import ModelSettings, build_on_meta
+    from recipe_utils.models.construct import ModelSettings, build_on_meta
 
     make = partial(config.instantiate, OmegaConf.create(sizes))
     return build_on_meta(make, ModelSettings(**settings))
@@ -568,7 +568,7 @@ def unlabeled_images(num_images=8):
 
 def normalized_by_batch(**sizes):
     """Returns a vision transformer whose last norm couples all tokens of a microbatch."""
-    from recipe_utils.model.vision.vision_transformer import dinov3_vit
+    from recipe_utils.dinov3.backbone import dinov3_vit
 
     model = dinov3_vit(**sizes)
     model.norm = nn.BatchNorm1d(sizes["embed_dim"])

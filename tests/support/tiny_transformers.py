@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from recipe_utils.checkpoint import transformers as checkpoint
 from recipe_utils.files import TensorFile
-from recipe_utils.model.transformers.probe import DoublePrecision
+from recipe_utils.models.transformers.packing_check import DoublePrecision
 
 
 def save_tiny(folder, model_type, seed=0, **changes):
@@ -80,11 +80,11 @@ def tensors_of(folder):
 def keys_of_folder(folder):
     """Returns the keys of a config that train the model of a folder."""
     checkpointer = {
-        "_component_": "recipe_utils.checkpoint.transformers.FolderCheckpointer",
+        "_component_": "recipe_utils.checkpoint.FolderCheckpointer",
         "checkpoint_dir": str(folder),
         "output_dir": str(folder),
     }
-    model = {"_component_": "recipe_utils.model.transformers.causal_lm", "path": str(folder)}
+    model = {"_component_": "recipe_utils.models.causal_lm", "path": str(folder)}
     return {"model": model, "checkpointer": checkpointer}
 
 

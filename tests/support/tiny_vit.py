@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from recipe_utils.checkpoint.dinov3_vit import dinov3_hf_config, dinov3_tune_to_hf
-from recipe_utils.model.vision.vision_transformer import dinov3_vit
+from recipe_utils.dinov3.backbone import dinov3_vit
+from recipe_utils.dinov3.checkpoint import dinov3_hf_config, dinov3_tune_to_hf
 
 SIZES = {
     "patch_size": 4,
@@ -15,7 +15,7 @@ SIZES = {
     "num_registers": 2,
     "intermediate_dim": 48,
 }
-MODEL = {"_component_": "recipe_utils.model.vision.vision_transformer.dinov3_vit", **SIZES}
+MODEL = {"_component_": "recipe_utils.dinov3.dinov3_vit", **SIZES}
 
 
 def weights_like(model, seed=0):

@@ -20,7 +20,7 @@ from torchtune.utils import get_device
 from recipe_utils.benchmark.baselines.start import load_start, make_lr_scheduler
 from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.token_audit import IGNORE_INDEX, samples_in_order
-from recipe_utils.data.loader.samples import Sample
+from recipe_utils.update_steps.samples import Sample
 
 
 def train_text(config: DictConfig) -> None:

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from recipe_utils.model.adapters.adapters import Adapters
+from recipe_utils.models.adapters.lora import Adapters
 
 TEXT = "full_finetune_update_step"
 PAIRS = "full_dpo_update_step"

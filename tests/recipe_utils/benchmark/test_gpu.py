@@ -11,12 +11,12 @@ from torchtune.models.qwen2 import qwen2
 from recipe_utils.benchmark import gpu
 from recipe_utils.benchmark.gpu import STAGES, decoder_flops, main
 from recipe_utils.benchmark.token_audit import IGNORE_INDEX
-from recipe_utils.data.loader.microbatch import Targets
-from recipe_utils.data.text.collate import collate_packed_microbatch
-from recipe_utils.loss import LinearCrossEntropyLoss
-from recipe_utils.loss.attach_loss import attach_loss
-from recipe_utils.model.attention.document_mask import attend_within_documents
-from recipe_utils.model.construct.build import ModelSettings, build_on_meta
+from recipe_utils.losses import LinearCrossEntropyLoss
+from recipe_utils.losses.attach import attach_loss
+from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.construct import ModelSettings, build_on_meta
+from recipe_utils.text.rows import collate_packed_microbatch
+from recipe_utils.update_steps.step import Targets
 
 SMALL = ["--device", "cpu", "--small"]
 

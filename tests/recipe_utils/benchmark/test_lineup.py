@@ -10,15 +10,15 @@ from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.lineup import line_up, load_base_config, merge
+from recipe_utils.cli.registry import RECIPES as RECIPES_OF_PROJECT
+from recipe_utils.cli.registry import config_path
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.tune.registry import RECIPES as RECIPES_OF_PROJECT
-from recipe_utils.tune.registry import config_path
 
 OURS = {"kind": "update_step"}
 RECIPE_CONFIGS = RECIPES_OF_PROJECT["benchmark_tokens_per_second"]
 OF_TRAINED_BASE = {"llama3_2/5M_lora_benchmark", "llama3_2/5M_transformers_benchmark"}
 ADAPTED = {"model": tiny.adapted(tiny.MODEL)}
-KD_LOSS = {"_component_": "recipe_utils.loss.LinearDistillationLoss"}
+KD_LOSS = {"_component_": "recipe_utils.distillation.LinearDistillationLoss"}
 RECIPES = {
     "text": ("full_finetune_update_step", tiny_config),
     "pairs": ("full_dpo_update_step", tiny_dpo_config),

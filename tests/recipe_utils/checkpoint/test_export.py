@@ -15,7 +15,7 @@ from torchtune.training import FullModelTorchTuneCheckpointer
 
 from recipe_utils.checkpoint.export import ExportError, export
 from recipe_utils.checkpoint.folder import check_whole, remove_leftovers
-from recipe_utils.embedded.fresh_weights import fresh_llama_checkpointer
+from recipe_utils.examples.fresh_weights import fresh_llama_checkpointer
 from recipe_utils.files import log_once
 
 # Not each opening: what is inside of the temporary folder does not matter.
@@ -87,7 +87,7 @@ def test_without_modes_and_syncs_all_is_written(number, tiny_config, tmp_path, m
     refuse(monkeypatch, "fsync", number)
     refuse(monkeypatch, "chmod", errno.EPERM)
     fresh = {"checkpoint_dir": str(tmp_path / "fresh"), "model": tiny.MODEL}
-    component = "recipe_utils.embedded.fresh_weights.fresh_llama_checkpointer"
+    component = "recipe_utils.examples.fresh_llama_checkpointer"
     config = tiny_config(checkpointer={"_component_": component, **fresh}, save_every_n_steps=1)
     config = writing_to(tmp_path / "out", {**config, "max_steps_per_epoch": 2})
     _, warnings = run_recipe_keeping_warnings(config)

@@ -22,7 +22,7 @@ from recipe_utils.checkpoint.tensors import (
     unwrapped,
 )
 from recipe_utils.files import CheckpointError
-from recipe_utils.model.construct.build import ModelSettings, parallelize_model
+from recipe_utils.models.construct import ModelSettings, parallelize_model
 from recipe_utils.parallel.process_group import new_cpu_group
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from recipe_utils.checkpoint.export import export
 from recipe_utils.checkpoint.peft import load_checkpoint
-from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
-from recipe_utils.model.adapters.adapters import find_adapters, freeze_base
-from recipe_utils.model.adapters.merge import contents_of_export
+from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
+from recipe_utils.models.adapters.lora import find_adapters, freeze_base
+from recipe_utils.models.adapters.merge import contents_of_export
 
 QWEN2 = {
     **{key: value for key, value in tiny.MODEL.items() if key != "scale_factor"},

@@ -128,7 +128,7 @@ def test_transformers_4_reads_the_logits_of_the_trained_model(scaling, tiny_conf
 def test_what_adapters_do_not_change_keeps_its_bits(tiny_config, tmp_path):
     """In all exports of a run, which has another precision than the folder."""
     keys = save_published(tmp_path / "in", "deepseek_v3")
-    adapted = {"_component_": "recipe_utils.model.transformers.lora_causal_lm"}
+    adapted = {"_component_": "recipe_utils.models.lora_causal_lm"}
     keys["model"] |= {**adapted, "target_modules": ["o_proj"]}
     run_recipe(tiny_config(**keys, max_steps_per_epoch=2, export_every_n_steps=1))
     before = tensors_of(tmp_path / "in")

@@ -8,7 +8,7 @@ from recipe_runs import slow
 from tiny import on_meta
 
 from recipe_utils.long_rows.exchange import heads_of_row, row_groups, tokens_of_part
-from recipe_utils.model.construct.sizes import limits_of
+from recipe_utils.models.sizes import limits_of
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.settings.problems import ConfigError
 

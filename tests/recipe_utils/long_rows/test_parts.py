@@ -4,8 +4,8 @@ import pytest
 import tiny
 import torch
 
-from recipe_utils.data.text.collate import collate_packed_microbatch
 from recipe_utils.long_rows.parts import Part, cut
+from recipe_utils.text.rows import collate_packed_microbatch
 
 
 def joined(parts):

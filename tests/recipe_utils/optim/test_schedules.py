@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipe_utils.model.vision.vision_transformer import dinov3_vit, layer_of
+from recipe_utils.dinov3.backbone import dinov3_vit, layer_of
 from recipe_utils.optim.schedules import ScheduleSettings, half_cosine
 
 NUM_LAYERS = 4

@@ -9,12 +9,12 @@ from omegaconf import OmegaConf
 from pydantic.dataclasses import dataclass
 
 from recipe_utils.settings import words
-from recipe_utils.settings.components import Component, MadeWith
+from recipe_utils.settings.components import Component, MadeWith, component_at
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import STRICT, Count, FilePath, Positive, keys_of
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.read import read_settings
-from recipe_utils.settings.words import Removed
+from recipe_utils.settings.words import MOVED, Removed
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -228,3 +228,16 @@ def test_what_was_removed_is_named_with_what_to_do_instead(monkeypatch):
     assert not [*words.removed_of_run({"oven_mode": None, "extra": {"old": 3}})]
     assert [*words.removed_of_run({"lid": "open"})] == ["lid=open"]
     assert not [*words.removed_of_run({"lid": "shut"})]
+
+
+def test_a_component_of_0_5_is_refused_with_its_new_name(tiny_config):
+    old = "recipe_utils.loss.LinearCrossEntropyLoss"
+    with pytest.raises(ConfigError) as raised:
+        read_settings(
+            OmegaConf.create(tiny_config(loss={"_component_": old})),
+            settings_of("full_finetune_update_step"),
+        )
+    text = f"loss._component_={old}: it moved in 0.6; set it to recipe_utils.losses.LinearCrossEntropyLoss"
+    assert str(raised.value).endswith(text)
+    for path in MOVED.values():
+        assert callable(component_at(path))

@@ -1,1 +1,0 @@
-"""Data loading on the CPU, ahead of the loop: samples -> plan -> collate -> count -> queue."""

@@ -1,1 +1,0 @@
-"""Update steps: sampling, planning, counting and prefetching."""

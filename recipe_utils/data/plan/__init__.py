@@ -1,1 +1,0 @@
-"""Plans: samples of an update step -> microbatches of each rank."""

@@ -1,0 +1,175 @@
+"""EMA teacher of self-distillation, and its outputs for update steps.
+
+Shapes: g images of a microbatch, m masked patches, b bottleneck width, k prototypes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtune import training
+
+from recipe_utils.dinov3.backbone import PatchEmbedding
+from recipe_utils.dinov3.images.crop_rows import of_global_crops
+from recipe_utils.dinov3.koleo import gradient_of_all
+from recipe_utils.dinov3.self_distillation import (
+    ObjectiveSettings,
+    TeacherBottlenecks,
+    TeacherViews,
+)
+from recipe_utils.dinov3.sinkhorn import num_prototypes_used, sinkhorn
+from recipe_utils.distillation.losses import TeacherHidden
+from recipe_utils.losses.attach import HiddenAtTargets
+from recipe_utils.models.construct import ModelSettings
+from recipe_utils.models.frozen import FrozenModel
+from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
+from recipe_utils.models.weights import load_weights
+from recipe_utils.parallel.fsdp import local, reshard
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.update_steps.loader import UpdateStep
+from recipe_utils.update_steps.step import Microbatch
+
+
+class AverageTeacher:
+    """Moving average of a student's weights, and its outputs for update steps. All ranks together.
+
+    ``build`` builds a model that is wrapped, cut and sharded like the student, with a loss module.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Any], nn.Module],
+        objective: ObjectiveSettings,
+        modules: ModelSettings,
+        ranks: Ranks,
+    ) -> None:
+        self._objective = objective
+        self._modules = modules
+        self._ranks = ranks
+        self._dp_group = ranks.dp_group  # made by all ranks, used on the last stage
+        self.model = build(TeacherBottlenecks())
+        """The average, with heads."""
+        states_of_patches = HiddenAtTargets("patch_positions")
+        self.gram_model = build(states_of_patches) if objective.gram_loss_weight else None
+        """An earlier average for the Gram loss; None without that loss."""
+
+    def set_up(
+        self, student: nn.Module, pipeline: Pipeline | None, weights: Mapping[str, Tensor]
+    ) -> None:
+        """Initializes the average with ``weights``, the full weights of the student."""
+        modules, ranks = self._modules, self._ranks
+        for model in filter(None, (self.model, self.gram_model)):
+            load_weights(model, {training.MODEL_KEY: dict(weights)}, modules, ranks.device)
+            model.eval()  # drops no branch
+            for module in model.modules():
+                if isinstance(module, PatchEmbedding):
+                    module.sees_masked_patches = True
+        stages_of = partial(
+            build_pipeline, settings=modules, dtype=modules.torch_dtype, ranks=ranks
+        )
+        self._student = student
+        self._forward = FrozenModel(self.model, stages_of(self.model), ranks.device)
+        self._student_forward = FrozenModel(student, pipeline, ranks.device)
+        if self.gram_model is not None:
+            stages = stages_of(self.gram_model)
+            self._gram_forward = FrozenModel(self.gram_model, stages, ranks.device)
+
+    def beside(self, student: nn.Module) -> nn.ModuleDict:
+        """Returns all modules of a checkpoint by name."""
+        models = {"student": student, "teacher": self.model, "gram_teacher": self.gram_model}
+        return nn.ModuleDict({name: model for name, model in models.items() if model is not None})
+
+    @contextmanager
+    def teaching(
+        self, step: UpdateStep, temperature: float, max_images: int | None
+    ) -> Iterator[tuple[Sequence[Microbatch], Tensor]]:
+        """Attaches teacher outputs to the microbatches of an update step, before any gradient exists.
+
+        ``temperature`` is that of Sinkhorn-Knopp's targets. ``max_images`` are those on the fullest
+        rank, for two-pass KoLeo; else None.
+
+        Yields the microbatches, unchanged on stages before the last one, and the number of
+        prototypes that are the most probable one of some global crop, 0 on these stages: the ranks
+        of a pipeline average it.
+        """
+        seen = [of_global_crops(microbatch) for microbatch in step.microbatches]
+        bottlenecks = self._forward.outputs(seen)
+        anchors = self._gram_forward.outputs(seen) if self.gram_model is not None else {}
+        koleo = self._koleo_of(seen, max_images) if max_images is not None else {}
+        with self._forward.output_layer() as heads:  # prototypes stay gathered until the end
+            if heads is None:
+                yield step.microbatches, torch.zeros((), device=self._ranks.device)
+                return
+            of_crops, of_patches = zip(*(bottlenecks[i] for i in range(len(seen))), strict=True)
+            crop_biases = self._biases(heads.dino.prototypes.weight, of_crops, temperature)
+            patch_biases = self._biases(heads.ibot.prototypes.weight, of_patches, temperature)
+            taught = []
+            for i, microbatch in enumerate(step.microbatches):
+                crops = TeacherHidden(of_crops[i], heads.dino.prototypes, crop_biases[i])
+                patches = TeacherHidden(of_patches[i], heads.ibot.prototypes, patch_biases[i])
+                views = TeacherViews(crops, patches, anchors.get(i), koleo.get(i))
+                taught.append(microbatch.with_teacher(views))
+            prototypes, group = heads.dino.prototypes.weight, self._dp_group
+            num_used = num_prototypes_used(of_crops, prototypes, temperature, crop_biases, group)
+            yield taught, num_used * self._ranks.dims.pp
+
+    def _biases(
+        self, prototypes: Tensor, rows: Sequence[Tensor], temperature: float
+    ) -> list[Tensor]:
+        """Returns the dual variable of each microbatch's rows: shared by the update step, or per microbatch."""
+        num_iterations = self._objective.sinkhorn_iterations
+        if self._objective.sinkhorn_over == "microbatch":
+            return [sinkhorn([each], prototypes, temperature, num_iterations) for each in rows]
+        dual = sinkhorn(rows, prototypes, temperature, num_iterations, self._dp_group)
+        return [dual] * len(rows)
+
+    def _koleo_of(
+        self, seen: Sequence[Microbatch], max_images: int
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Returns KoLeo's gradient and mean for each microbatch, over all images of the update step as one group."""
+        found = self._student_forward.outputs(seen)
+        if not found:  # the last stage is on another rank
+            return {}
+        cls = [found[i] for i in range(len(found))]
+        gradient, mean = gradient_of_all(torch.cat(cls), max_images, self._dp_group)
+        parts = gradient.split([len(each) for each in cls])
+        return {i: (part, mean) for i, part in enumerate(parts)}
+
+    def follow(self, momentum: float, grad_norm: Tensor | None, num_steps: int) -> None:
+        """Updates the average (:func:`update_average`) and, if due after ``num_steps``, the Gram teacher."""
+        update_average(self.model, self._student, momentum, grad_norm)
+        every = self._objective.gram_teacher_every_n_steps
+        if self.gram_model is not None and every is not None and num_steps % every == 0:
+            update_average(self.gram_model, self.model, 0.0)
+
+    def states_of(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
+        """Returns class states [g, d] of whole images by microbatch index; empty on ranks without the last stage."""
+        return self._forward.outputs(microbatches)
+
+
+@torch.no_grad()
+def update_average(
+    average: nn.Module, model: nn.Module, momentum: float, grad_norm: Tensor | None = None
+) -> None:
+    """Computes average = momentum * average + (1 - momentum) * model, without a device synchronization.
+
+    (Polyak and Juditsky 1992; as a teacher Tarvainen and Valpola, arXiv:1703.01780.) Each rank
+    averages its own shards. If ``grad_norm`` [] is not finite, a fused optimizer has skipped the
+    step on the device, and so does this; None if the step was taken.
+    """
+    averages, followed = _local_weights(average), _local_weights(model)
+    if grad_norm is None:
+        torch._foreach_lerp_(averages, followed, 1.0 - momentum)
+        return
+    is_taken = grad_norm.isfinite()
+    weights = {d: is_taken.to(d) * (1.0 - momentum) for d in {each.dtype for each in averages}}
+    torch._foreach_lerp_(averages, followed, [weights[each.dtype] for each in averages])
+
+
+def _local_weights(model: nn.Module) -> list[Tensor]:
+    """Returns this rank's shards of the parameters, in the order of their names."""
+    reshard(model)
+    return [local(parameter) for _, parameter in sorted(model.named_parameters())]

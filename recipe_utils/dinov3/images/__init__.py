@@ -1,0 +1,1 @@
+"""Images: decoding, multi-crop augmentation, token rows."""

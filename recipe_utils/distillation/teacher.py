@@ -1,0 +1,208 @@
+"""Frozen teacher for distillation: hidden states at target positions, which the loss projects in chunks."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import nn
+from torchtune import config
+from torchtune.utils import get_logger
+
+from recipe_utils.checkpoint.load import TEACHER
+from recipe_utils.distillation.losses import TeacherHidden
+from recipe_utils.long_rows.exchange import RowGroups
+from recipe_utils.losses.attach import HiddenAtTargets, attach_loss
+from recipe_utils.models.adapters.lora import find_adapters
+from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.construct import ModelSettings, build_on_meta
+from recipe_utils.models.frozen import FrozenModel, build_frozen_model, load_frozen
+from recipe_utils.models.sizes import num_outputs, warn_if_above_memory
+from recipe_utils.models.vocabulary import check_same_tokens
+from recipe_utils.optim.nonfinite import NonfiniteError
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.settings.keys import STRICT, OnlyWith
+from recipe_utils.settings.problems import Problem, build, naming
+from recipe_utils.update_steps.loader import UpdateStep
+from recipe_utils.update_steps.step import Microbatch
+
+_log = get_logger("INFO")
+
+
+@dataclass(frozen=True, config=STRICT)
+class TeacherSettings:
+    """Weight of the divergence, and the teacher's model."""
+
+    kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Weight of the divergence in the loss; cross-entropy's is 1 - kd_ratio. 0 loads no teacher."""
+    teacher_dtype: Literal["fp32", "bf16", "fp64"] | None = None
+    """Precision of the teacher's weights and hidden states; null is ``dtype``."""
+    teacher_custom_sharded_layers: list[str] | None = None
+    """``custom_sharded_layers`` of the teacher."""
+    teacher_fsdp_cpu_offload: bool = False
+    """``fsdp_cpu_offload`` of the teacher."""
+    teacher_pipeline_parallel_split_points: Annotated[
+        list[Annotated[int, Field(ge=1)]] | None, OnlyWith("pipeline_parallel_dim", above=1)
+    ] = None
+    """``pipeline_parallel_split_points`` of the teacher."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields problems with the teacher's components and other keys of the recipe."""
+        settings: Any = self  # the recipe's
+        if (dim := settings.tensor_parallel_dim) > 1:
+            yield Problem("tensor_parallel_dim", "not with a teacher; set it to 1", dim)
+        if settings.optimizer_in_bwd:
+            yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
+        for key in ("teacher_model", "teacher_checkpointer"):
+            if self.kd_ratio > 0 and getattr(settings, key) is None:
+                text = "it is missing; set it to a component (_component_: ...), or kd_ratio=0"
+                yield Problem(key, text)
+
+
+class Teacher:
+    """Attaches a frozen model's hidden states to the targets of update steps. All ranks together.
+
+    With pipeline stages, they are on the rank of the last one, where the loss is computed.
+    ``settings`` are the recipe's. With ``kd_ratio=0`` nothing is built or read.
+    """
+
+    def __init__(self, settings: Any, ranks: Ranks) -> None:
+        own: TeacherSettings = settings
+        self._settings, self._ranks = own, ranks
+        self._student_modules: ModelSettings = settings
+        self.is_used = own.kd_ratio > 0
+        self.whole: Any = None
+        """The whole model on the meta device; None if it is not used."""
+        self._checkpointer: Any = None
+        self._model: FrozenModel
+        self._spans: list[tuple[Any, Any]] = []  # start and stop of the model's forwards
+
+    # ---- Checks, before any weight is read ----------------------------------------------------------
+
+    def build_parts(self, cfg: Mapping[str, Any]) -> None:
+        """Builds meta model and checkpointer of the recipe's ``cfg``."""
+        if self.is_used:
+            build("teacher_model", self._take_model, cfg.get("teacher_model"))
+            checkpointer = cfg.get("teacher_checkpointer")
+            self._checkpointer = build("teacher_checkpointer", config.instantiate, checkpointer)
+
+    def _take_model(self, component: Any) -> None:
+        settings, modules = self._settings, self._student_modules
+        self._make_model = partial(config.instantiate, component)
+        # Memory savings for gradients do not apply.
+        self._modules = modules.without_gradients(
+            dtype=settings.teacher_dtype or modules.dtype,
+            custom_sharded_layers=settings.teacher_custom_sharded_layers,
+            fsdp_cpu_offload=settings.teacher_fsdp_cpu_offload,
+            quantizer=None,
+        )
+        self.whole = build_on_meta(self._make_model, self._modules)
+        if not hasattr(getattr(self.whole, "decoder", self.whole), "unembed"):
+            raise ValueError(
+                f"a {type(self.whole).__name__} returns no hidden states; set it to a torchtune decoder"
+            )
+        if find_adapters(self.whole).modules:
+            raise ValueError(
+                "it has adapters, and a teacher is a model without them; set it to the plain builder, and "
+                "teacher_checkpointer to an exported model that they are merged into"
+            )
+
+    def check_student(self, student: nn.Module, checkpointer: Any) -> None:
+        """Raises ValueError if the teacher does not take the whole ``student``'s inputs, or has other tokens."""
+        if hasattr(student, "decoder") != hasattr(self.whole, "decoder"):
+            kinds = [type(model).__name__ for model in (self.whole, student)]
+            raise ValueError(
+                f"teacher_model: a {kinds[0]} does not take the inputs of a {kinds[1]}; set it to one that "
+                "does, with or without images"
+            )
+        sizes = num_outputs(self.whole), num_outputs(student)
+        with naming(TEACHER):
+            is_same = check_same_tokens(checkpointer, self._checkpointer, ("student", "teacher"))
+        if sizes[0] != sizes[1] and self._ranks.is_zero:
+            text = (
+                f"The teacher has {sizes[0]} tokens, the student {sizes[1]}: the divergence is computed over "
+                f"the first {min(sizes)}"
+            )
+            if is_same:
+                _log.info(text)
+            else:
+                _log.warning(
+                    f"{text}; not compared, since not both have a tokenizer.json beside their weights"
+                )
+
+    def set_up(self, student: nn.Module, longest_row: int, row_groups: RowGroups) -> dict[str, str]:
+        """Builds the model with its weights.
+
+        ``student`` is the whole model. Returns fingerprints, so that a resumed training has the same
+        teacher. Raises ConfigError if weights do not fit, or the model cannot be built.
+        """
+        if not self.is_used:
+            return {}
+        ranks = self._ranks
+        checkpoint, fingerprints = load_frozen(self._checkpointer, TEACHER, self.whole, ranks)
+        if ranks.is_zero:
+            warn_if_above_memory(student, self.whole, ranks)
+
+        def prepare(decoder: nn.Module, has_output: bool) -> None:
+            attend_within_documents(decoder, ranks.device, longest_row, row_groups)
+            if has_output:
+                attach_loss(decoder, HiddenAtTargets())
+
+        self._model = build_frozen_model(
+            self._make_model,
+            prepare,
+            checkpoint,
+            self._modules,
+            ranks,
+            split_points=self._settings.teacher_pipeline_parallel_split_points,
+            keys=("teacher_model", TEACHER),
+        )
+        return fingerprints
+
+    # ---- Outputs -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def attached(self, step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
+        """Yields the microbatches with hidden states, computed before any gradient exists.
+
+        They are unchanged on ranks without the last stage, which have no loss. Raises
+        NonfiniteError for NaN or infinite ones on a CPU, where this needs no synchronization.
+        """
+        if not self.is_used:
+            yield step.microbatches
+            return
+        start = self._now()
+        outputs = self._model.outputs(step.microbatches)
+        self._spans.append((start, self._now()))
+        checked = outputs.values() if self._ranks.device.type == "cpu" else ()
+        if not all(hidden.isfinite().all() for hidden in checked):
+            raise NonfiniteError(
+                "teacher_checkpointer: the teacher's hidden states are NaN or infinite; look at its weights, "
+                "or set teacher_dtype=fp32"
+            )
+        # The loss projects hidden states, so the output layer stays gathered in the update step.
+        with self._model.output_layer() as layer:
+            yield [
+                m.with_teacher(TeacherHidden(outputs[index], layer)) if index in outputs else m
+                for index, m in enumerate(step.microbatches)
+            ]
+
+    def read_seconds(self) -> float | None:
+        """Returns mean seconds of the model's forwards per update step since the last call.
+
+        None if none ran. Only forwards that the device has finished count, without synchronization.
+        """
+        is_cuda = self._ranks.device.type == "cuda"
+        done = [(start, stop) for start, stop in self._spans if not is_cuda or stop.query()]
+        self._spans = self._spans[len(done) :]
+        seconds = [a.elapsed_time(b) / 1000 if is_cuda else b - a for a, b in done]
+        return sum(seconds) / len(seconds) if seconds else None
+
+    def _now(self) -> Any:
+        if self._ranks.device.type == "cuda":
+            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return time.perf_counter()

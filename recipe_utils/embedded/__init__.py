@@ -1,1 +1,0 @@
-"""Data, tokenizer and initial weights of the embedded defaults, without a download."""

@@ -1,1 +1,0 @@
-"""Evaluation while training: generation and nearest neighbors."""

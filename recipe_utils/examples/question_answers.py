@@ -1,0 +1,97 @@
+"""Datasets of (question, answer) pairs in a file."""
+
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+from torchtune.data import Message
+from torchtune.datasets import PackedDataset
+from torchtune.datasets._sft import SFTTransform
+
+from recipe_utils.examples.build_once import build_once
+from recipe_utils.files import write_atomically
+
+Pairs = list[tuple[str, str]]
+"""(question, answer)."""
+
+
+class TokenizedPairs(Dataset[dict[str, Any]]):
+    """Pairs, each tokenized when it is loaded."""
+
+    def __init__(self, pairs: Pairs, tokenize: Callable[[str, str], dict[str, Any]]) -> None:
+        self._pairs, self._tokenize = pairs, tokenize
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._tokenize(*self._pairs[index])
+
+
+def pairs_in_file(path: str, collect: Callable[[], Pairs]) -> Pairs:
+    """Returns the pairs of a JSON file; if it does not exist, ``collect`` makes them."""
+    build_once(Path(path), lambda: write_atomically(Path(path), json.dumps(collect(), indent=1)))
+    return [(question, answer) for question, answer in json.loads(Path(path).read_text())]
+
+
+def split_of(pairs: Pairs, split: str, num_validation_samples: int) -> Pairs:
+    """Returns the pairs of a split, shuffled with a fixed seed.
+
+    Raises:
+        ValueError: unknown split.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f"split={split}: unknown; set it to 'train' or 'validation'")
+    shuffled = list(pairs)
+    random.Random(0).shuffle(shuffled)
+    if split == "validation":
+        return shuffled[:num_validation_samples]
+    return shuffled[num_validation_samples:]
+
+
+def dataset_of(name: str, collect: Callable[[], Pairs]) -> Callable[..., Dataset[dict[str, Any]]]:
+    """Returns a function ``name`` that builds a dataset of pairs, as ``collect`` makes them in a fixed order."""
+
+    def dataset(
+        tokenizer: Any,
+        path: str,
+        split: str = "train",
+        num_validation_samples: int = 64,
+        train_on_input: bool = False,
+        packed: bool = False,
+    ) -> Dataset[dict[str, Any]]:
+        """Returns a tokenized split of the pairs in the file ``path``, which the first call writes.
+
+        Args:
+            tokenizer: tokenizes messages; its ``max_seq_len`` truncates long answers.
+            path: JSON file of the pairs.
+            split: ``"train"`` or ``"validation"``.
+            num_validation_samples: size of the validation split, drawn with a fixed seed.
+            train_on_input: include the question in the targets.
+            packed: pack samples into rows of ``tokenizer.max_seq_len`` tokens, as torchtune does.
+
+        Raises:
+            ValueError: unknown split.
+        """
+        of_split = split_of(pairs_in_file(path, collect), split, num_validation_samples)
+        transform = SFTTransform(model_transform=tokenizer)
+        pairs = TokenizedPairs(of_split, partial(_tokens_and_labels, transform, train_on_input))
+        return PackedDataset(pairs, max_seq_len=tokenizer.max_seq_len) if packed else pairs
+
+    dataset.__name__ = name  # in messages about its arguments
+    return dataset
+
+
+def _tokens_and_labels(
+    transform: SFTTransform, train_on_input: bool, question: str, answer: str
+) -> dict[str, Any]:
+    messages = [
+        Message(role="user", content=question, masked=not train_on_input),
+        Message(role="assistant", content=answer, masked=False),
+    ]
+    sample = transform({"messages": messages})
+    return {"tokens": sample["tokens"], "labels": sample["labels"]}

@@ -1,0 +1,86 @@
+"""Weights of named datasets in the loss, and the loss of each of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import inf
+from typing import Any, Literal
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from recipe_utils.settings.components import component_at
+from recipe_utils.settings.keys import STRICT
+from recipe_utils.settings.problems import Problem
+from recipe_utils.update_steps.step import OF_DATASET
+
+
+@dataclass(frozen=True, config=STRICT)
+class LossWeightSettings:
+    """Weights of named datasets in the loss."""
+
+    loss_weights: Literal["tokens", "datasets"] = "tokens"
+    """Meaning of ``loss_weight`` w (default 1) of named datasets with n target tokens in an
+    update step. ``tokens``: sum of w CE / sum of w n; ``datasets``: sum of (w / n) CE / sum of
+    w, over datasets with targets."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields weights that are wrong, or have no effect with the recipe's datasets or loss."""
+        recipe: Any = self
+        dataset, dataset_val, loss = recipe.dataset, recipe.dataset_val, recipe.loss
+        yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
+        text = ""
+        with suppress(ValueError):  # a problem of ``loss`` by itself
+            path = str(loss.get("_component_"))
+            if not hasattr(component_at(path), "sums_by_sample"):
+                text = f"{path} cannot weight targets; set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
+        yield from refused_weights(text, dataset=dataset)
+        entries = dataset if isinstance(dataset, list) else []
+        if not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
+            text = "it has no effect without named datasets; set dataset to a list with names"
+        if text and self.loss_weights != "tokens":
+            yield Problem("loss_weights", text, self.loss_weights)
+
+    def weigh(self, weights: Sequence[float], counts: Sequence[int]) -> Tensor:
+        """Returns the factor of a target's loss by dataset [k], fp64, 1 on average over all targets.
+
+        The weighted sum of losses over the number of targets is then the loss of the update step.
+        ``counts`` are target tokens over all ranks; without any, factors are 0.
+        """
+        number, given = torch.tensor(counts), torch.tensor(weights, dtype=torch.float64)
+        if self.loss_weights == "datasets":
+            given = torch.where(number > 0, given / number, 0)
+        return given * (number.sum() / (given * number).sum().clamp(min=1e-300))
+
+
+def refused_weights(
+    text: str = "this recipe weights no datasets; remove it", **datasets: Any
+) -> Iterator[Problem]:
+    """Yields each ``loss_weight`` that is wrong, in entries of datasets by config key.
+
+    With ``text``, the reason why weights have no effect, any but 1 is wrong.
+    """
+    for key, entries in datasets.items():
+        for index, part in enumerate(entries if isinstance(entries, list) else []):
+            weight = part.get("loss_weight", 1)
+            is_valid = type(weight) in (int, float) and 0 < weight < inf
+            if not is_valid or (text and weight != 1):
+                reason = text or "it must be a number above 0"
+                yield Problem(f"{key}.{index}.loss_weight", reason, weight)
+
+
+def losses_by_dataset(
+    sums: Tensor, totals: Mapping[str, int], prefix: str = ""
+) -> dict[str, Tensor]:
+    """Returns sums [k] of named datasets with targets as ``loss/NAME``, times N / n of ``totals``.
+
+    Divided by all N target tokens, they are means over the dataset's n.
+    """
+    names = [name for name in totals if name.startswith(OF_DATASET)]
+    return {
+        f"{prefix}loss/{name.removeprefix(OF_DATASET)}": part
+        * totals["target_tokens"]
+        / totals[name]
+        for name, part in zip(names, sums, strict=False)
+        if totals[name]
+    }

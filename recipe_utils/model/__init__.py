@@ -1,1 +1,0 @@
-"""Models: building, wrapping, sharding and loading, pipeline stages and adapters."""

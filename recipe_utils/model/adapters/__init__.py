@@ -1,1 +1,0 @@
-"""LoRA, DoRA, QLoRA and QAT."""

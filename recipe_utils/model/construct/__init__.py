@@ -1,1 +1,0 @@
-"""Building, sharding and loading a model."""

@@ -1,1 +1,0 @@
-"""A second model without gradients: reference and teacher."""

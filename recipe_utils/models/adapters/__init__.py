@@ -1,0 +1,1 @@
+"""LoRA, DoRA, NF4 and fake-quantized weights."""

@@ -1,0 +1,85 @@
+"""Export of a model with adapters: the merged base, and the adapters."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtune import training
+
+from recipe_utils.models.adapters.lora import Adapters
+
+
+def contents_of_export(
+    weights: dict[str, Tensor], adapters: Adapters, dtype: torch.dtype | None
+) -> tuple[dict[str, Any], float]:
+    """Returns the contents of a torchtune checkpoint: the merged model if all weights are given, and the adapters.
+
+    ``weights`` are full, of the whole model or its adapters only, and merged in place; ``dtype``
+    None keeps their own.
+
+    Returns:
+        Contents by torchtune's keys; and the fraction of the adapters' change that is lost by
+        rounding.
+    """
+    contents: dict[str, Any] = {}
+    lost = 0.0
+    if adapters.modules:
+        trained = {name: weights.pop(name) for name in sorted(adapters.trained) if name in weights}
+        contents[training.ADAPTER_KEY] = trained
+        contents[training.ADAPTER_CONFIG] = _adapter_config(adapters)
+        if weights:
+            lost = merge(weights, trained, adapters, dtype)
+    if weights:
+        contents[training.MODEL_KEY] = {
+            name: weight.to(dtype) if dtype and weight.is_floating_point() else weight
+            for name, weight in weights.items()
+        }
+    return contents, lost
+
+
+def _adapter_config(adapters: Adapters) -> dict[str, Any]:
+    """Returns PEFT's ``adapter_config.json``, with torchtune's module names."""
+    described = list(adapters.modules.values())
+    first = described[0]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": first.rank,
+        "lora_alpha": first.alpha,
+        "lora_dropout": first.dropout,
+        "use_dora": first.has_magnitude,
+        "bias": "none",
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in adapters.modules}),
+    }
+
+
+def merge(
+    weights: dict[str, Tensor],
+    trained: Mapping[str, Tensor],
+    adapters: Adapters,
+    dtype: torch.dtype | None = None,
+) -> float:
+    """Merges adapters into their base weights, in place; computed in at least fp32 and rounded once.
+
+    All tensors are full (unsharded); ``dtype`` is that of the merged weights, None keeps their own.
+
+    Returns:
+        Fraction of the change that is lost by rounding: |merged - exact| / |exact - base|, over all
+        weights (Frobenius norms).
+    """
+    lost, changed = 0.0, 0.0
+    for name, adapter in adapters.modules.items():
+        base = weights[f"{name}.weight"]
+        wide = torch.promote_types(base.dtype, torch.float32)
+        a, b = (trained[f"{name}.lora_{part}.weight"].to(wide) for part in "ab")
+        exact = base.to(wide) + (adapter.alpha / adapter.rank) * (b @ a)
+        if adapter.has_magnitude:
+            magnitude = trained[f"{name}.magnitude"].to(wide)
+            exact *= (magnitude / torch.linalg.norm(exact, dim=1)).unsqueeze(1)
+        merged = exact.to(dtype or base.dtype)
+        lost += float((merged.to(wide) - exact).square().sum())
+        changed += float((exact - base.to(wide)).square().sum())
+        weights[f"{name}.weight"] = merged
+    return math.sqrt(lost / changed) if changed else 0.0

@@ -1,0 +1,102 @@
+"""Frozen NF4 weights (QLoRA, Dettmers et al. 2023): built plain, quantized when loaded, upcast one at a time."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torchtune.modules.common_utils import (
+    _low_ram_reparametrize_as_dtype_state_dict_post_hook,
+    reparametrize_as_dtype_state_dict_post_hook,
+)
+from torchtune.modules.low_precision import FrozenNF4Linear, nf4_linear
+from torchtune.modules.peft import DoRALinear, LoRALinear, dora, lora
+
+_UPCAST_HOOKS = (
+    reparametrize_as_dtype_state_dict_post_hook,
+    _low_ram_reparametrize_as_dtype_state_dict_post_hook,
+)
+_BLOCK_SIZE, _SCALER_BLOCK_SIZE = 64, 256
+"""64 elements share a factor, and by default 256 factors share another."""
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Returns True if a module's ``weight`` is, or will be, in NF4."""
+    return isinstance(module, FrozenNF4Linear) or bool(getattr(module, "_quantize_base", False))
+
+
+def scaler_block_size_of(module: Any) -> int:
+    """Returns the ``scaler_block_size`` of a module's NF4 weight; 0 for a plain weight."""
+    given = getattr(module, "scaler_block_size", None)
+    return (given or _SCALER_BLOCK_SIZE) if is_quantized(module) else 0
+
+
+@contextmanager
+def without_quantizing() -> Iterator[None]:
+    """Makes builders keep weights plain that they would quantize to NF4.
+
+    NF4 tensors are not fully implemented on the meta device.
+    :func:`recipe_utils.models.weights.load_weights` quantizes the loaded weights, with the
+    ``scaler_block_size`` that layers are built with (200 in Llama 3.2 Vision's encoders).
+    """
+
+    def plain(weight: Tensor, **options: int) -> Tensor:
+        if options:
+            raise ValueError(f"NF4 with {options}: only scaler_block_size can be changed")
+        return weight
+
+    def remembering(init: Any) -> Any:
+        def remember(
+            self: Any, *args: Any, scaler_block_size: int | None = None, **kwargs: Any
+        ) -> None:
+            init(self, *args, **kwargs)
+            self.scaler_block_size = scaler_block_size
+
+        return remember
+
+    modules: list[Any] = [lora, dora, nf4_linear]
+    layers: list[Any] = [LoRALinear, DoRALinear, FrozenNF4Linear]
+    patched = [(module, "to_nf4", plain) for module in modules]
+    patched += [(layer, "__init__", remembering(layer.__init__)) for layer in layers]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
+    for patch in patched:
+        setattr(*patch)
+    try:
+        yield
+    finally:
+        for original in originals:
+            setattr(*original)
+
+
+def drop_upcast_hooks(model: nn.Module) -> None:
+    """Removes the hooks with which a QLoRA builder upcasts all NF4 weights at each ``state_dict()``."""
+    for key, hook in list(model._state_dict_hooks.items()):
+        if getattr(hook, "func", None) in _UPCAST_HOOKS:
+            del model._state_dict_hooks[key]
+
+
+def check_nf4(model: nn.Module, frozen: Mapping[str, int], num_shards: int | None) -> None:
+    """Checks that NF4 weights divide into whole blocks, and that FSDP2 can gather them.
+
+    ``frozen`` is the ``scaler_block_size`` of weights in NF4, 0 of others. FSDP2 splits rows over
+    ``num_shards`` ranks; None without FSDP2.
+
+    Raises:
+        ValueError: parts that are not whole blocks, or a single part, which FSDP2 would treat as a
+            plain tensor.
+    """
+    if num_shards == 1 and any(frozen.values()):
+        raise ValueError(
+            "data_parallel_shard_dim=1: FSDP2 cannot keep NF4 weights (model.quantize_base=True) whole on "
+            "each rank; set it to 2 or more"
+        )
+    for name, weight in model.state_dict().items():
+        if not frozen.get(name):
+            continue
+        num_parts, num_elements = num_shards or 1, _BLOCK_SIZE * frozen[name]
+        if len(weight) % num_parts or weight.numel() % (num_parts * num_elements):
+            raise ValueError(
+                f"model.quantize_base=True: {name} {tuple(weight.shape)} on {num_parts} ranks: NF4 needs "
+                f"equally many rows on each and a multiple of {num_elements} elements; set it to False, or "
+                "data_parallel_shard_dim to a divisor"
+            )

@@ -1,0 +1,109 @@
+"""Queries, keys and values of a row's chains of segments, and their attention on a CPU.
+
+Shapes: b rows, h heads, s positions of a row, n of a chain, m of a chain and its ancestors, d head width.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipe_utils.text.documents import Document, chains, spans
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def parts_of_chains(
+    row: Sequence[Document], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Yields queries [b, h, n, d] of each chain, keys and values [b, h, m, d], and its part of ``mask``.
+
+    ``mask`` is [b, h, s, s], its parts are [b, h, n, m].
+    """
+    found, segments = list(chains(row)), list(spans(row))
+    starts = [start for start, *_ in segments]
+    # split and cat, because the backward of a slice fills a gradient of the whole row.
+    queries = q.split([chain.stop - chain.start for chain in found], dim=2)
+    keys, values = (each.split([b - a for a, b, _ in segments], dim=2) for each in (k, v))
+    for chain, of_chain in zip(found, queries, strict=True):
+        bounds = [
+            (bisect_left(starts, low), bisect_left(starts, high)) for low, high in chain.ranges
+        ]
+        seen = [index for bound in bounds for index in range(*bound)]
+        of_keys, of_values = (
+            each[seen[0]] if len(seen) == 1 else torch.cat([each[i] for i in seen], dim=2)
+            for each in (keys, values)
+        )
+        of_mask = None
+        if mask is not None:
+            rows = mask[:, :, chain.start : chain.stop]
+            of_mask = torch.cat([rows[..., low:high] for low, high in chain.ranges], dim=3)
+        yield of_chain, of_keys, of_values, of_mask
+
+
+def mask_of_chain(q: Tensor, k: Tensor, window: int | None = None) -> Tensor:
+    """Returns the causal mask [1, 1, n, m] of a chain; with a ``window`` of so many positions."""
+    n, m = q.size(2), k.size(2)
+    seen = torch.ones(1, 1, n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    return seen if window is None else seen.triu(m - n + 1 - window)
+
+
+class MergedAttention(torch.autograd.Function):
+    """Attention of each chain to its ancestors and to itself, merged by log-sum-exp, on a CPU.
+
+    Keeps q, k, v, the output [b, h, s, d] and its log-sum-exps [b, h, s], but no mask and no copies of
+    the ancestors' keys. The backward of a part takes the merged log-sum-exp, as in ring attention
+    (https://arxiv.org/abs/2310.01889).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, row: Sequence[Document]) -> Tensor:
+        """Returns the output [b, h, s, d] of a row."""
+        ctx.chains = list(chains(row))
+        outs, lses = [], []
+        for chain in ctx.chains:
+            queries = q[:, :, chain.start : chain.stop]
+            own, *ancestors = (_part(k, v, each) for each in reversed(chain.ranges))
+            out, lse = _flash(queries, *own, 0.0, True)
+            for keys_and_values in ancestors:
+                of_part, lse_of_part = _flash(queries, *keys_and_values, 0.0, False)
+                merged = torch.logaddexp(lse, lse_of_part)
+                weights = (each.sub(merged).exp().unsqueeze(3) for each in (lse, lse_of_part))
+                out = out * next(weights) + of_part * next(weights)
+                lse = merged
+            outs.append(out.transpose(1, 2))
+            lses.append(lse)
+        out = torch.cat(outs, dim=1).transpose(1, 2)  # [b, s, h, d], the layout that comes next
+        ctx.save_for_backward(q, k, v, out, torch.cat(lses, dim=2))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Returns the gradients of q, k and v."""
+        q, k, v, out, lse = ctx.saved_tensors
+        of_q, of_k, of_v = map(torch.zeros_like, (q, k, v))
+        for chain in ctx.chains:
+            own = slice(chain.start, chain.stop)
+            for low, high in chain.ranges:
+                parts = _flash_backward(
+                    grad[:, :, own], q[:, :, own], *_part(k, v, (low, high)), out[:, :, own],
+                    lse[:, :, own], 0.0, low == chain.start,
+                )  # fmt: skip
+                of_q[:, :, own] += parts[0]
+                of_k[:, :, low:high] += parts[1]
+                of_v[:, :, low:high] += parts[2]
+        return of_q, of_k, of_v, None
+
+
+def can_merge(q: Tensor, v: Tensor, dropout_p: float) -> bool:
+    """Returns True if :class:`MergedAttention` computes q and v [b, h, s, d]; bf16 would round its parts."""
+    is_exact = q.dtype in (torch.float32, torch.float64)
+    return q.device.type == "cpu" and is_exact and not dropout_p and q.size(3) == v.size(3)
+
+
+def _part(k: Tensor, v: Tensor, positions: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    low, high = positions
+    return k[:, :, low:high], v[:, :, low:high]

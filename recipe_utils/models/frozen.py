@@ -1,0 +1,191 @@
+"""Forward passes of a frozen model, without gradients, in any layout.
+
+Shapes: n target tokens of a microbatch, d model width, v vocabulary size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torchtune import training
+from torchtune.modules.peft import DoRALinear, disable_adapter
+
+from recipe_utils.models.construct import ModelSettings, build_model
+from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
+from recipe_utils.models.pipeline.stages import Stages
+from recipe_utils.models.weights import (
+    check_weights,
+    crc32_of_weights,
+    fingerprint_of_config,
+    load_weights,
+)
+from recipe_utils.optim.optimizer import trained_parameters
+from recipe_utils.parallel.fsdp import local, reshard
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.parallel.to_device import to_device_ahead
+from recipe_utils.settings.problems import naming
+from recipe_utils.update_steps.step import Microbatch
+
+
+class FrozenModel:
+    """Model that runs without gradients and returns its loss module's outputs. All ranks together.
+
+    ``pipeline`` is that of its stages; ``during_forward`` is the context of every forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipeline: Pipeline | None,
+        device: torch.device,
+        during_forward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._model = model
+        self._pipeline = pipeline
+        self._device = device
+        self._during_forward = during_forward
+        self._with_output: Any = model  # None where the last stage is on another rank
+        if isinstance(model, Stages):
+            self._with_output = model.by_index().get(model.whole.num_stages - 1)
+
+    @torch.no_grad()
+    def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
+        """Returns the loss module's outputs by index; empty on ranks without the last stage.
+
+        Microbatches are on the CPU, equally many on all ranks.
+        """
+        plain = [microbatch.with_teacher(None) for microbatch in microbatches]
+        with self._during_forward():
+            if self._pipeline is not None:
+                return self._pipeline.outputs(plain)
+            return {
+                index: self._model(**microbatch.inputs, targets=microbatch.targets)
+                for index, microbatch in enumerate(to_device_ahead(plain, self._device))
+            }
+
+    @contextmanager
+    def output_layer(self) -> Iterator[Any]:
+        """Yields the output layer, gathered until the end of the block; None on ranks without the last stage."""
+        if self._with_output is None:
+            yield None
+            return
+        output = getattr(self._with_output, "decoder", self._with_output).output
+        # PyTorch's schedules reshard stages at their end, a forward reshards the root.
+        holders = [each for each in (self._with_output, output) if isinstance(each, FSDPModule)]
+        for holder in holders:
+            holder.unshard()
+            # Sharded as a separate unit, the output layer would free its weight after every chunk.
+            holder.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield output
+        finally:
+            reshard(self._with_output)
+
+
+def build_frozen_model(
+    make_model: Callable[[], nn.Module],
+    prepare: Callable[[nn.Module, bool], None],
+    checkpoint: dict[str, Any],
+    modules: ModelSettings,
+    ranks: Ranks,
+    *,
+    split_points: list[int] | None = None,
+    is_offloaded: bool = False,
+    keys: tuple[str, str],
+) -> FrozenModel:
+    """Builds a model with its weights for forward passes only.
+
+    With ``pp`` ranks it has one stage per rank, cut at ``split_points`` or balanced by its own
+    costs; outputs are on the rank of the last stage. For ``prepare`` see
+    :func:`recipe_utils.models.construct.build_model`. ``checkpoint`` contains full weights by
+    torchtune's keys; ``keys`` are the config keys of the model and its checkpointer, for
+    ConfigErrors. With ``is_offloaded`` weights are on the device only during forwards.
+    """
+    # Without a backward there is nothing to interleave.
+    modules = replace(
+        modules, pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points
+    )
+    with naming(keys[0]):
+        model = build_model(make_model, prepare, modules, ranks)
+    with naming(keys[1]):
+        load_weights(model, checkpoint, modules, ranks.device)
+    model.requires_grad_(False).eval()
+
+    @contextmanager
+    def on_device() -> Iterator[None]:
+        try:
+            model.to(ranks.device)
+            yield
+        finally:
+            model.cpu()
+
+    return FrozenModel(
+        model,
+        build_pipeline(model, modules, modules.torch_dtype, ranks),
+        ranks.device,
+        on_device if is_offloaded else nullcontext,
+    )
+
+
+@contextmanager
+def _exchanged(model: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
+    """Exchanges trained parameters, of which each has this rank's shard in ``values``, until the end of the block."""
+
+    def exchange() -> None:
+        reshard(model)  # FSDP2's root keeps gathered parameters
+        for parameter, value in zip(trained_parameters(model).values(), values, strict=True):
+            own = local(parameter.detach())
+            before = own.clone()
+            own.copy_(value)
+            value.copy_(before)
+        for module in model.modules():
+            if isinstance(module, DoRALinear):
+                module._norm = None  # of the former adapters
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()
+
+
+def policy_at_start(
+    policy: nn.Module, pipeline: Pipeline | None, device: torch.device, adapters: Sequence[Tensor]
+) -> FrozenModel:
+    """Returns the trained model with the adapters that it started with; if empty, without adapters."""
+
+    @contextmanager
+    def at_start() -> Iterator[None]:
+        was_training = policy.training
+        policy.eval()
+        try:
+            with _exchanged(policy, adapters) if adapters else disable_adapter(policy):
+                yield
+        finally:
+            policy.train(was_training)
+
+    return FrozenModel(policy, pipeline, device, at_start)
+
+
+def load_frozen(
+    checkpointer: Any, key: str, whole: nn.Module | None, ranks: Ranks
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns a checkpoint, and fingerprints that a resumed training must have, too.
+
+    ``key`` is the checkpointer's. Raises ConfigError if its weights do not fit ``whole``, a meta
+    model, unless None.
+    """
+    with naming(key):
+        checkpoint = checkpointer.load_checkpoint()
+        weights = checkpoint[training.MODEL_KEY]
+        fingerprints = {key: crc32_of_weights(weights, ranks.cpu_group)}
+        if whole is not None:
+            check_weights(whole, weights)
+            folder = getattr(checkpointer, "_checkpoint_dir", None)
+            for name, text in fingerprint_of_config(whole, folder).items():
+                fingerprints[f"{key}.{name}"] = text
+    return checkpoint, fingerprints

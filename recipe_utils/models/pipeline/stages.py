@@ -1,0 +1,166 @@
+"""Pipeline stages of a decoder: their layers, and the modules that remain on each."""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.tied_linear import TiedLinear
+
+from recipe_utils.models.adapters.lora import Adapters, find_adapters
+
+
+class WholeModel(NamedTuple):
+    """Properties of the whole model that its stages need."""
+
+    names_of_weights: list[str]
+    """Names of its weights, in the order of its state dict."""
+    num_stages: int
+    embed_dim: int
+    """Width of the hidden states."""
+    output_is_tied: bool
+    """The first stage's embeddings and the last one's output share their weight."""
+    adapters: Adapters
+    """Its trained and frozen parameters."""
+
+
+class Stages(nn.ModuleDict):
+    """Pipeline stages on this rank, named ``stage_0``, ``stage_2``, ... by index."""
+
+    def __init__(self, whole: WholeModel) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def by_index(self) -> dict[int, nn.Module]:
+        """Returns the stages by index."""
+        return {int(name.removeprefix("stage_")): stage for name, stage in self.items()}
+
+
+def adapters_of(model: nn.Module) -> Adapters:
+    """Returns the adapters of a model; for stages, those of the whole model."""
+    return model.whole.adapters if isinstance(model, Stages) else find_adapters(model)
+
+
+def layers_of_stages(
+    model: Any, num_stages: int, split_points: Sequence[int] | None = None
+) -> list[range]:
+    """Returns the layers of each of ``num_stages`` (2 or more) stages of a decoder.
+
+    ``split_points`` are the first layers of each stage but the first. None balances the stages by
+    their number of parameters, to which a token's FLOPs are proportional; the output layer counts,
+    the embedding, a lookup, does not. Raises ValueError for models and points that do not fit.
+    """
+    proof = getattr(model, "proof", None)
+    if proof and not proof.can_be_cut:
+        raise ValueError(
+            f"pipeline_parallel_dim: {type(model.model).__name__} cannot be cut into stages that compute what "
+            "the whole model computes; set pipeline_parallel_dim=1"
+        )
+    if not proof and (not isinstance(model, TransformerDecoder) or model.output_hidden_states):
+        raise ValueError(
+            f"pipeline_parallel_dim: only a plain TransformerDecoder can be cut into stages, this model "
+            f"is a {type(model).__name__}; set pipeline_parallel_dim=1"
+        )
+    num_layers = len(model.layers)
+    if num_layers < num_stages:
+        raise ValueError(
+            f"pipeline_parallel_dim: {num_stages} stages need as many layers, the model has "
+            f"{num_layers}; set a smaller pipeline_parallel_dim, or a schedule with one stage per rank"
+        )
+    if split_points is None:
+        costs = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
+        return split_layers(costs, _output_cost(model), num_stages)
+    borders = [0, *split_points, num_layers]
+    if any(start >= stop for start, stop in pairwise(borders)):
+        raise ValueError(
+            f"pipeline_parallel_split_points={list(split_points)}: they must ascend between 1 and "
+            f"{num_layers - 1}, the last of the model's {num_layers} layers"
+        )
+    return [range(start, stop) for start, stop in pairwise(borders)]
+
+
+def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: int) -> list[range]:
+    """Partitions layers into stages of at least one layer so that the maximum cost is minimal.
+
+    Dynamic programming over all cuts, O(stages * layers^2). ``output_cost`` is added to the last
+    stage.
+    """
+    num_layers = len(layer_costs)
+    totals = [0.0, *accumulate(layer_costs)]
+
+    @cache
+    def best(stop: int, num_stages: int) -> tuple[float, int]:
+        """Returns the least maximum cost of the layers before ``stop``, and the last stage's start."""
+        if num_stages == 1:
+            return totals[stop], 0
+        extra = output_cost if stop == num_layers else 0.0
+        return min(
+            (max(best(start, num_stages - 1)[0], totals[stop] - totals[start] + extra), start)
+            for start in range(num_stages - 1, stop)
+        )
+
+    stages: list[range] = []
+    stop = num_layers
+    for remaining in range(num_stages, 0, -1):
+        _, start = best(stop, remaining)
+        stages.insert(0, range(start, stop))
+        stop = start
+    return stages
+
+
+class NotOnThisStage(nn.Module):
+    """Identity in place of a module that is on another stage; layers keep their index.
+
+    ``weight`` is that of token embeddings that this stage only shares with its output layer.
+    """
+
+    def __init__(self, weight: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Returns ``hidden``."""
+        return hidden
+
+    def caches_are_enabled(self) -> bool:
+        """Returns False; the decoder calls it on its first layer."""
+        return False
+
+
+def cut_to_stage(model: Any, layers: range) -> None:
+    """Removes all layers but those of one stage from a decoder on the meta device, in place.
+
+    The first stage takes tokens [b, s]; hidden states are [b, s, d].
+    """
+    if hasattr(model, "cut_to_stage"):
+        model.cut_to_stage(layers)
+        return
+    if layers.start > 0:
+        shared = ties_output(model) and layers.stop == len(model.layers)
+        model.tok_embeddings = NotOnThisStage(model.tok_embeddings.weight if shared else None)
+        if shared:
+            model.output.tied_module = model.tok_embeddings
+    for index in range(len(model.layers)):
+        if index not in layers:
+            model.layers[index] = NotOnThisStage()
+    if layers.stop < len(model.layers):
+        model.norm = NotOnThisStage()
+        model.output = NotOnThisStage()
+        model.unembed = lambda hidden: hidden
+
+
+def ties_output(model: Any) -> bool:
+    """Returns True if the output layer shares its weight with the token embeddings."""
+    return isinstance(model.output, TiedLinear) or getattr(model, "output_is_tied", False)
+
+
+def _output_cost(model: Any) -> float:
+    """Returns the output layer's parameters; heads count by the fraction of tokens they get."""
+    output = getattr(model.output, "tied_module", model.output)
+    weight = getattr(output, "weight", None)
+    if isinstance(weight, Tensor):
+        return weight.numel()
+    num_parameters = sum(p.numel() for p in output.parameters())
+    return num_parameters * float(getattr(output, "share_of_tokens", 1.0))

@@ -1,0 +1,96 @@
+"""Properties of a model that data depends on."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtune.utils import get_logger
+
+from recipe_utils.models.attention.packed_attention import attention_of
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.plans.cost import cost_on
+from recipe_utils.text.limits import ModelLimits
+
+_log = get_logger("INFO")
+
+_ROW_MULTIPLE = 128
+"""Multiple that rows on CUDA are padded to [positions]: matrix product tiles, and blocks of flex
+attention. Not measured."""
+
+
+def limits_of(
+    model: nn.Module,
+    device: torch.device,
+    compiles: bool,
+    tensor_parallel_dim: int = 1,
+    teacher: nn.Module | None = None,
+) -> ModelLimits:
+    """Returns the limits of samples and rows of a whole model, on any device, and the cost of a microbatch.
+
+    With a ``teacher``, samples and rows are within the limits of both models.
+    """
+    vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
+    attentions = [attention_of(model, device, compiles, tensor_parallel_dim)]
+    limits_length = "the model's"
+    if teacher is not None:
+        own = attention_of(teacher, device, compiles)
+        num_heads = tuple((f"teacher_{key}", number) for key, number in own.num_heads)
+        attentions.append(replace(own, num_heads=num_heads))
+        own_vocab_size, own_length = vocab_size_and_max_seq_len(teacher)
+        vocab_size = min(vocab_size, own_vocab_size)
+        if own_length < max_seq_len:
+            max_seq_len, limits_length = own_length, "the teacher_model's"
+    return ModelLimits(
+        vocab_size,
+        max_seq_len,
+        cost_on(device.type, equal_attention_length(model)),
+        tuple(attentions),
+        row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
+        limits_length=limits_length,
+    )
+
+
+def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:
+    """Returns the limits of samples: number of token embeddings, longest sequence [tokens]."""
+    decoder: Any = getattr(model, "decoder", model)
+    # Llama 3.2 Vision has a second table for its special tokens.
+    tables = [m for m in decoder.tok_embeddings.modules() if isinstance(m, nn.Embedding)]
+    return sum(table.num_embeddings for table in tables), decoder.max_seq_len
+
+
+def num_outputs(model: nn.Module) -> int:
+    """Returns the number of rows of the output layer."""
+    decoder: Any = getattr(model, "decoder", model)
+    output = decoder.output
+    weight: Tensor = getattr(output, "tied_module", output).weight
+    return weight.size(0)
+
+
+def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) -> None:
+    """Warns if the training state of one model and the weights of another exceed the memory of ``ranks``.
+
+    Both models are whole, on any device; ``trained`` is in its training precision.
+    """
+    sizes = [sum(p.nbytes for p in model.parameters()) for model in (trained, frozen)]
+    sizes[0] += 3 * sum(p.nbytes for p in trained.parameters() if p.requires_grad)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if ranks.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+    num_shards = ranks.dims.dp_shard * ranks.dims.pp
+    student, teacher, here = (size / 2**30 for size in (*sizes, memory))
+    if (student + teacher) / num_shards > here:
+        _log.warning(
+            f"student {student:.1f} GiB (weights, gradients, Adam's state) and teacher {teacher:.1f} GiB over "
+            f"{num_shards} ranks are above the {here:.1f} GiB of each; start more ranks, or set "
+            "teacher_fsdp_cpu_offload=True"
+        )
+
+
+def equal_attention_length(model: nn.Module) -> float:
+    """Returns ``MicrobatchCost.equal_attention_length`` [tokens] for attention at full speed: N / (L * d)."""
+    decoder: Any = getattr(model, "decoder", model)
+    num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    embed_dim = decoder.num_heads * decoder.head_dim
+    return num_parameters / (len(decoder.layers) * embed_dim)

@@ -1,0 +1,135 @@
+"""Builds a decoder from a local folder of transformers."""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from recipe_utils.checkpoint.export import WEIGHTS
+from recipe_utils.checkpoint.transformers import check_folder
+from recipe_utils.files import log_once, write_atomically
+from recipe_utils.models.transformers.decoder import Decoder, build
+from recipe_utils.models.transformers.packing_check import error_on_device, proof_of
+
+
+def causal_lm(
+    path: str, attention: str | None = None, config: dict[str, Any] | None = None
+) -> Decoder:
+    """Returns the decoder that a folder's ``config.json`` describes, without its weights.
+
+    It is proved to compute packed rows, see :mod:`recipe_utils.models.transformers.packing_check`. A recipe
+    without ``microbatching`` packs if that is exact, and pads otherwise.
+
+    Args:
+        path: local folder in the format of transformers; never a name on the hub.
+        attention: ``sdpa`` or ``eager``, for padded rows and for documents one by one; null is ``sdpa``
+            where the model supports it. ``packed_attention`` selects the kernel of packed rows.
+        config: architecture to train from fresh weights: the content of ``config.json``, which is
+            written to the folder. ``checkpointer.seed`` seeds the weights.
+
+    Raises:
+        ValueError: there is no ``config.json``, it is of no causal language model, or its model
+            cannot be trained exactly.
+    """
+    return decoder_of(path, attention, config)
+
+
+def decoder_of(
+    path: str,
+    attention: str | None,
+    config: dict[str, Any] | None,
+    adapt: Callable[[PreTrainedModel], None] | None = None,
+) -> Decoder:
+    """Returns what :func:`causal_lm` does; ``adapt`` replaces linear layers by linear layers."""
+    if config is not None:
+        _write_config(Path(path), config)
+    described = config_of(path)
+    if attention not in (None, "sdpa", "eager"):
+        raise ValueError(
+            f"model.attention={attention}: it must be sdpa or eager; packed_attention selects kernels of packed rows"
+        )
+    model = build(described, attention)
+    if adapt is not None:
+        adapt(model)  # before the proof, which takes longer than to find a wrong name
+    proof = proof_of(described, attention)
+    log_once(f"{path}: {proof}")
+    decoder = Decoder(model, proof)
+    decoder.path = path
+    dtype = torch.get_default_dtype()
+    if torch.cuda.is_available():
+        decoder.error_on = partial(error_on_device, described, attention, proof, dtype)
+    if decoder.max_seq_len < (
+        getattr(described.get_text_config(), "max_position_embeddings", 0) or 0
+    ):
+        log_once(
+            f"{path}: samples have at most {decoder.max_seq_len} tokens; beyond, the frequencies of its RoPE "
+            "would depend on the longest sample of a microbatch"
+        )
+    return decoder
+
+
+def best_plan(path: str, attention: Any = None, config: Any = None, **_: Any) -> str:
+    """Returns the ``microbatching`` of a recipe that sets none, for arguments of :func:`causal_lm` and adapters'."""
+    with torch.device("meta"):
+        pads = causal_lm(path, attention, config).proof.problem
+        return "least_padding" if pads else "packed"
+
+
+causal_lm.recipe_defaults = {"microbatching": best_plan}  # type: ignore[attr-defined]
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes ``config.json``. Raises ValueError if the folder has weights or the type is unknown."""
+    if folder.is_dir() and any(path.name.endswith(WEIGHTS) for path in folder.iterdir()):
+        raise ValueError(f"model.config: {folder} has weights and a config.json; remove this key")
+    arguments = dict(config)
+    model_type = arguments.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"model.config.model_type={model_type}: transformers {transformers.__version__} does not have it"
+        )
+    make = CONFIG_MAPPING[model_type]
+    known = {*make.__dataclass_fields__, *make.attribute_map}
+    for name in arguments:
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {similar[0]}?" if similar else "take it out"
+            raise ValueError(f"model.config.{name}: {make.__name__} has no such argument; {hint}")
+    folder.mkdir(parents=True, exist_ok=True)
+    content = make(**arguments).to_json_string(use_diff=False)
+    write_atomically(folder / "config.json", content)
+
+
+def config_of(path: str) -> Any:
+    """Returns the config of a folder. Raises ValueError if it is of no causal language model."""
+    if not Path(path, "config.json").is_file():
+        hint = "set it to a folder of transformers"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+            hint += (
+                f", such as that of `tune download {path} --output-dir /models/{Path(path).name}`"
+            )
+        raise ValueError(f"model.path={path}: no config.json; {hint}")
+    check_folder(Path(path), f"model.path={path}")
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"model.path={path}: transformers has no causal language model for "
+            f"model_type={config.model_type}"
+        )
+    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is type(config.get_text_config()):
+        config = (
+            config.get_text_config()
+        )  # as AutoModelForCausalLM does for models of several kinds of data
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "model: output_router_logits=True: the router's loss is no sum over tokens; set it to false in "
+            f"{path}/config.json"
+        )
+    return config

@@ -1,0 +1,373 @@
+"""Decoders of transformers with the interface of torchtune's.
+
+Shapes: b rows, s positions, d width of the model, v vocabulary.
+"""
+
+import copy
+import json
+import zlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from transformers import AutoConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from recipe_utils.checkpoint.transformers import names_of_weights
+from recipe_utils.long_rows.exchange import RowGroups, heads_of_row, tokens_of_part
+from recipe_utils.models.attention.packed_attention import AttentionNeeds, choose_kernel
+from recipe_utils.models.pipeline.stages import NotOnThisStage
+from recipe_utils.models.transformers.masks import (
+    Exchange,
+    Rows,
+    attention_within_documents,
+    current_rows,
+    forward_of,
+    run_by_document,
+)
+from recipe_utils.text.documents import Documents
+from recipe_utils.text.limits import Kernel, Layout, PackedAttention
+
+_NOT_COMPUTED = {
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+"""Keys of ``config.json`` that change no logits."""
+
+
+def build(config: Any, attention: str | None = None) -> PreTrainedModel:
+    """Returns a causal language model on the current device, in the default precision.
+
+    Its ``attention`` is ``sdpa`` or ``eager``; None is ``sdpa`` where the model supports it.
+    """
+    config = copy.deepcopy(config)
+    make = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config._attn_implementation = (attention or "sdpa") if make._supports_sdpa else "eager"
+    config.use_cache = False
+    if torch.get_default_dtype() == torch.float64:
+        for part in (config, config.get_text_config()):
+            part._experts_implementation = "eager"  # grouped_mm has no fp64
+    model: PreTrainedModel = make(config)
+    for parameter in model.parameters():  # some types make routers in fp32; FSDP2 needs one dtype
+        parameter.data = parameter.data.to(torch.get_default_dtype())
+    return model
+
+
+class Decoder(nn.Module):
+    """A causal language model of transformers, called as torchtune's decoders.
+
+    Parameters have the names of transformers with the prefix ``model.``; of tied weights the state
+    dict has the first only. ``proof`` describes how packed rows are computed.
+    """
+
+    def __init__(self, model: PreTrainedModel, proof: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.output: Any
+        self.path: str | None = None
+        self.norm = nn.Identity()  # the hidden states are normalized
+        self.proof = proof
+        text: Any = model.config.get_text_config()
+        self.max_seq_len = max_seq_len_of(text)
+        self.num_heads: int = getattr(text, "num_attention_heads", 1)
+        self.num_kv_heads: int = getattr(text, "num_key_value_heads", None) or self.num_heads
+        self.head_dim: int = text.hidden_size // self.num_heads
+        self.exchanges: dict[int, Exchange] = {}
+        self.error_on: Callable[[torch.device, Kernel], str | None] = lambda *_: None
+        self.calls: set[str | tuple[int, int]] | None = None
+        attention = model.config._attn_implementation
+        self.attention_needs = AttentionNeeds(
+            next(model.parameters()).dtype,
+            frozenset(proof.head_dims),
+            _attention_dropout(text),
+            frozenset(proof.attention_needs),
+            proof.splits_attention,
+            has_flex=model._supports_flex_attn,
+            has_flash=attention == "sdpa",
+        )
+        cpu = torch.device("cpu")
+        self.attention = choose_kernel(self.attention_needs, cpu)
+        model.set_attn_implementation(attention_within_documents(attention, proof.splits_attention))
+        for module in model.modules():
+            if (axes := proof.modules.get(type(module).__name__)) is not None:
+                run_by_document(module, axes)
+        head = model.get_output_embeddings()
+        tail = head if proof.head_is_tail else Tail(model)
+        object.__setattr__(self, "output", tail)  # no module of its own
+        self._ties = {n: first for first, others in names_of_weights(self).items() for n in others}
+        self.register_state_dict_post_hook(_drop_ties)
+        self.register_load_state_dict_pre_hook(_share_ties)
+
+    @property
+    def tok_embeddings(self) -> nn.Module:
+        """Returns the token embeddings [v, d]."""
+        return self.model.get_input_embeddings()
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Returns the layers, which are sharded, compiled and recomputed one by one."""
+        return layers_of(self.model)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        input_pos: Tensor | None = None,
+        document_lengths: Documents | None = None,
+        mask: None = None,
+    ) -> Tensor:
+        """Returns logits [b, s, v] of tokens [b, s]. Packed rows have positions that restart [b, s].
+
+        Pipeline stages take hidden states [b, s, d] instead of tokens, or return them; see :meth:`cut_to_stage`.
+        Raises ValueError for trees if the model is not proved to compute them.
+        """
+        documents = document_lengths
+        rows = Rows()
+        if documents is not None:
+            if documents.ends is not None and not self.proof.computes_trees:
+                raise ValueError(f"{type(self.model).__name__} cannot compute trees")
+            if documents.num_ranks > 1 and not self.proof.splits_attention:
+                raise ValueError(f"{type(self.model).__name__} cannot compute a part of a row")
+            exchange = self.exchanges.get(documents.num_ranks)
+            kernel = self.attention.kernel_of(documents)
+            rows = Rows(documents, input_pos, exchange, kernel, self.calls)
+        with forward_of(rows):
+            out = getattr(self.model, decoder_name(self.model))(
+                **{"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens},
+                position_ids=input_pos if documents is not None else None,
+                use_cache=False,
+            )
+        return self.unembed(hidden_of(out))
+
+    def attend_within_documents(self, attention: PackedAttention, groups: RowGroups) -> None:
+        """Sets the kernels of packed rows, and the groups of ranks that compute a row together."""
+        self.attention = attention
+        text: Any = self.model.config.get_text_config()
+        if hasattr(text, "max_seq_len"):  # MPT makes its bias of positions for as many
+            text.max_seq_len = max(text.max_seq_len, self.max_seq_len)
+        for size, group in groups.items():
+            self.exchanges[size] = Exchange(
+                partial(heads_of_row, group=group), partial(tokens_of_part, group=group)
+            )
+
+    def refused_layouts(self) -> dict[Layout, str]:
+        """Returns the layouts of packed rows that the model was not proved to compute, with the reasons."""
+        proof, name = self.proof, type(self.model).__name__
+        refused: dict[Layout, str] = {}
+        if proof.problem:
+            text = f"{proof.problem} mixes the documents of a row; set microbatching=least_padding"
+            refused["packed"] = f"microbatching=packed: {text}"
+        if not proof.computes_trees:
+            refused["trees"] = f"{name} does not compute trees as it computes their sequences"
+        if not proof.spans_ranks:
+            refused["over ranks"] = (
+                f"{name} has windows, or mixes tokens elsewhere than in causal attention, so ranks do not "
+                "compute parts of its rows; leave it out"
+            )
+        return refused
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """Returns logits [b, s, v] of hidden states [b, s, d]."""
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits
+
+    @property
+    def output_is_tied(self) -> bool:
+        """Returns True if the output layer shares its weight with the token embeddings."""
+        return bool(self._ties)
+
+    def cut_to_stage(self, layers: range) -> None:
+        """Removes all modules with weights but those of one pipeline stage, in place.
+
+        The first stage has the embeddings, the last one has all that is neither embeddings nor layer;
+        see ``proof.can_be_cut``.
+        """
+        whole, embeddings = self.layers, self.tok_embeddings
+        is_last = layers.stop == len(whole)
+        stays = {id(layer): index in layers for index, layer in enumerate(whole)}
+        stays[id(embeddings)] = layers.start == 0
+        weight: Any = embeddings.weight if is_last and self.output_is_tied else None
+
+        def cut(module: nn.Module) -> None:
+            for name, child in list(module.named_children()):
+                if id(child) not in stays and any(id(part) in stays for part in child.modules()):
+                    cut(child)
+                elif any(True for _ in child.parameters()) and not stays.get(id(child), is_last):
+                    other = NotOnThisStage(weight if child is embeddings else None)
+                    # Attributes that the loop over layers reads.
+                    plain = (bool, int, str)
+                    vars(other).update({k: v for k, v in vars(child).items() if type(v) in plain})
+                    module._modules[name] = other
+
+        cut(self.model)
+        names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        self._ties = {n: first for n, first in self._ties.items() if {n, first} <= names}
+        if not is_last:
+            self.unembed = lambda hidden: hidden  # type: ignore[method-assign]
+
+    def recompute_layers(self, interval: int = 1) -> None:
+        """Recomputes every ``interval``-th layer in the backward, with the documents of its forward."""
+        layers = set(map(id, self.layers[::interval]))
+
+        def contexts() -> tuple[Any, Any]:  # called in the forward
+            return nullcontext(), forward_of(current_rows())
+
+        apply_activation_checkpointing(
+            self.model,
+            checkpoint_wrapper_fn=partial(checkpoint_wrapper, context_fn=contexts),
+            check_fn=lambda module: id(module) in layers,
+        )
+
+    def fingerprint(self, folder: str | None) -> str:
+        """Returns the CRC-32 of what ``config.json`` describes. Raises ValueError if that in ``folder`` differs."""
+        own, of_weights = (
+            AutoConfig.from_pretrained(each, local_files_only=True).get_text_config().to_dict()
+            for each in (self.path, folder)
+        )
+        for name in sorted((own.keys() | of_weights.keys()) - _NOT_COMPUTED):
+            if own.get(name) != of_weights.get(name):
+                raise ValueError(
+                    f"{folder}: its config.json has {name}={of_weights.get(name)}, and that of "
+                    f"model.path={self.path} has {own.get(name)}; set both to folders of one architecture"
+                )
+        described = {name: own[name] for name in sorted(own.keys() - _NOT_COMPUTED)}
+        return f"{zlib.crc32(json.dumps(described, default=str).encode()):08x}"
+
+    def rope_init(self) -> None:
+        """Computes the buffers that are not in the state dict, on the current device."""
+        for name, buffer in list(self.model.named_non_persistent_buffers()):
+            parent = self.model.get_submodule(name.rpartition(".")[0])
+            new = torch.empty_like(buffer, device=torch.get_default_device())
+            parent.register_buffer(name.rpartition(".")[2], new, persistent=False)
+        for tensor in self.model.state_dict(keep_vars=True).values():
+            tensor._is_hf_initialized = True
+        self.model.initialize_weights()
+
+
+class Tail(nn.Module):
+    """Computes logits from hidden states by the model's own forward, without its decoder."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        name = decoder_name(model)
+        shell = copy.copy(model)
+        given: Any = _Given(model._modules[name])
+        shell._modules = {**model._modules, name: given}
+        self.shell: Any
+        object.__setattr__(self, "shell", shell)
+
+    @property
+    def weight(self) -> Tensor:
+        """Returns the output weight [v, d]."""
+        weight: Tensor = self.shell.get_output_embeddings().weight
+        return weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns logits [b, s, v], or [n, v] for hidden states [n, d]."""
+        rows = hidden if hidden.dim() == 3 else hidden.unsqueeze(0)
+        logits: Tensor = (
+            type(self.shell).forward(self.shell, inputs_embeds=rows, use_cache=False).logits
+        )
+        return logits if hidden.dim() == 3 else logits.squeeze(0)
+
+
+class _Given:
+    """Returns given hidden states instead of computing them; has the other attributes of a decoder."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.decoder = decoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "decoder"), name)
+
+    def __call__(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
+        return _Output(last_hidden_state=inputs_embeds)
+
+
+class _Output(BaseModelOutputWithPast):
+    """Output of a decoder without what only some decoders return."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _attention_dropout(config: Any) -> float:
+    """Returns the largest probability with which attention drops a key, under any name of transformers."""
+    rates = [
+        value
+        for name, value in vars(config).items()
+        if "att" in name and "drop" in name and isinstance(value, (int, float))
+    ]
+    return float(max(rates, default=0.0))
+
+
+def max_seq_len_of(config: Any) -> int:
+    """Returns the longest sample [tokens] whose RoPE does not depend on other samples of its microbatch.
+
+    ``longrope`` and ``dynamic`` frequencies depend on the longest position of a forward beyond their
+    original length (``transformers.modeling_rope_utils.dynamic_rope_update``).
+    """
+    names = ("max_position_embeddings", "max_seq_len")
+    length: int = next((v for n in names if (v := getattr(config, n, None))), 2**31 - 1)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if each.get("rope_type") in ("longrope", "dynamic"):
+            own = getattr(config, "original_max_position_embeddings", None)
+            length = min(length, each.get("original_max_position_embeddings") or own or length)
+    return length
+
+
+def hidden_of(output: Any) -> Tensor:
+    """Returns the last hidden states [b, s, d] of a decoder's output."""
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
+    return hidden
+
+
+def decoder_name(model: PreTrainedModel) -> str:
+    """Returns the name of the child that computes hidden states.
+
+    Raises ValueError if there is none.
+    """
+    name = model.base_model_prefix
+    if name not in model._modules:
+        children = model._modules.items()
+        decoder = model.get_decoder()
+        found = [n for n, child in children if child is decoder]
+        found += [n for n, child in children if isinstance(child, PreTrainedModel)]
+        if not found:
+            raise ValueError(f"model: {type(model).__name__} has no decoder of its own")
+        name = found[0]
+    return name
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the layers of a decoder: the items of all lists of modules that must not be split."""
+    whole = set(model._no_split_modules or ())
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    marked = [m for m in lists if type(m[0]).__name__ in whole]
+    if not marked:
+        marked = [max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
+    return [layer for each in marked for layer in each]
+
+
+def _drop_ties(model: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in model._ties:
+        state_dict.pop(prefix + name, None)
+
+
+def _share_ties(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Makes tied weights one parameter, which loading assigns to both names."""
+    for name, first in model._ties.items():
+        if prefix + first in state_dict:
+            weight = state_dict[prefix + first]
+            if not isinstance(weight, nn.Parameter):
+                weight = nn.Parameter(weight)
+            state_dict[prefix + first] = state_dict[prefix + name] = weight

@@ -1,0 +1,474 @@
+"""Proof that a decoder of transformers computes packed rows as it computes their documents one at a time.
+
+Gradients of a cut copy of the model are compared in float64: all kinds of layers, few of each, with
+the real widths and numbers of heads, and documents longer than every window. A gradient of zero
+across documents is not a test: models with sparse attention pass it, and their gradients still differ.
+"""
+
+import copy
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from filelock import FileLock
+from pydantic import TypeAdapter
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import keystr, tree_leaves_with_path
+from torchtune.training import set_default_dtype
+
+from recipe_utils.files import log_once, write_atomically
+from recipe_utils.models.double_precision import DoublePrecision
+from recipe_utils.models.transformers.decoder import Decoder, build, layers_of
+from recipe_utils.models.transformers.masks import Axes, Exchange
+from recipe_utils.text.documents import Document, Documents, chains, length_of, tree
+from recipe_utils.text.limits import Kernel, PackedAttention
+
+_MAX_MODULES = 3
+"""Most classes of modules that run by document in one model."""
+_LENGTHS = (17, 29, 1, 22)
+"""Tokens of the documents that are compared: more than the copy's windows, chunks and selections."""
+_TIMES_ON_DEVICE = 16
+"""Factor of their lengths on a device, for several blocks of a kernel."""
+_FOREST: list[Document] = [tree(7, tree(3, tree(1, tree(9, 4, 8), 2)), 5), 6, tree(4, 3, 9)]
+"""A plain document between trees, with a depth of 5 and segments shorter and longer than the windows."""
+_MOST = {
+    r"window(?!.*layers)|chunk_size|block_size|index_topk|topk_blocks": 6,  # shorter than the documents
+    r"^(num_experts|num_local_experts|n_routed_experts)$": 16,
+    "^vocab_size": 96,
+    "_token_id$": 2,
+    "intermediate_size": 256,
+}
+"""Largest values of config keys in a copy."""
+_BOUND = 1e-8
+"""Largest relative difference of a parameter's gradient."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Result of the start-up check of a decoder.
+
+    Attributes:
+        head_is_tail: the output layer alone computes logits from hidden states.
+        problem: the module that mixes documents; rows are padded. None if packed rows are exact.
+        modules: classes of modules that run once for each document, with the axes of their tensors.
+        error: largest relative difference of a gradient.
+        splits_attention: attention computes one document after the other, else by a mask [b, s, s].
+        head_dims: widths of keys and values.
+        attention_needs: see :attr:`.AttentionNeeds.others`.
+        computes_trees: sequences may share what they begin with in a packed row.
+        can_be_cut: pipeline stages of any layers compute packed rows.
+        spans_ranks: ranks may compute parts of a row; all but attention is computed token by token.
+    """
+
+    head_is_tail: bool
+    problem: str | None = None
+    modules: dict[str, Axes] = field(default_factory=dict)
+    error: float = 0.0
+    splits_attention: bool = False
+    head_dims: tuple[tuple[int, int], ...] = ()
+    attention_needs: tuple[str, ...] = ()
+    computes_trees: bool = False
+    can_be_cut: bool = False
+    spans_ranks: bool = False
+
+    def __str__(self) -> str:
+        how = "packed rows are exact"
+        if self.problem:
+            how = f"rows are padded, since {self.problem} mixes the documents of a packed row"
+        elif self.modules:
+            how += f"; {', '.join(self.modules)} runs by document"
+        return (
+            f"{how} (gradients of a small copy equal those of separate samples to {self.error:.0e})"
+        )
+
+
+def proof_of(config: Any, attention: str | None = None) -> Proof:
+    """Returns the proof for a config, from the user's cache if it was made before.
+
+    Raises ValueError if the model is not causal, its padded rows are not exact, or its logits are
+    not made of its decoder's hidden states.
+    """
+    found = _cached([config, attention], lambda: asdict(prove(config, attention)))
+    return TypeAdapter(Proof).validate_python(found)  # lists of JSON become tuples
+
+
+def error_on_device(
+    config: Any,
+    attention: str | None,
+    proof: Proof,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: Kernel,
+) -> str | None:
+    """Compares gradients of a packed row with those of its documents on a device, in the dtype of training.
+
+    Both are compared with the documents' gradients in fp32: an exact kernel is as far from them as rounding
+    alone, so more than twice as far is an error. Returns both distances as text if so, else None.
+    """
+
+    def measure() -> dict[str, float]:
+        # fp32: some versions of PyTorch draw other weights in bf16.
+        with torch.device(device), set_default_dtype(torch.float32), torch.random.fork_rng():
+            copied = cut(config)
+            in_fp32, in_dtype = (
+                _copies(copied, attention, each) for each in (torch.float32, dtype)
+            )
+            lengths = [n * _TIMES_ON_DEVICE for n in _LENGTHS]
+            documents = _drawn(copied, lengths)
+            expected = gradients(in_fp32(), one_by_one, documents)
+            alone = gradients(in_dtype(), one_by_one, documents)
+            decoder = Decoder(in_dtype(), proof)
+            decoder.attention = PackedAttention(kernel, "it is compared with separate documents")
+            of_row = partial(logits_of_row, [decoder], torch.cat(documents), lengths)
+            row = gradients(decoder.model, lambda *_: of_row(), documents)
+        return {"row": distance(row, expected), "alone": distance(alone, expected)}
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    found = _cached([config, attention, name, kernel, str(dtype)], measure)
+    if found["row"] <= 2 * found["alone"] + 1e-5:
+        return None
+    return f"gradients differ by {found['row']:.0e}, and by {found['alone']:.0e} of rounding"
+
+
+def paths_of_code() -> list[Path]:
+    """Returns the files of this package that a proof depends on."""
+    package = Path(__file__).parents[2]
+    folders = ("model", "data/text", "parallel")
+    paths = [path for folder in folders for path in sorted((package / folder).rglob("*.py"))]
+    return [*paths, package / "checkpoint" / "transformers.py"]
+
+
+def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns the cached result of ``make`` for these values, versions and code; calls it if there is none.
+
+    If the cache cannot be read, locked or written, the result is only returned, after a warning.
+    """
+    described = made_from[0].to_diff_dict() | {"model_type": made_from[0].model_type}
+    code = [torch.__version__, transformers.__version__, *map(Path.read_text, paths_of_code())]
+    text = json.dumps([described, *made_from[1:], *code], default=str)
+    key = hashlib.sha256(text.encode()).hexdigest()
+    home = os.environ.get("HOME") or tempfile.gettempdir()
+    folder = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"))
+    path = folder / "torchtune_update_step" / f"proof_{key[:32]}.json"
+    result: dict[str, Any] = {}
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # One of several processes proves. A soft lock would outlive a killed process.
+            with FileLock(path.with_suffix(".lock"), timeout=600, fallback_to_soft=False):
+                if not path.exists():
+                    result = make()
+                    write_atomically(path, json.dumps(result).encode())
+        result = result or json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        text = f"{path.parent}: it cannot keep the result of the start-up check ({reason}), which each start repeats"
+        text += "; set the environment variable XDG_CACHE_HOME to a folder of yours"
+        log_once(text, logging.WARNING)
+    return result or make()
+
+
+def prove(config: Any, attention: str | None = None) -> Proof:
+    """Compares gradients of padded and packed rows with those of documents one at a time; see :func:`proof_of`."""
+    with (
+        torch.device("cpu"),
+        set_default_dtype(torch.float64),
+        torch.random.fork_rng(devices=[]),
+        DoublePrecision(),
+    ):
+        copied = cut(config)
+        make = _copies(copied, attention, torch.float64)
+        return _compare(make, _drawn(copied, _LENGTHS))
+
+
+def _drawn(config: Any, lengths: Sequence[int]) -> list[Tensor]:
+    num_tokens = config.get_text_config().vocab_size
+    return [torch.randint(min(3, num_tokens - 1), num_tokens, (n,)) for n in lengths]
+
+
+def _copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[[], Any]:
+    """Returns a function that makes equal models with weights of order 1, drawn in the default dtype."""
+    torch.manual_seed(0)
+    first = build(config, attention).eval()
+    with torch.no_grad():
+        for parameter in first.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    weights = first.state_dict()
+
+    def make() -> Any:
+        model = build(config, attention).eval()
+        for parameter in model.parameters():  # buffers, such as RoPE's frequencies, stay wide
+            parameter.data = parameter.data.to(dtype)
+        model.load_state_dict(weights)
+        return model
+
+    return make
+
+
+def _compare(make: Callable[[], Any], documents: Sequence[Tensor]) -> Proof:
+    """Returns the proof of the first way to compute rows that is exact: by attention, then module by module."""
+    tokens, lengths, name = torch.cat(list(documents)), [len(d) for d in documents], type(make())
+    of_row, of_trees = (
+        gradients(make(), one_by_one, [tokens[place] for place in _places(row)])
+        for row in (lengths, _FOREST)
+    )
+
+    # Any model is trained with padded rows, through its output layer alone or all that follows its decoder.
+    padded = pad_sequence(list(documents), batch_first=True, padding_value=1)
+    for head_is_tail in (True, False):
+        plain = Proof(head_is_tail)
+        decoder = Decoder(make(), plain)
+        of_padded = _error([decoder], partial(decoder, padded), documents, of_row)
+        if of_padded <= _BOUND:
+            break
+    else:
+        raise ValueError(
+            f"model: {name.__name__}: padding changes gradients by {of_padded:.0e}; it is not causal, its logits are "
+            "not made of its decoder's hidden states, or its choices depend on rounding (ties of a sparse "
+            "attention's scores), and it cannot be trained exactly"
+        )
+
+    def error_of(
+        stages: Sequence[Decoder], row: Sequence[Document], expected: Any, num_ranks: int = 1
+    ) -> float:
+        forward = partial(logits_of_row, stages, tokens, row, num_ranks)
+        return _error(stages, forward, [tokens[place] for place in _places(row)], expected)
+
+    splits = (True, False) if make()._can_set_attn_implementation() else (False,)
+    tries = _proofs_to_try(make, documents, replace(plain, computes_trees=True))
+    for proof in (replace(each, splits_attention=split) for each in tries for split in splits):
+        decoder = Decoder(make(), proof)
+        decoder.calls = set()
+        error = error_of([decoder], lengths, of_row)
+        if error > _BOUND:
+            continue
+        whole, in_parts, *stages = (Decoder(make(), proof) for _ in range(2 + len(decoder.layers)))
+        # A rank computes some of the heads, and sinks (s_aux) are those of all.
+        can_span = proof.splits_attention and not proof.modules and "s_aux" not in decoder.calls
+        return replace(
+            proof,
+            error=error,
+            head_dims=tuple(sorted(c for c in decoder.calls if isinstance(c, tuple))),
+            attention_needs=tuple(sorted(c for c in decoder.calls if isinstance(c, str))),
+            computes_trees=error_of([whole], _FOREST, of_trees) <= _BOUND,
+            can_be_cut=error_of(stages, lengths, of_row) <= _BOUND,
+            spans_ranks=can_span and error_of([in_parts], lengths, of_row, num_ranks=3) <= _BOUND,
+        )
+    problem, _ = _modules_that_mix(make, documents, plain)
+    return replace(plain, problem=problem or name.__name__, error=of_padded)
+
+
+def _proofs_to_try(
+    make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof
+) -> Iterator[Proof]:
+    """Yields proofs with no module by document, each that mixes documents, innermost first, then more than one."""
+    yield proof
+    for _ in range(_MAX_MODULES):
+        try:
+            _, mixing = _modules_that_mix(make, documents, proof)
+        except Exception:  # any: the modules so far cannot run once per document
+            return
+        tries = [replace(proof, modules={**proof.modules, n: axes}) for n, axes in mixing.items()]
+        yield from tries
+        if not tries:
+            return
+        proof = tries[0]
+
+
+def one_by_one(model: Any, documents: Sequence[Tensor]) -> list[Tensor]:
+    """Returns logits [n, v] of each document [n], by the model's own forward."""
+    return [model(input_ids=d[None], use_cache=False).logits[0] for d in documents]
+
+
+def gradients(
+    model: Any, forward: Callable[[Any, Any], Iterable[Tensor]], documents: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Returns each parameter's gradient of the cross-entropy summed over documents.
+
+    ``forward`` of model and documents returns logits [n or more, v] of each document [n].
+    """
+    losses = [
+        F.cross_entropy(logits[: len(d) - 1], d[1:], reduction="sum")
+        for logits, d in zip(forward(model, documents), documents, strict=True)
+        if len(d) > 1
+    ]
+    torch.stack(losses).sum().backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Returns the largest difference of a gradient, over the largest element of the expected one.
+
+    A gradient that is zero but for rounding, as a key's bias has, is compared with 1e-6 of the
+    largest of all.
+    """
+    if found.keys() != expected.keys():
+        return float("inf")
+    least = 1e-6 * max(g.abs().max() for g in expected.values())
+    errors = [
+        (found[n] - g).abs().max() / g.abs().max().clamp(min=least) for n, g in expected.items()
+    ]
+    return torch.stack(errors).nan_to_num(nan=torch.inf).max().item()
+
+
+def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Returns the norm of the difference of all gradients, over that of the expected ones."""
+    squares = [(found[n].double() - g).square().sum() for n, g in expected.items()]
+    norms = [g.double().square().sum() for g in expected.values()]
+    return (torch.stack(squares).sum() / torch.stack(norms).sum()).sqrt().item()
+
+
+def _places(row: Sequence[Document]) -> list[Tensor]:
+    """Returns the positions in a row of each sequence."""
+    return [torch.cat([torch.arange(*each) for each in chain.ranges]) for chain in chains(row)]
+
+
+def _error(
+    stages: Sequence[Decoder],
+    forward: Callable[[], Iterable[Tensor]],
+    sequences: Sequence[Tensor],
+    expected: Mapping[str, Tensor],
+) -> float:
+    """Compares gradients of all stages with the expected ones; infinity if a module cannot compute ``forward``."""
+    found = dict[str, Any]()
+    try:
+        gradients(stages[0].model, lambda *_: forward(), sequences)
+    except Exception:  # any: each module has its own
+        return float("inf")
+    for stage in stages:
+        for name, weight in stage.model.named_parameters():
+            if weight.grad is not None:  # twice for a tied output
+                found[name] = found.get(name, 0) + weight.grad
+    return difference(found, expected)
+
+
+def logits_of_row(
+    stages: Sequence[Decoder], tokens: Tensor, row: Sequence[Document], num_ranks: int = 1
+) -> list[Tensor]:
+    """Returns logits [n, v] of each sequence of a row, the first of tokens.
+
+    The row passes through ``stages`` of one layer each, or a whole decoder. The parts of ``num_ranks`` are
+    concatenated; only attention gets the order of the row, so all other modules must compute token by
+    token.
+    """
+    places = _places(row)
+    tokens = tokens[: sum(map(length_of, row))]
+    order = torch.cat([torch.arange(i, len(tokens), num_ranks) for i in range(num_ranks)])
+    back, positions = order.argsort(), torch.empty_like(tokens)
+    for place in places:
+        positions[place] = torch.arange(len(place))
+    if num_ranks > 1:
+        stages[0].exchanges[num_ranks] = Exchange(
+            lambda *heads: tuple(each[back] for each in heads), lambda attended: attended[order]
+        )
+    hidden = tokens[order][None]
+    for index, stage in enumerate(stages):
+        if len(stages) > 1:
+            stage.cut_to_stage(range(index, index + 1))
+        hidden = stage(
+            hidden,
+            input_pos=positions[order][None],
+            document_lengths=Documents([row], num_ranks),
+        )
+    return [hidden[0, back][place] for place in places]
+
+
+@torch.no_grad()
+def _modules_that_mix(
+    make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof
+) -> tuple[str | None, dict[str, Axes]]:
+    """Compares a document in a row with the same one alone, module by module.
+
+    Returns name and class of the first, innermost module that returns different outputs for equal
+    inputs; and the classes of all that are smaller than a layer, with their tensors' dimensions as long as
+    the row. Modules inside of those that run by document are called more often, and are not compared.
+    """
+    decoder, calls = Decoder(make(), proof), defaultdict[str, list[dict[str, Tensor]]](list)
+
+    def record(name: str, _: Any, *values: Any) -> None:  # args, kwargs, output
+        flat = tree_leaves_with_path(values)
+        calls[name].append({keystr(p): t.clone() for p, t in flat if isinstance(t, Tensor)})
+
+    for name, module in decoder.model.named_modules():
+        module.register_forward_hook(partial(record, name), with_kwargs=True)
+    lengths = [len(d) for d in documents]
+    logits_of_row([decoder], torch.cat(list(documents)), lengths)
+    in_row = calls.copy()
+    calls.clear()
+    decoder(documents[1][None])
+    layers, axes = set(map(id, decoder.layers)), defaultdict[str, Axes](dict)
+    problem, mixing = None, dict[str, Axes]()
+    for name, of_module in in_row.items():
+        module = decoder.model.get_submodule(name)
+        of_class = type(module).__name__
+        for tensors, alone in zip(of_module, calls[name], strict=False):
+            differ = set[str]()
+            for path, tensor in tensors.items():
+                long = [axis for axis, size in enumerate(tensor.shape) if size == sum(lengths)]
+                if long:
+                    axes[of_class][path] = long
+                if len(long) == 1 and path in alone and len(of_module) == len(calls[name]):
+                    own, part = alone[path], tensor.narrow(long[0], lengths[0], lengths[1])
+                    if part.shape == own.shape and not torch.allclose(part, own, 1e-9, 1e-9):
+                        differ.add(path[:3])
+            if differ == {"[2]"}:  # outputs only
+                problem = problem or f"{name} ({of_class})"
+                if not any(id(part) in layers for part in module.modules()):
+                    mixing[of_class] = axes[of_class]
+    return problem, mixing
+
+
+def cut(config: Any) -> Any:
+    """Returns a config of few layers of each kind, a small vocabulary, and windows shorter than the documents."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    num_layers = text.num_hidden_layers
+    with torch.device("meta"):
+        needed = _num_layers_with_all_kinds(build(config, "eager"))
+    for part in {id(config): config, id(text): text}.values():
+        for name, value in list(vars(part).items()):
+            is_pattern = isinstance(value, str) and "pattern" in name
+            is_by_layer = isinstance(value, (list, tuple)) or is_pattern
+            if is_by_layer and len(value) == num_layers > needed:
+                setattr(part, name, value[:needed])
+            elif type(value) is int:
+                for pattern, most in _MOST.items():
+                    if re.search(pattern, name):
+                        setattr(part, name, min(value, most))
+    text.num_hidden_layers = needed
+    return config
+
+
+def _num_layers_with_all_kinds(model: Any) -> int:
+    """Returns the smallest number of first layers, at least 2, with all kinds of layers of a model."""
+    kinds: dict[str, int] = {}
+    layers = layers_of(model)
+    for index, layer in enumerate(layers):
+        kinds.setdefault(json.dumps([_described(n, m) for n, m in layer.named_modules()]), index)
+    return min(len(layers), max(2, max(kinds.values()) + 1))
+
+
+def _described(name: str, module: nn.Module) -> list[Any]:
+    plain = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str)) and not key.endswith(("_idx", "_id", "index"))
+    }
+    shapes = {key: list(p.shape) for key, p in module._parameters.items() if p is not None}
+    return [name, type(module).__name__, plain, shapes]

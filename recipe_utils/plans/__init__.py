@@ -1,0 +1,1 @@
+"""Plans: which samples form which row, on which rank."""

@@ -1,0 +1,163 @@
+"""Log-probabilities of target tokens and of whole answers, computed from hidden states in chunks.
+
+Shapes: d embedding width, v vocabulary, n target tokens, c of a chunk, p pairs.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE_INDEX
+from torchtune.modules.tied_linear import TiedLinear
+
+from recipe_utils.losses.chunks import (
+    ChunkedLoss,
+    WeightGradient,
+    chunks_of,
+    compiled_for_all_lengths,
+    plain_weight,
+    sum_dtype,
+)
+from recipe_utils.update_steps.step import Pairs, Targets
+
+
+class LinearLogProbs(ChunkedLoss):
+    """Loss module for ``attach_loss`` that returns the log-probability of each target token.
+
+    Logits of all chunks but the last are recomputed in the backward, because the factor of each
+    token's gradient is only known then: four matrix products, where a summed loss takes three. For
+    the arguments see :class:`recipe_utils.losses.chunks.ChunkedLoss`.
+    """
+
+    def __init__(self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8) -> None:
+        super().__init__(tokens_per_chunk, num_output_chunks, IGNORE_INDEX, "loss")
+        self._arithmetic: _Arithmetic = (_read, _gradient)
+
+    def compile_chunks(self, backend: Any) -> None:
+        """Compiles the arithmetic on logits, also of the backward, once for chunks of any length."""
+        read, gradient = (compiled_for_all_lengths(each, backend) for each in (_read, _gradient))
+        self._arithmetic = (read, gradient)
+
+    def forward(
+        self,
+        output: nn.Module | TiedLinear,
+        hidden: Tensor,
+        targets: Targets,
+        backward_in_parts: bool = False,
+    ) -> Tensor:
+        """Returns the targets' log-probabilities [n] in nats, at least fp32.
+
+        Raises ValueError if ``backward_in_parts`` is True; see :mod:`recipe_utils.losses.attach`.
+        """
+        if backward_in_parts:
+            raise ValueError("pipeline_parallel_schedule: this loss has no backward in parts")
+        hidden, labels = self.at_targets(hidden, targets)
+        weight = plain_weight(output)
+        if weight is not None:
+            log_probs: Tensor = _ChunkedLinearLogProbs.apply(
+                hidden, weight, labels, self.tokens_per_chunk, self._arithmetic
+            )
+            return log_probs
+        chunks = (each.tensor_split(self.num_output_chunks) for each in (hidden, labels))
+        of_chunk = partial(checkpoint, _log_probs, output, use_reentrant=False)
+        return torch.cat(list(map(of_chunk, *chunks)))
+
+
+_Arithmetic = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]
+
+
+def _read(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the labels' logits [c] and the log-sum-exp of each row [c], for logits [c, v] and labels [c]."""
+    return logits.gather(1, labels.unsqueeze(1)).squeeze(1), torch.logsumexp(logits, dim=-1)
+
+
+def _gradient(logits: Tensor, labels: Tensor, normalizers: Tensor, of_token: Tensor) -> Tensor:
+    """Overwrites logits [c, v] with their gradient, given that of each log-probability [c]."""
+    of_token = of_token.unsqueeze(1)
+    # d log_prob / d logits = one_hot(label) - softmax(logits)
+    logits.sub_(normalizers.unsqueeze(1)).exp_().mul_(-of_token)
+    return logits.scatter_add_(1, labels.unsqueeze(1), of_token)
+
+
+class _ChunkedLinearLogProbs(torch.autograd.Function):
+    """log_softmax(hidden @ weight.T)[labels], with the logits of a chunk recomputed in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        tokens_per_chunk: int,
+        arithmetic: _Arithmetic,
+    ) -> Tensor:
+        """Returns log-probabilities [n] for hidden [n, d], weight [v, d], labels [n]."""
+        read, ctx.gradient = arithmetic
+        picked = hidden.new_empty(len(hidden), dtype=sum_dtype(hidden))
+        normalizers = torch.empty_like(picked)
+        logits = None
+        for chunk in chunks_of(len(hidden), tokens_per_chunk):
+            del logits
+            logits = (hidden[chunk] @ weight.t()).to(picked.dtype)
+            picked[chunk], normalizers[chunk] = read(logits, labels[chunk])
+        ctx.save_for_backward(hidden, weight, labels, normalizers)
+        ctx.tokens_per_chunk = tokens_per_chunk
+        # The last chunk's logits are kept for the backward: one chunk fits into memory. An attribute, not a
+        # saved tensor: hooks that offload activations must leave it alone.
+        ctx.logits = logits if any(ctx.needs_input_grad) else None
+        return picked - normalizers
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Takes the gradient of each log-probability [n]."""
+        hidden, weight, labels, normalizers = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = WeightGradient(weight) if needs_weight else None
+        logits, ctx.logits = ctx.logits, None
+        for chunk in reversed(chunks_of(len(hidden), ctx.tokens_per_chunk)):
+            if logits is None:
+                logits = (hidden[chunk] @ weight.t()).to(grad.dtype)
+            grad_logits = ctx.gradient(logits, labels[chunk], normalizers[chunk], grad[chunk])
+            grad_logits, logits = grad_logits.to(hidden.dtype), None
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                grad_weight.add(grad_logits, hidden[chunk])
+            del grad_logits
+        return grad_hidden, None if grad_weight is None else grad_weight.total(), None, None, None
+
+
+def _log_probs(output: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = output(hidden)
+    log_probs = F.log_softmax(logits.to(sum_dtype(logits)), dim=-1)
+    return log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+def sums_of_answers(of_tokens: Tensor, pairs: Pairs) -> Tensor:
+    """Returns sums over the targets of each chosen and each rejected answer, [2, p] in fp64.
+
+    ``of_tokens`` are log-probabilities [n]; targets of a shared prefix count for both answers. In
+    fp64, because a loss takes differences of large sums; in a fixed order, so that equal models
+    give equal sums.
+    """
+    lengths = pairs.segment_lengths
+    # unsafe: the check would synchronize with the device, and fails without pairs.
+    sums = torch.segment_reduce(of_tokens.double(), "sum", lengths=lengths, unsafe=True, initial=0)
+    return _of_answers(sums)
+
+
+def num_targets_of_answers(pairs: Pairs) -> Tensor:
+    """Returns the number of targets of each chosen and each rejected answer, [2, p]."""
+    return _of_answers(pairs.segment_lengths)
+
+
+def _of_answers(of_segments: Tensor) -> Tensor:
+    """Adds the numbers [3 * p] of shared prefixes to those of both answers, [2, p]."""
+    shared, chosen, rejected = of_segments.view(-1, 3).unbind(1)
+    return torch.stack([shared + chosen, shared + rejected])

@@ -1,0 +1,233 @@
+"""Preference losses with the signature of torchtune's ``DPOLoss`` and ``RSOLoss``.
+
+Each takes log-probabilities [p] of the policy's chosen and rejected answers and of the reference's,
+and returns the loss of each pair [p] and the detached rewards of both answers [p]. Two attributes
+define the inputs: ``normalizes_length = True`` (means over an answer's targets instead of sums) and
+``needs_reference = False`` (zeros as reference log-probabilities).
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+from torchtune.modules.tied_linear import TiedLinear
+from torchtune.rlhf.loss import DPOLoss
+
+from recipe_utils.losses.chunks import add_by_sample
+from recipe_utils.preference.log_probs import (
+    LinearLogProbs,
+    num_targets_of_answers,
+    sums_of_answers,
+)
+from recipe_utils.settings.keys import STRICT, Count
+from recipe_utils.update_steps.step import Targets
+
+Losses = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, config=STRICT)
+class PreferenceSettings:
+    """Settings of a preference loss besides the loss itself."""
+
+    sft_loss_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the mean negative log-likelihood per target of the chosen answers, added to the loss."""
+    tokens_per_chunk: Count = 2048
+    """Maximum number of target tokens whose logits exist at a time."""
+
+
+class IPOLoss(nn.Module):
+    """Identity preference optimization (Azar et al. 2023, arXiv:2310.12036, equation 17).
+
+    Args:
+        tau: strength of the reference, the paper's regularization; TRL's ``beta``.
+        normalizes_length: True uses mean log-probabilities per target, as TRL does; False uses
+            sums, as the equation does.
+    """
+
+    def __init__(self, tau: float = 0.1, normalizes_length: bool = True) -> None:
+        super().__init__()
+        if tau <= 0:
+            raise ValueError(f"loss.tau={tau}: it must be above 0")
+        self.tau = tau
+        self.normalizes_length = normalizes_length
+
+    def forward(
+        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
+    ) -> Losses:
+        """Returns losses and rewards; see the module."""
+        chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
+        losses = (chosen - rejected - 1 / (2 * self.tau)).square()
+        return losses, self.tau * chosen.detach(), self.tau * rejected.detach()
+
+
+class RobustDPOLoss(DPOLoss):
+    """DPO for labels of which a known fraction is wrong (Chowdhury et al. 2024, arXiv:2403.00409, equation 12).
+
+    Unbiased: its expectation over wrong labels is the loss of the correct ones. The conservative
+    variant, ``DPOLoss`` with ``label_smoothing``, is biased.
+
+    Args:
+        beta: strength of the reference.
+        label_smoothing: fraction n of pairs whose answers are swapped, below 0.5.
+    """
+
+    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.1) -> None:
+        if not 0 <= label_smoothing < 0.5:
+            raise ValueError(
+                f"loss.label_smoothing={label_smoothing}: it must be at least 0 and below 0.5, where labels "
+                "are random"
+            )
+        # ((1 - n) * loss - n * loss of swapped answers) / (1 - 2 n) is DPOLoss with this label_smoothing.
+        super().__init__(beta, -label_smoothing / (1 - 2 * label_smoothing))
+
+
+class NormalizedDPOLoss(DPOLoss):
+    """DPO on mean log-probabilities per target token (Tulu 3, Lambert et al. 2024, arXiv:2411.15124, equation 6).
+
+    Means need a larger ``beta`` than sums.
+    """
+
+    normalizes_length = True
+
+    def __init__(self, beta: float = 5.0, label_smoothing: float = 0.0) -> None:
+        super().__init__(beta, label_smoothing)
+
+
+class SimPOLoss(nn.Module):
+    """Simple preference optimization, without a reference (Meng et al. 2024, arXiv:2405.14734, equation 6).
+
+    Args:
+        beta: scale of the rewards, which are mean log-probabilities per target.
+        gamma: target margin between the rewards.
+    """
+
+    normalizes_length = True
+    needs_reference = False
+
+    def __init__(self, beta: float = 2.0, gamma: float = 1.0) -> None:
+        super().__init__()
+        self.beta = beta
+        self.gamma = gamma
+
+    def forward(
+        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
+    ) -> Losses:
+        """Returns losses and rewards, without the reference."""
+        chosen, rejected = self.beta * chosen, self.beta * rejected
+        losses = -F.logsigmoid(chosen - rejected - self.gamma)
+        return losses, chosen.detach(), rejected.detach()
+
+
+METRICS = (
+    "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
+    "log_probs/chosen", "log_probs/rejected", "sft_loss",
+)  # fmt: skip
+"""Names of sums over pairs; the last is a sum over the targets of chosen answers."""
+
+
+class PreferenceLoss(nn.Module):
+    """Loss module for ``attach_loss`` that computes a preference loss from the answers' log-probabilities.
+
+    Without reference log-probabilities attached to a microbatch it returns the model's own, so that
+    a reference model can use it. Make ``loss_fn`` with :func:`make_preference_loss`.
+    """
+
+    takes_hidden_states = True
+
+    def __init__(self, loss_fn: Any, tokens_per_chunk: int = 2048) -> None:
+        super().__init__()
+        self.log_probs = LinearLogProbs(tokens_per_chunk)
+        self.compile_chunks = self.log_probs.compile_chunks
+        self.loss_fn = loss_fn
+
+    def forward(
+        self,
+        output: nn.Module | TiedLinear,
+        hidden: Tensor,
+        targets: Targets,
+        backward_in_parts: bool = False,
+    ) -> Tensor:
+        """Returns sums of ``METRICS``, [8] in fp64, or log-probabilities [2, p] of both answers [nats].
+
+        ``targets`` may have reference log-probabilities [2, p] attached. For the arguments see
+        :mod:`recipe_utils.losses.attach`.
+        """
+        assert targets.pairs is not None
+        of_tokens = self.log_probs(output, hidden, targets, backward_in_parts)
+        policy = sums_of_answers(of_tokens, targets.pairs)
+        reference = targets.teacher
+        if not getattr(self.loss_fn, "needs_reference", True):
+            reference = torch.zeros_like(policy)
+        if reference is None:
+            return policy
+        given = torch.cat([policy, reference])
+        if getattr(self.loss_fn, "normalizes_length", False):
+            # Per pair: the recipe still divides the loss by the number of pairs.
+            given = given / num_targets_of_answers(targets.pairs).repeat(2, 1)
+        losses, chosen, rejected = self.loss_fn(*given)
+        add_by_sample(targets, losses)
+        margins = chosen - rejected
+        wins = (margins > 0).double()
+        metrics = torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]])
+        return metrics.sum(1)
+
+
+def make_preference_loss(make: Callable[[], Any]) -> Any:
+    """Makes a preference loss and tests it on a few pairs, together and one by one.
+
+    Raises ValueError if the loss does not take log-probabilities of pairs and return a loss and two
+    rewards for each; if those of a pair depend on other pairs: the recipe sums losses over the
+    pairs of an update step, however they are split over microbatches; or if it does not prefer the
+    chosen answers.
+    """
+    loss_fn = make()
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    generator = torch.Generator().manual_seed(0)
+    pairs = -20 * torch.rand(4, 5, generator=generator, dtype=torch.float64)
+    try:
+        found = loss_fn(*pairs)
+        shapes = [tuple(each.shape) for each in found]
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(
+            f"loss: {name} does not take log-probabilities of pairs "
+            f"({type(error).__name__}: {first_line}); set it to torchtune.rlhf.loss.DPOLoss, "
+            "or one of recipe_utils.preference.losses"
+        ) from error
+    if shapes != [(5,)] * 3:
+        raise ValueError(
+            f"loss: {name} returns shapes {shapes} for 5 pairs instead of {[(5,)] * 3}, a loss and two rewards "
+            "for each; a mean over the pairs must be left to the recipe"
+        )
+    alone = [loss_fn(*pairs[:, i : i + 1]) for i in range(5)]
+    for together, each in zip(found, zip(*alone, strict=True), strict=True):
+        if not torch.allclose(together, torch.cat(each), rtol=1e-9, atol=1e-12, equal_nan=True):
+            raise ValueError(
+                f"loss: the loss or rewards that {name} returns of a pair depend on the other pairs of its "
+                "batch, and so on batch_size and the number of ranks; set it to a loss of each pair by itself"
+            )
+    _check_direction(loss_fn, name)
+    return loss_fn
+
+
+def _check_direction(loss_fn: Any, name: str) -> None:
+    """Raises ValueError unless a loss prefers chosen answers where policy and reference agree."""
+    smoothing = getattr(loss_fn, "label_smoothing", 0)
+    if smoothing < 0 and not isinstance(loss_fn, RobustDPOLoss):
+        raise ValueError(f"loss.label_smoothing={smoothing}: it must be at least 0 and below 0.5")
+    reference = -10 * torch.ones(2, 1, dtype=torch.float64)
+    policy = reference.clone().requires_grad_()
+    loss = loss_fn(*policy, *reference)[0].sum()
+    if loss.requires_grad:
+        loss.backward()
+    slope = 0.0 if policy.grad is None else (policy.grad[0] - policy.grad[1]).item()
+    if not slope < -1e-9:
+        teaches = "nothing" if abs(slope) <= 1e-9 else "the rejected answers"
+        raise ValueError(
+            f"loss: {name} teaches {teaches} where policy and reference agree (its slope along the margin is "
+            f"{slope:g}); look at the sign and size of its arguments, such as beta and label_smoothing"
+        )

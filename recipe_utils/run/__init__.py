@@ -1,1 +1,0 @@
-"""State and output of a training run: entry point, position, log, checkpoints and exports."""

@@ -1,0 +1,1 @@
+"""Shows the samples of a config: ``python -m recipe_utils.show_data``."""

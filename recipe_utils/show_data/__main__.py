@@ -1,0 +1,187 @@
+"""Prints what a recipe trains on, without building its model.
+
+    python -m recipe_utils.show_data full_finetune_update_step --config my.yaml
+    python -m recipe_utils.show_data full_dpo_update_step --config my.yaml --num_samples 9 dataset.split=test
+
+The printed samples are the first of the training, with targets in green, or in brackets if the output
+is no terminal. Lengths are those of up to 1,000 samples, evenly spaced.
+"""
+
+import argparse
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from inspect import signature
+from itertools import chain, count, groupby, islice
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config
+
+from recipe_utils.cli.registry import config_path
+from recipe_utils.plans.cost import MicrobatchCost
+from recipe_utils.preference.pairs import PairCollator, PairSettings, check_is_pair
+from recipe_utils.preference.rows import SIDES
+from recipe_utils.settings.describe import settings_of
+from recipe_utils.settings.keys import keys_of
+from recipe_utils.settings.problems import ConfigError, build
+from recipe_utils.settings.read import check_keys, read_settings
+from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.documents import chains
+from recipe_utils.text.limits import ModelLimits
+from recipe_utils.text.mixture import MixtureOrder, problems_with_list
+from recipe_utils.text.trees import makes_trees
+from recipe_utils.update_steps.order import epoch_permutation
+from recipe_utils.update_steps.samples import CheckedDataset, SampleError, load_dataset
+from recipe_utils.update_steps.settings import DataSettings
+
+_KEYS = {
+    "batch_size", "data_seed", "global_batch_size", "max_steps_per_epoch", "on_bad_sample", "shuffle",
+}  # fmt: skip
+_NUM_READ = 1000
+
+
+def read_config(path: str, overrides: list[str]) -> Any:
+    """Returns the config of a file or a registered name, with ``key=value`` set."""
+    cfg: Any = OmegaConf.load(config_path(path))
+    for word in overrides:
+        key, _, text = word.partition("=")
+        value = OmegaConf.from_dotlist([f"value={text}"]).value
+        if isinstance(value, str) and OmegaConf.select(cfg, f"{key}._component_"):
+            key += "._component_"
+        OmegaConf.update(cfg, key, value, force_add=True)
+    return cfg
+
+
+def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
+    """Yields lines about the samples of ``dataset``. Raises ConfigError."""
+    recipe_settings = build("recipe", settings_of, recipe)
+    if "tokenizer" not in keys_of(recipe_settings):
+        raise ConfigError(f"recipe={recipe}: its samples are images; set one of texts or pairs")
+    cfg.setdefault("microbatching", "packed")  # else the model is built, which chooses it
+    values, problems = check_keys(cfg, recipe_settings)
+    given = {key: values[key] for key in values.keys() & _KEYS}
+    if not given.get("global_batch_size"):  # which another number of ranks may contradict
+        given["gradient_accumulation_steps"] = values.get("gradient_accumulation_steps")
+    are_pairs = issubclass(recipe_settings, PairSettings)
+    checked_keys = OmegaConf.create(given), PairSettings if are_pairs else DataSettings
+    settings: Any = replace(read_settings(*checked_keys), mixture=values.get("mixture"))
+    problems += problems_with_list("dataset", values.get("dataset"))
+    if problems:
+        raise ConfigError(*problems)
+    tokenizer: Any = build("tokenizer", config.instantiate, cfg.tokenizer)
+    check = check_is_pair if are_pairs else None
+    dataset = build("dataset", load_dataset, cfg.dataset, tokenizer, check)
+    ignore_index = values["loss"].get("ignore_index", -100)
+    make: Any = PairCollator if are_pairs else partial(TextCollator, ignore_index=ignore_index)
+    limits = ModelLimits(sys.maxsize, sys.maxsize, MicrobatchCost())
+    has_trees = makes_trees(dataset)
+    settings = replace(settings, microbatching="packed") if has_trees else settings
+    collator = make(settings, tokenizer, limits=limits)
+    if has_trees:
+        collator.take_trees()
+    checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip")
+    yield from _statistics(checked, collator)
+    order: Any = epoch_permutation(len(checked), 0, settings.shuffle, settings.data_seed)[
+        :num_samples
+    ]
+    if checked.mixture is not None and checked.mixture.weights is not None:
+        mixed = MixtureOrder(checked.mixture, settings, settings.samples_per_update_step(1))
+        if problems := [*mixed.problems("dataset")]:
+            raise ConfigError(*problems)
+        yield from mixed.log_lines(cfg.get("epochs", 1))
+        order = chain.from_iterable(map(partial(mixed.samples, 0), count()))
+    for index in map(int, build("num_samples", islice, order, num_samples)):
+        try:
+            sample = checked[index]
+        except SampleError as error:
+            yield f"\n{error}"
+            continue
+        row = collator.collate([sample])
+        for number, branch in enumerate(chains(sample.get("documents", ()))):
+            places = [place for each in branch.ranges for place in range(*each)]
+            tokens, labels = row.inputs["tokens"][0, places], row.targets.labels[0, places]
+            are_targets = [False, *(labels[:-1] == tokens[1:]).tolist()]
+            yield f"\n{checked.name_of(index)}, branch {number}: {len(places)} tokens, {sum(are_targets)} targets"
+            yield _marked(tokenizer, tokens.tolist(), are_targets)
+        if "documents" in sample:
+            continue
+        for side, tokens, labels in zip(
+            SIDES if are_pairs else [""], row.inputs["tokens"], row.targets.labels, strict=True
+        ):
+            end = min(len(tokens), len(sample[f"{side}_input_ids" if side else "tokens"]))
+            are_targets = [False, *(labels[: end - 1] != ignore_index).tolist()]
+            name = checked.name_of(index) + (side and f", {side}")
+            yield f"\n{name}: {end} tokens, {sum(are_targets)} targets"
+            yield _marked(tokenizer, tokens[:end].tolist(), are_targets)
+
+
+def _statistics(checked: CheckedDataset, collator: Any) -> Iterator[str]:
+    """Yields a histogram of lengths, and the numbers of doubtful, skipped and bad samples."""
+    num_read, lengths = min(len(checked), _NUM_READ), list[int]()
+    remarks, first, totals = Counter[str](), dict[str, str](), Counter[str]()
+    for index in (i * len(checked) // num_read for i in range(num_read)):
+        part = checked.name_of(index).rpartition(" ")[2]
+        try:
+            sample = checked[index]
+        except SampleError as error:
+            kind = "skipped" if checked.skips(error) else "bad, which ends the training"
+            remarks[f"{kind}; the first: {first.setdefault(part + kind, str(error))}"] += 1
+            continue
+        counts = collator.collate([sample]).counts
+        totals.update(counts)
+        lengths.append(collator.length(sample))
+        texts = [*collator.remarks(sample), *["no target"] * (not counts["target_tokens"])]
+        remarks.update(f"{text} ({part})" for text in texts)
+    yield f"dataset: {len(checked):,} samples, {num_read:,} of them read"
+    bins = Counter(length.bit_length() for length in lengths)
+    for bits in range(min(bins, default=1), max(bins, default=0) + 1):
+        bar = "#" * -(-40 * bins[bits] // max(bins.values()))
+        yield f"{1 << bits - 1:9,} to {(1 << bits) - 1:7,} tokens {bins[bits]:6,} {bar}"
+    if lengths:
+        share, mean = totals["target_tokens"] / totals["real_tokens"], sum(lengths) / len(lengths)
+        yield f"mean {mean:.1f} tokens, longest {max(lengths):,}; {share:.1%} of all are targets"
+    for remark, number in remarks.most_common():
+        yield f"{number} of {num_read:,} samples read: {remark}"
+
+
+def _marked(tokenizer: Any, tokens: list[int], are_targets: list[bool]) -> str:
+    """Returns the text of tokens, with marks around targets."""
+    begin, end_mark = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("⟦", "⟧")
+    takes = signature(tokenizer.decode).parameters
+    options = dict.fromkeys({"skip_special_tokens", "truncate_at_eos"} & takes.keys(), False)
+    text, marked, end = "", "", 0
+    for is_target, group in groupby(are_targets):
+        end += len([*group])
+        whole = tokenizer.decode(tokens[:end], **options)  # some strip the first space of a text
+        marked += f"{begin}{whole[len(text) :]}{end_mark}" if is_target else whole[len(text) :]
+        text = whole
+    return marked
+
+
+def main() -> None:
+    """Prints the report of the command line; exits with 2 and the problems of a wrong config."""
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "recipe_utils.show_data", description=__doc__, formatter_class=how
+    )
+    parser.add_argument("recipe", help="name of a recipe, or path of your copy")
+    parser.add_argument("--config", required=True, help="YAML file, or name of a config")
+    parser.add_argument("--num_samples", type=int, default=3, help="samples to print")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| less`
+    try:
+        cfg = build("config", read_config, args.config, args.overrides)
+        for line in report(args.recipe, cfg, args.num_samples):
+            print(line)  # noqa: T201
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

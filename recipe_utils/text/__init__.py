@@ -1,0 +1,11 @@
+"""Text: conversations, trees and packed rows."""
+
+from recipe_utils import exported
+
+__getattr__ = exported(
+    {
+        "conversation_dataset": "recipe_utils.text.conversations.datasets:ConversationDataset",
+        "folder_tokenizer": "recipe_utils.text.conversations.tokenizer:FolderTokenizer",
+        "text_pieces_dataset": "recipe_utils.text.conversations.datasets:TextPiecesDataset",
+    }
+)

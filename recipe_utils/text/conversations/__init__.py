@@ -1,0 +1,1 @@
+"""Conversations of chat files, rendered by chat templates."""

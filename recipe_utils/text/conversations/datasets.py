@@ -1,0 +1,178 @@
+"""Datasets of conversations, and of documents that are cut into pieces."""
+
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.utils import get_logger, log_rank_zero
+
+from recipe_utils.text.conversations.files import FileRows, temporary_file
+from recipe_utils.text.conversations.messages import conversation_of, read_messages
+from recipe_utils.text.conversations.tokenizer import FolderTokenizer
+from recipe_utils.update_steps.samples import SampleError
+
+_log = get_logger("INFO")
+_MOST_CHARACTERS = 1 << 24
+"""Longest document; a tokenizer takes 4 GB for it."""
+
+
+class ConversationDataset(Dataset[dict[str, Any]]):
+    """Conversations of a file, with the tool calls and thinking that torchtune's datasets drop.
+
+    Args:
+        tokenizer: a :class:`FolderTokenizer`.
+        path: file of rows with ``messages`` and ``tools`` in OpenAI's format, see :class:`.FileRows`.
+        split_turns: makes one sample of each assistant turn, whose history is not trained. ``shared``:
+            one of each conversation, whose turns compute common beginnings once.
+
+    Raises:
+        ValueError: another tokenizer, another value of ``split_turns``, or a file of another format.
+        OSError: ``path`` cannot be read.
+    """
+
+    def __init__(self, tokenizer: Any, path: str, split_turns: bool | str = False) -> None:
+        if not isinstance(tokenizer, FolderTokenizer):
+            raise ValueError("dataset: set tokenizer to a folder_tokenizer, which takes tool calls")
+        if split_turns not in (True, False, "shared"):
+            text = "set it to True, False or shared"
+            raise ValueError(f"dataset.split_turns={split_turns}: {text}")
+        self.makes_trees = split_turns == "shared"
+        self._tokenizer = tokenizer
+        self._rows = rows = FileRows(path)
+        self.content_hash = rows.content_hash
+        # Row, and number of messages, of each sample.
+        self._turns: tuple[array[int], array[int]] | None = None
+        if split_turns is True:
+            self._turns = of_rows, ends = array("q"), array("i")
+            for index in range(len(rows)):
+                try:
+                    ends_of_row = _ends_of_turns(conversation_of(rows[index])["messages"])
+                except Exception:  # any: raised again with the sample
+                    ends_of_row = [_ALL]
+                ends.extend(ends_of_row)
+                of_rows.extend([index] * len(ends_of_row))
+
+    def __len__(self) -> int:
+        return len(self._rows) if self._turns is None else len(self._turns[0])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns ``tokens`` and ``labels`` of a conversation, or ``sequences`` with these of each turn.
+
+        A SampleError names the line.
+        """
+        end, rows = _ALL, self._rows
+        if self._turns is not None:
+            index, end = (each[index] for each in self._turns)
+        with rows.naming(index):
+            row = conversation_of(rows[index])
+            messages, tools = row["messages"], row["tools"]
+            if self.makes_trees:
+                turns = [end or len(messages) for end in _ends_of_turns(messages)]
+                both = self._tokenizer.tokenize_turns(messages, turns, tools)
+                return {"sequences": list(starmap(_sample, both))}
+            if end != _ALL:
+                *history, turn = messages[:end]
+                messages = [*({**message, "weight": 0} for message in history), turn]
+            sample = _sample(*self._tokenizer.tokenize_messages(messages, tools=tools))
+            return {**sample, "labels": sample["labels"].tolist()}
+
+
+def _sample(tokens: Any, mask: Any) -> dict[str, Any]:
+    """Returns tokens as they are, and labels as an array."""
+    return {"tokens": tokens, "labels": np.where(mask, CROSS_ENTROPY_IGNORE_IDX, tokens)}
+
+
+_ALL = 0
+"""Number of messages of a sample that is not cut."""
+
+
+def _ends_of_turns(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Returns the number of messages up to each trained turn; _ALL if none is. Raises SampleError as reading does."""
+    _, trains = read_messages(messages)
+    return [number for number, is_trained in enumerate(trains, 1) if is_trained] or [_ALL]
+
+
+class TextPiecesDataset(Dataset[dict[str, Any]]):
+    """Documents of a file, cut into pieces of ``tokenizer.max_seq_len`` tokens, for continued pretraining.
+
+    Example: at ``max_seq_len`` 4, the 9 tokens of a document and its end token become pieces of 4, 4 and 2
+    tokens. All are targets but the first of each piece, which is only context. A last piece of one token, which
+    would have no target, takes one of the piece before. Documents are tokenized at the start, to a temporary file.
+
+    Args:
+        tokenizer: has ``encode(text=, add_bos=, add_eos=)`` and ``max_seq_len``; null takes documents as a whole.
+        path: file of rows with a text, see :class:`.FileRows`; or one text, if its name contains ``.txt``.
+        column: key of a row's text.
+        add_eos: adds the end token to each document.
+
+    Raises:
+        ValueError: a file of another format.
+        OSError: ``path`` cannot be read.
+    """
+
+    def __init__(
+        self, tokenizer: Any, path: str, column: str = "text", add_eos: bool = True
+    ) -> None:
+        is_text = ".txt" in Path(path).suffixes
+        self._rows = rows = FileRows(path, is_text)
+        self.content_hash, self._tokenizer, self._add_eos = rows.content_hash, tokenizer, add_eos
+        self._column = "text" if is_text else column
+        self._file, start = temporary_file(self), time.monotonic()
+        bounds, first_pieces, end = array("q", [0]), array("q"), 0
+        with open(self._file, "wb") as file:
+            for index in range(len(rows)):
+                first_pieces.append(len(bounds) - 1)
+                try:
+                    tokens = self._tokens_of(rows[index])
+                except Exception:  # any: raised again for the piece without tokens
+                    tokens = []
+                np.asarray(tokens, dtype=np.uint32).tofile(file)
+                ends = _ends_of_pieces(len(tokens), tokenizer.max_seq_len)
+                bounds.extend(end + each for each in ends)
+                end += len(tokens)
+        self._bounds, self._first_pieces = bounds, first_pieces
+        seconds = time.monotonic() - start
+        text = f"{len(rows):,} documents of {end:,} tokens are {len(self):,} pieces (tokenized in {seconds:.0f} s)"
+        log_rank_zero(_log, f"{path}: {text}")
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns ``tokens``, equal ``labels``, and that none are cut off; a SampleError names the row."""
+        index = range(len(self))[index]
+        start, end = self._bounds[index : index + 2]
+        if start == end:
+            row = bisect_right(self._first_pieces, index) - 1
+            with self._rows.naming(row):
+                self._tokens_of(self._rows[row])
+                raise SampleError("it has no tokens; remove it")
+        read = np.fromfile(self._file, dtype=np.uint32, count=end - start, offset=4 * start)
+        tokens = read.tolist()
+        return {"tokens": tokens, "labels": tokens.copy(), "is_cut": False}
+
+    def _tokens_of(self, row: Mapping[str, Any]) -> list[int]:
+        if not isinstance(text := row.get(self._column), str):
+            found = f"{type(text).__name__}, its keys are {', '.join(row)}"
+            raise SampleError(f"its {self._column} is no text ({found}); set column to its key")
+        if len(text) > _MOST_CHARACTERS:
+            most = f"{_MOST_CHARACTERS:,} characters"
+            raise SampleError(f"it has more than {most}; write its parts to rows of JSON Lines")
+        tokens: list[int] = self._tokenizer.encode(text=text, add_bos=True, add_eos=self._add_eos)
+        return tokens
+
+
+def _ends_of_pieces(num_tokens: int, most: int | None) -> list[int]:
+    """Returns where the pieces of a document end; the last one has two tokens at least, if it can."""
+    most = most or max(num_tokens, 1)
+    ends = [*range(most, num_tokens, most), num_tokens]
+    if num_tokens % most == 1 and len(ends) > 1 and most > 2:
+        ends[-2] -= 1
+    return ends

@@ -1,0 +1,172 @@
+"""Samples and packed rows that a model computes."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal, NamedTuple
+
+from torchtune.utils import get_logger, log_rank_zero
+
+from recipe_utils.plans.cost import MicrobatchCost
+from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.text.documents import Documents
+
+_log = get_logger("INFO")
+
+Kernel = Literal["varlen", "flex", "by_document", "dense"]
+Layout = Literal["packed", "trees", "over ranks"]
+"""Packed rows, with trees, computed by several ranks."""
+
+_NUM_FLEX_LENGTHS = 4
+"""Lengths of packed rows for flex attention, which compiles for each. More lengths cost
+compilations, fewer cost padding."""
+
+
+@dataclass(frozen=True)
+class PackedAttention:
+    """Capability of a model: the layouts of packed rows that it computes, and its kernels."""
+
+    kernel: Kernel = "by_document"
+    why: str = ""
+    """Reason for the kernel, for the log."""
+    kernel_of_trees: Kernel | None = None
+    """Kernel of rows with trees; None for the same."""
+    refused: Mapping[Layout, str] = field(default_factory=dict)
+    """Reasons against layouts that are not computed, and keys to set instead."""
+    other_attention: str | None = None
+    """Attention class that cannot keep the documents of a row apart; None if all can."""
+    num_compiled_lengths: int | None = None
+    """Number of lengths that compiled layers may have; None if they are not compiled."""
+    runs_by_document: bool = False
+    """True if modules run by document, in microbatches of one row of any length."""
+    num_heads: tuple[tuple[str, int], ...] = ()
+    """Attention heads of a tensor-parallel rank, by the config key that sets them."""
+
+    def reason_against(self, *layouts: Layout) -> str | None:
+        """Returns the reason against the first of ``layouts`` that is refused; None if none is."""
+        return next((self.refused[each] for each in layouts if each in self.refused), None)
+
+    def num_row_lengths(self, has_trees: bool = False) -> int | None:
+        """Returns the number of lengths that packed rows may have; None for any."""
+        if self.runs_by_document or self.num_compiled_lengths is not None:
+            return None if self.runs_by_document else self.num_compiled_lengths
+        kernel = self.kernel_of_trees if has_trees else None
+        return _NUM_FLEX_LENGTHS if (kernel or self.kernel) == "flex" else None
+
+    def refusals(self, trees: tuple[str, str] | None, num_ranks: int) -> Iterator[Problem | str]:
+        """Yields reasons against packed rows over ``num_ranks`` each, with ``trees``."""
+        if self.other_attention is not None:
+            text = f"the model's {self.other_attention} cannot keep the documents of a row apart"
+            text += "; set microbatching=least_padding"
+            yield Problem("microbatching", text, "packed")
+        elif reason := self.refused.get("packed"):
+            yield reason
+        elif trees and (reason := self.refused.get("trees")):
+            yield f"{trees[0]}: {reason}; {trees[1]}"
+        if num_ranks == 1:
+            return
+        if reason := self.refused.get("over ranks"):
+            yield f"max_ranks_per_row={num_ranks}: {reason}"
+        for key, num_heads in self.num_heads:
+            if num_heads % num_ranks:
+                text = f"{key}={num_heads} cannot be divided over {num_ranks} ranks"
+                text += f"; set it to {math.gcd(num_heads, num_ranks)}"
+                yield Problem("max_ranks_per_row", text, num_ranks)
+
+    def kernel_of(self, documents: Documents) -> Kernel:
+        """Returns the kernel of a microbatch; logs it once on an accelerator. Raises ConfigError if it is refused."""
+        kernel, why = self.kernel, self.why
+        layouts: tuple[Layout, ...] = ("packed",)
+        if documents.ends is not None:
+            layouts = ("packed", "trees")
+            if self.kernel_of_trees is not None:
+                why = f"rows contain trees, and {kernel} has no mask for them"
+                kernel = self.kernel_of_trees
+        if reason := self.reason_against(*layouts):
+            raise ConfigError(reason)
+        if documents.boundaries.device.type != "cpu":
+            _log_once(kernel, why)
+        return kernel
+
+
+@cache
+def _log_once(kernel: Kernel, why: str) -> None:
+    log_rank_zero(_log, f"Attention of packed rows: {kernel}, because {why}")
+
+
+class ModelLimits(NamedTuple):
+    """Properties of the models of a recipe that samples, rows and their costs depend on."""
+
+    vocab_size: int
+    """Number of token embeddings."""
+    max_seq_len: int
+    """Longest sequence that the models take [tokens]."""
+    cost: MicrobatchCost
+    attentions: tuple[PackedAttention, ...] = (PackedAttention(),)
+    """Attention of each model: the trained one and, if any, a teacher."""
+    row_multiple: int | None = None
+    """Number of positions that packed rows are padded to a multiple of; None for no padding."""
+    limits_length: str = "the model's"
+    """Owner of ``max_seq_len``, for errors."""
+
+    @property
+    def merges_rows(self) -> bool:
+        """Returns True if the rows of a packed dataset can become one row of any length."""
+        return all(
+            each.other_attention is None and each.num_row_lengths() is None
+            for each in self.attentions
+        )
+
+    @property
+    def shares_beginnings(self) -> bool:
+        """Returns True if any packed row may contain trees, at the lengths of other rows."""
+        return all(
+            each.other_attention is None
+            and each.reason_against("packed", "trees") is None
+            and each.num_row_lengths() == each.num_row_lengths(has_trees=True)
+            for each in self.attentions
+        )
+
+    def longest_row(self, max_tokens: int | None, most_samples: int) -> int:
+        """Returns an upper bound of a row, padding included [positions].
+
+        Without ``max_tokens``, a row has at most ``most_samples`` samples.
+        """
+        return (max_tokens or 0) + most_samples * self.max_seq_len + (self.row_multiple or 0)
+
+    def multiple_of_packed_rows(
+        self,
+        row_length: int | None,
+        trees: tuple[str, str] | None = None,
+        max_ranks_per_row: int = 1,
+    ) -> int | None:
+        """Returns the divisor of all lengths of packed rows [positions]; None for any length.
+
+        Args:
+            row_length: longest row with more than one sample, on each of its ranks [tokens]; None for no
+                bound.
+            trees: for rows with trees, the ``key=value`` that makes them and what to set instead.
+            max_ranks_per_row: most ranks that compute a row together.
+
+        Raises:
+            ConfigError: a model cannot compute packed rows, or no rows that span ranks.
+        """
+        problems: list[Problem | str] = []
+        for attention in self.attentions:
+            refusals = attention.refusals(trees, max_ranks_per_row)
+            problems += [each for each in refusals if each not in problems]
+        lengths = [each.num_row_lengths(trees is not None) for each in self.attentions]
+        num_lengths = min((each for each in lengths if each is not None), default=None)
+        if num_lengths is not None and row_length is None:
+            text = (
+                "without max_tokens_per_microbatch or tokenizer.max_seq_len rows have no fixed length, which "
+                "compile=True and flex attention need; set one of the two"
+            )
+            problems.append(Problem("microbatching", text, "packed"))
+        if problems:
+            raise ConfigError(*problems)
+        if num_lengths is None or row_length is None:
+            return self.row_multiple
+        multiple = self.row_multiple or 1
+        return math.ceil(row_length / num_lengths / multiple) * multiple

@@ -1,0 +1,196 @@
+"""Mixtures of datasets whose shares are exact in every update step.
+
+Shares are rounded by largest remainder with carry, in integers. The samples of an update step depend
+on its number alone, so they are the same on any layout and after a resume.
+"""
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from math import inf, lcm
+from typing import Any
+
+import numpy as np
+import torch
+from torchtune.datasets import ConcatDataset
+
+from recipe_utils.settings.components import split_entry
+from recipe_utils.settings.problems import Problem
+from recipe_utils.settings.words import problem_with_word
+from recipe_utils.update_steps.order import Order, epoch_permutation
+from recipe_utils.update_steps.permutation import NUM_IN_MEMORY, seed_of
+
+_STEPS_PER_STATE = 64
+"""Update steps between stored states, from which those between are computed."""
+
+
+class Mixture(ConcatDataset):
+    """Datasets one after the other, with their ``entries`` of the config, see :func:`entries_of`."""
+
+    def __init__(self, datasets: Sequence[Any], entries: Sequence[Any]) -> None:
+        super().__init__(list(datasets))
+        self.parts, self.lengths = tuple(datasets), tuple(map(len, datasets))
+        self.starts: tuple[int, ...] = tuple(np.cumsum([0, *self.lengths[:-1]]).tolist())
+        self.names: tuple[str, ...] = tuple(str(entry["name"]) for entry in entries)
+        self.loss_weights = tuple(float(entry.get("loss_weight", 1.0)) for entry in entries)
+        self.weigh: Callable[[Sequence[int]], torch.Tensor] | None = None
+        """Maps target tokens of an update step by dataset, over all ranks, to the factors of the loss
+        of a target by dataset. None: the loss is not summed by dataset."""
+        weights = [entry.get("weight") for entry in entries]
+        self.weights = None if None in weights else [Fraction(str(weight)) for weight in weights]
+        """Weight of each dataset; None if the datasets are concatenated."""
+
+    def dataset_of(self, index: int) -> int:
+        """Returns the position in the list of the dataset that a sample is from."""
+        return bisect_right(self.starts, index) - 1
+
+
+def mixture_of(dataset: Any) -> Mixture | None:
+    """Returns the mixture that a dataset is, or whose samples it transforms."""
+    found = getattr(dataset, "dataset", dataset)
+    return found if isinstance(found, Mixture) else None
+
+
+class Shares:
+    """Numbers of samples of each dataset in update steps of ``size`` samples, by ``weights``."""
+
+    def __init__(self, weights: Sequence[Fraction], size: int) -> None:
+        self._size = size
+        self.quotas = [weight / sum(weights) * size for weight in weights]
+        """Exact share of each dataset in an update step [samples]."""
+        # In units of the common denominator, all numbers are integers.
+        self._unit = lcm(*(quota.denominator for quota in self.quotas))
+        self._floors = [int(quota) for quota in self.quotas]
+        self._rests = [int(quota % 1 * self._unit) for quota in self.quotas]
+        self._states = [([0] * len(weights), [0] * len(weights))]
+
+    def of(self, step: int) -> tuple[list[int], list[int]]:
+        """Returns the samples of each dataset before an update step, and in it."""
+        nearest = min(step // _STEPS_PER_STATE, len(self._states) - 1)
+        before, owed = self._states[nearest]
+        for each in range(nearest * _STEPS_PER_STATE, step):
+            counts, owed = self._counts(owed)
+            before = [a + b for a, b in zip(before, counts, strict=True)]
+            if each + 1 == len(self._states) * _STEPS_PER_STATE:
+                self._states.append((before, owed))
+        return before, self._counts(owed)[0]
+
+    def _counts(self, owed: Sequence[int]) -> tuple[list[int], list[int]]:
+        counts = list(self._floors)
+        owed = [debt + rest for debt, rest in zip(owed, self._rests, strict=True)]
+        by_debt = sorted((-debt, i) for i, debt in enumerate(owed) if self._rests[i])
+        for _, i in by_debt[: self._size - sum(counts)]:
+            counts[i] += 1
+            owed[i] -= self._unit
+        return counts, owed
+
+
+class MixtureOrder(Order):
+    """Order of the samples of a mixture with weights, over all epochs of a training.
+
+    Each dataset is passed through without repetition, in a new order each time, also across epochs.
+    ``settings`` are DataSettings; ``size`` is that of an update step [samples]. An epoch is whole update steps.
+    """
+
+    def __init__(self, mixture: Mixture, settings: Any, size: int) -> None:
+        self.mixture, self._size = mixture, size
+        self._shuffle, self._seed = settings.shuffle, settings.data_seed
+        self.samples_per_epoch = (settings.mixture or {}).get("samples_per_epoch") or len(mixture)
+        self.steps_per_epoch = min(
+            self.samples_per_epoch // size, settings.max_steps_per_epoch or self.samples_per_epoch
+        )
+        self.shares = Shares(mixture.weights or (), size)
+        # For each dataset, the pass that ends and the one that starts.
+        self._pass = lru_cache(maxsize=2 * len(mixture.lengths))(self._make_pass)
+
+    def _make_pass(self, which: int, number: int) -> Any:
+        seed, length = seed_of(self._seed, 1, which, number), self.mixture.lengths[which]
+        # Bounded for all datasets together, of which each keeps two orders.
+        is_lazy = sum(self.mixture.lengths) > NUM_IN_MEMORY
+        return epoch_permutation(length, 0, self._shuffle, seed, is_lazy)
+
+    def samples(self, epoch: int, step: int) -> np.ndarray:
+        """Returns the dataset indices of an update step."""
+        step += epoch * self.steps_per_epoch
+        found = []
+        for which, (drawn, number) in enumerate(zip(*self.shares.of(step), strict=True)):
+            while number > 0:
+                num_passes, at = divmod(drawn, self.mixture.lengths[which])
+                part = np.asarray(self._pass(which, num_passes)[at : at + number])
+                found.append(part + self.mixture.starts[which])
+                drawn, number = drawn + len(part), number - len(part)
+        indices: np.ndarray = np.concatenate(found)
+        if not self._shuffle:
+            return indices
+        generator = torch.Generator().manual_seed(seed_of(self._seed, 0, step))
+        return indices[torch.randperm(len(indices), generator=generator).numpy()]
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        """Yields empty datasets, and an epoch without update step."""
+        if not self.steps_per_epoch:
+            text = f"an update step has {self._size} samples; set it to as many or more"
+            yield Problem("mixture.samples_per_epoch", text, self.samples_per_epoch)
+        for name, length in zip(self.mixture.names, self.mixture.lengths, strict=True):
+            if length == 0:
+                yield Problem(f"{key}.{name}", "it has 0 samples; take the dataset out")
+
+    def log_lines(self, num_epochs: int) -> Iterator[str]:
+        """Yields samples, share and passes of each dataset, and shares below a sample."""
+        names, drawn = self.mixture.names, self.shares.of(num_epochs * self.steps_per_epoch)[0]
+        width = max(map(len, ("dataset", *names)))
+        yield f"{'dataset':{width}}     samples   share  passes per epoch  passes in all"
+        for name, length, number in zip(names, self.mixture.lengths, drawn, strict=True):
+            passes = f"{number / length / num_epochs:16.2f}  {number / length:13.2f}"
+            yield f"{name:{width}}  {length:10,}  {number / sum(drawn):6.1%}  {passes}"
+        for name, quota in zip(names, self.shares.quotas, strict=True):
+            if quota < 1:
+                yield f"{name}: {float(quota):.2g} samples per update step, in one of {float(1 / quota):.3g}"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns values that must be equal for update steps to contain the same samples."""
+        mixture = self.mixture
+        weights = [{"0": float(weight)} for weight in mixture.weights or ()]  # as in version 0.5
+        return {
+            "lengths": [list(each) for each in zip(mixture.names, mixture.lengths, strict=True)],
+            "steps_per_epoch": self.steps_per_epoch,
+            "weights": dict(zip(mixture.names, weights, strict=True)),
+        }
+
+
+# ---- Config ---------------------------------------------------------------------------------------
+
+
+def entries_of(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns each dataset's ``weight``, ``loss_weight`` and ``name``, by default its component's."""
+    names = [str(part.get("_component_")).rpartition(".")[2] for part in parts]
+    return [{"name": n, **split_entry(part)[1]} for n, part in zip(names, parts, strict=True)]
+
+
+def problems_with_list(key: str, parts: Any) -> Iterator[Problem]:
+    """Yields problems of the keys of a list of datasets."""
+    parts = parts if isinstance(parts, list) else []
+    entries = entries_of(parts)
+    number = sum("weight" in entry for entry in entries)
+    if number and key != "dataset":
+        yield Problem(key, "validation takes each sample once; take the weights out")
+    elif 0 < number < len(entries):
+        text = f"{number} of {len(entries)} datasets have a weight; give all of them one, or none"
+        yield Problem(key, text)
+    is_mixture = any(split_entry(part)[1] for part in parts)
+    for name, number in Counter(str(entry["name"]) for entry in entries).items():
+        if number > 1 and is_mixture:
+            yield Problem(key, f"{number} of its datasets are called {name}; give each a name")
+    for index, entry in enumerate(entries):
+        weight, name = entry.get("weight", 1), entry["name"]
+        if (problem := problem_with_word(f"{key}.{index}.weight", weight)) is not None:
+            yield problem
+        elif type(weight) not in (int, float) or not 0 < weight < inf:
+            text = "it must be a number above 0; or take the dataset out"
+            shown = repr(weight) if isinstance(weight, str) else weight
+            yield Problem(f"{key}.{index}.weight", text, shown)
+        if is_mixture and not (isinstance(name, str) and re.fullmatch(r"[^\s/]+", name)):
+            text = "metrics are named by it: set it to a word without / and spaces"
+            yield Problem(f"{key}.{index}.name", text, repr(name))

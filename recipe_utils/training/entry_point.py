@@ -1,0 +1,185 @@
+"""Command line of a recipe: config, exit codes, final error message and signals."""
+
+import copy
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torchtune import config
+from yaml import YAMLError
+
+from recipe_utils.checkpoint.export import ExportError
+from recipe_utils.checkpoint.folder import find_newest_whole
+from recipe_utils.cli.launcher import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE
+from recipe_utils.cli.registry import USER_SIGNALS
+from recipe_utils.files import CheckpointError
+from recipe_utils.optim.nonfinite import NonfiniteError
+from recipe_utils.parallel.process_group import (
+    end_with_parent,
+    loss_of_rank,
+    print_final_error,
+    world_size_from_env,
+)
+from recipe_utils.settings.problems import ConfigError
+from recipe_utils.training.log import set_up_screen
+from recipe_utils.training.parts.budget import RowsDoNotFitError
+from recipe_utils.update_steps.collectives import OtherRankFailedError
+from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.workers import WorkerDiedError
+
+USER_ERRORS = (ExportError, NonfiniteError, SampleError, WorkerDiedError)
+"""Training errors that are reported without a traceback."""
+_OF_A_LIST = re.compile(r"[^=~]+?\.\d+(\.[^=]+)?=")
+"""Override of an entry of a list, such as ``dataset.0.weight=0.4``."""
+
+
+def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
+    """Wraps the ``main`` of a recipe; replaces torchtune's ``config.parse``.
+
+    The command line is torchtune's; ``~KEY`` also removes components, and ``dataset.0.weight=0.4``
+    sets a key of an entry of a list. One rank prints user errors once, last and without a traceback;
+    each rank that lost another one prints a line. The exit code is 2 for errors in the config or a
+    checkpoint, so that the launcher does not retry; otherwise 1 or 3.
+    """
+
+    @wraps(recipe_main)
+    def main() -> Any:
+        removed = [word[1:].split("=")[0] for word in sys.argv[1:] if word.startswith("~")]
+        entries = [word for word in sys.argv[1:] if _OF_A_LIST.match(word)]
+        sys.argv[1:] = [w for w in sys.argv[1:] if not w.startswith("~") and w not in entries]
+        has_started, text = False, None
+        # User components must be importable before torchtune adds the working directory.
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+
+        def start(cfg: DictConfig) -> Any:
+            nonlocal has_started
+            has_started = True
+            cfg = with_entries(cfg, entries, removed)
+            try:
+                return recipe_main(cfg)
+            except RowsDoNotFitError as error:
+                # On its own rank: rank 0 ends because it has lost this one.
+                print(f"{error}; {_next_start(cfg)}", file=sys.stderr, flush=True)  # noqa: T201
+                sys.exit(_exit_code())
+            except Exception as error:
+                # It may be the cause of a ConfigError, whose exit code would end the training.
+                if (reason := loss_of_rank(error)) is None:
+                    raise
+                # On each rank: the one that prints for all may be the one that is gone.
+                rank = f"rank {os.environ.get('RANK')}"
+                text = f"{rank}: another rank is gone ({reason}); {_next_start(cfg)}"
+                print(text, file=sys.stderr, flush=True)  # noqa: T201
+                sys.exit(_exit_code())
+
+        start.__doc__ = recipe_main.__doc__
+        set_up_screen()
+        signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # until set_on_signals
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent(os.getppid())  # the launcher
+        try:
+            return config.parse(start)()
+        except OtherRankFailedError:
+            exit_code = _exit_code()
+        except (ConfigError, CheckpointError) as error:
+            text, exit_code = str(error), CONFIG_ERROR_EXIT_CODE
+        except USER_ERRORS as error:
+            # Notes contain the location in the user's dataset.
+            notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
+            text, exit_code = f"{notes}error: {error}", _exit_code()
+        except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
+            if has_started:
+                raise
+            text = str(ConfigError(f"command line or YAML: {error}"))
+            if "key=value, got" in text and text.count("=") > 2:
+                text += "; set a value with = in the YAML file"
+            exit_code = CONFIG_ERROR_EXIT_CODE
+        print_final_error(text)
+        sys.exit(exit_code)
+
+    return main
+
+
+def with_entries(cfg: DictConfig, words: Sequence[str], removed: Sequence[str] = ()) -> DictConfig:
+    """Returns a copy of a config with ``KEY.INDEX.KEY=value`` set, which torchtune's parser cannot merge.
+
+    Also takes out the paths ``removed``. Raises ConfigError if the config has no such entry or key.
+    """
+    changed = copy.deepcopy(cfg)
+    problems = []
+    for word in words:
+        path, _, value = word.partition("=")
+        key, index = re.findall(r"(.+?)\.(\d+)(?=\.|$)", path)[0]
+        entries = OmegaConf.select(changed, key)
+        if isinstance(entries, ListConfig) and int(index) >= len(entries):
+            problems.append(f"{word}: {key} has {len(entries)} entries, from {key}.0")
+        elif not isinstance(entries, ListConfig | DictConfig):
+            problems.append(f"{word}: {key} is no list in the config; set {key} there")
+        else:
+            value = OmegaConf.from_dotlist([f"value={value}"]).value
+            OmegaConf.update(changed, path, value, force_add=True)
+    for path in removed:
+        parent, _, key = path.rpartition(".")
+        mapping = OmegaConf.select(changed, parent) if parent else changed
+        if isinstance(mapping, DictConfig) and key in mapping:
+            del mapping[key]
+        else:
+            problems.append(f"~{path}: the config has no such key to remove")
+    if problems:
+        raise ConfigError(*problems)
+    return changed
+
+
+def _next_start(cfg: DictConfig) -> str:
+    """Returns whether the launcher starts the ranks again, and from where."""
+    newest = find_newest_whole(Path(cfg.output_dir))[0]
+    resumes = bool(cfg.get("resume_from_checkpoint"))
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    restarts, allowed = (int(os.environ.get(name, 0)) for name in names)
+    who = "the launcher starts" if restarts < allowed else "no restart is left; start"
+    if newest is not None and not resumes:
+        if restarts < allowed:
+            return f"{who} again from scratch; resume_from_checkpoint=auto would use {newest.name}"
+        return f"set resume_from_checkpoint=True to continue from {newest.name}"
+    return f"{who} again from {newest.name if newest else 'scratch'}"
+
+
+def _exit_code() -> int:
+    # Marks the error as printed for the launcher, which still restarts the job if configured.
+    return REPORTED_EXIT_CODE if world_size_from_env() > 1 else 1
+
+
+@contextmanager
+def set_on_signals(event: threading.Event) -> Iterator[None]:
+    """Sets ``event`` at the first SIGTERM or SIGINT in the block, and at any of :data:`USER_SIGNALS`.
+
+    Restores the handlers after the block, and those of SIGTERM and SIGINT at the first of the two. The others may
+    come more than once: from the scheduler and from the launcher.
+    """
+    first_only = signal.SIGTERM, signal.SIGINT
+    # None is a handler in C, such as faulthandler's.
+    outside = {n: signal.getsignal(n) or signal.SIG_DFL for n in (*first_only, *USER_SIGNALS)}
+
+    def request(number: int, _: Any) -> None:
+        event.set()
+        for each in first_only if number in first_only else ():
+            signal.signal(each, outside[each])
+
+    for number in outside:
+        signal.signal(number, request)
+    blocked_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, USER_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+        for number, handler in outside.items():
+            signal.signal(number, handler)

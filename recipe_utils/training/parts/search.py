@@ -1,0 +1,77 @@
+"""Search for the tokens of a microbatch, while training: each trial is an update step with the exact gradient."""
+
+from recipe_utils.training.parts.meter import Measured
+
+FIRST_TOKENS = 2048
+"""First budget. Small for any model that needs a GPU; the same on all ranks."""
+MOST_TOKENS = 2**20
+"""Largest budget."""
+_AFTER_RETRY = 0.85
+"""Factor of a row for which the allocator had to free its cached blocks."""
+_NOISE = 1.02
+"""Factor of measured bytes, so that noise does not hide their growth."""
+NUM_DIGITS = 6
+"""Binary digits of budgets: few, so that noise changes nothing."""
+
+
+def rounded(tokens: float, num_digits: int = NUM_DIGITS) -> int:
+    """Returns the largest number of at most ``tokens`` with so many binary digits, at least 1."""
+    shift = max(int(tokens).bit_length() - num_digits, 0)
+    return max(int(tokens) >> shift << shift, 1)
+
+
+class TokenBudget:
+    """Largest budget that fits this rank.
+
+    Rows of 2,000 and 4,000 tokens took 10 and 19.6 GiB, so with 2 % noise bytes grow by at most
+    (20 - 10) / (4,000**2 - 2,000**2) per squared token. Where 32 GiB fit, the next rows have
+    sqrt(4,000**2 + (32 - 19.6) * 1.2e6) = 5,560 tokens. This parabola bounds any growth between linear and
+    quadratic, with any constant. The budget at most doubles the longest row *that ran*. A peak above the limit
+    lowers it for the rest of the run.
+
+    Args:
+        first: first budget [tokens].
+        num_digits: binary digits of proposals; 1 for doublings.
+    """
+
+    def __init__(self, first: int = FIRST_TOKENS, num_digits: int = NUM_DIGITS) -> None:
+        self.largest: float = first
+        """Upper bound of all proposals so far."""
+        self._num_digits = num_digits
+        self._most = MOST_TOKENS  # after peaks above the limit
+        self._shortest, self._longest = (MOST_TOKENS, 0), (0, 0)  # rows that ran, and bytes added
+
+    @property
+    def proposal(self) -> int:
+        """Returns the budget that this rank proposes [tokens]."""
+        return rounded(min(self.largest, self._most), self._num_digits)
+
+    def add(self, longest: int, step: Measured, cap: int = MOST_TOKENS) -> None:
+        """Adds an update step that ran.
+
+        Args:
+            longest: most positions of a microbatch.
+            step: its memory.
+            cap: bound of the growth [tokens]; 0 to ignore an update step that fits.
+        """
+        if longest < self.proposal // 4:  # dummy rows and rests are hardly the cause of a peak
+            return
+        if step.peak > step.limit or step.has_retried:
+            fits = max(step.limit - step.before, 0) / max(step.peak - step.before, 1)
+            factor = min(max(fits, 0.5), _AFTER_RETRY if step.has_retried else 1)
+            self._most = min(self._most, max(int(longest * factor), 1))
+        elif cap:
+            self.largest = max(self.largest, min(self._largest_after(longest, step), cap))
+
+    def _largest_after(self, longest: int, step: Measured) -> float:
+        """Returns the longest row that fits, given those that ran."""
+        added = max(step.peak - step.before, 1)
+        self._shortest = min(self._shortest, (longest, added))
+        # The longest row may take what a shorter one took.
+        self._longest = max(self._longest[0], longest), max(self._longest[1], added)
+        (longest, most), (shortest, least) = self._longest, self._shortest
+        if shortest > 0.8 * longest:
+            shortest, least = 0, 0
+        growth = (_NOISE * most - least) / (longest**2 - shortest**2)
+        room = max(step.limit - step.before - most, 0)
+        return min(2 * longest, (longest**2 + room / growth) ** 0.5)

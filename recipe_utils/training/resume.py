@@ -1,0 +1,306 @@
+"""Loads the checkpoint to resume from; moves those of earlier runs to a backup."""
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtune import training
+
+from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, read_as
+from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load
+from recipe_utils.checkpoint.tensors import AnyOptimizer, note_options
+from recipe_utils.files import CheckpointError
+from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.stages import Stages, adapters_of
+from recipe_utils.optim.nonfinite import NonfiniteGuard
+from recipe_utils.parallel.fsdp import local, sharded_as
+from recipe_utils.parallel.process_group import gather_objects
+from recipe_utils.parallel.ranks import Ranks, RankSettings
+from recipe_utils.settings.keys import own_keys
+from recipe_utils.settings.problems import ConfigError
+from recipe_utils.settings.words import removed_of_run
+from recipe_utils.training.log import Log
+from recipe_utils.training.settings import RunSettings
+from recipe_utils.update_steps.loader import UpdateStepLoader
+
+_WITHOUT_INFLUENCE = (
+    own_keys(RunSettings).keys() | own_keys(RankSettings).keys() | own_keys(PipelineSettings).keys()
+) - {"epochs"}
+"""Keys that may change from run to run without changing what is learned."""
+
+_NOISES = {"router_jitter_noise", "input_jitter_noise", "jitter_noise"}
+"""Attributes of modules that draw random numbers in training by this rate, besides any dropout."""
+
+
+@dataclass
+class TrainingParts:
+    """Objects that a recipe has built, which are saved, resumed and exported."""
+
+    model: nn.Module
+    optimizer: AnyOptimizer
+    nonfinite: NonfiniteGuard
+    loader: UpdateStepLoader
+    checkpointer: Any
+    """Exports the model."""
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of frozen weights, which must equal the checkpoint's."""
+    exported: nn.Module | None = None
+    """Model that is exported; None for ``model``."""
+
+
+@dataclass
+class Resume:
+    """Newest complete checkpoint of a recipe, if training resumes; others' are skipped.
+
+    ``config`` is resolved; ``group`` is a CPU group of all ranks.
+    """
+
+    recipe: str
+    settings: RunSettings
+    config: Mapping[str, Any]
+    ranks: Ranks
+    group: dist.ProcessGroup
+    log: Log
+
+    @cached_property
+    def path(self) -> Path | None:
+        """Path of the checkpoint; None to start from scratch. Raises ConfigError if one is required."""
+        if not self.settings.resume_from_checkpoint:
+            return None
+        path = self._find_checkpoint()
+        if path is None:
+            self._check_stock_state()
+            self._check_that_nothing_is_lost()
+            return None
+        with suppress(CheckpointError):  # a corrupt one is skipped when it is loaded
+            if used := ", ".join(
+                removed_of_run(read_as(TrainingState, path / "state.json").config)
+            ):
+                raise ConfigError(
+                    f"resume_from_checkpoint: the run of {path} had {used}, which is removed, so its losses "
+                    "would change; end it with the version that it began with (0.5)"
+                )
+        return path
+
+    def restore(self, parts: TrainingParts, seed: int) -> TrainingState:
+        """Loads model and optimizer in place if training resumes. Returns the initial state.
+
+        Raises ConfigError if ranks have different data or old checkpoints cannot be moved,
+        CheckpointError if no checkpoint can be used.
+        """
+        # The transform of images is a part of the data.
+        transform = self.config.get("transform") or {}
+        fingerprint = parts.loader.fingerprint()
+        fingerprint |= {f"transform.{key}": value for key, value in transform.items()}
+        self._check_that_ranks_have_the_same_data(fingerprint)
+        note_options(parts.optimizer, lr_scheduler=self.config.get("lr_scheduler"))
+        folder = self.settings.output_dir
+        state = TrainingState(
+            recipe=self.recipe,
+            global_step=0,
+            epoch=0,
+            samples_consumed=0,
+            seed=seed,
+            data_fingerprint=fingerprint,
+            config=dict(self.config),
+            frozen=dict(parts.frozen),
+            run_id=self._new_run(),  # moves old checkpoints, so after all other checks
+        )
+        if self.path is not None:
+            return self._resume(self._load(parts, state), state)
+        self.log.info(f"Run {state.run_id} starts in {folder}")
+        if self.settings.resume_from_checkpoint == "auto":
+            self.log.info(
+                f"resume_from_checkpoint=auto: no checkpoint in {folder}; starts from scratch"
+            )
+        return state
+
+    @property
+    def saved(self) -> TrainingState | None:
+        """State of the checkpoint; None without one, or if its file is corrupt."""
+        with suppress(CheckpointError):
+            return read_as(TrainingState, self.path / "state.json") if self.path else None
+        return None
+
+    def _check_that_ranks_have_the_same_data(self, fingerprint: Mapping[str, Any]) -> None:
+        fingerprints = gather_objects(fingerprint, self.group)
+        others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
+        if others:
+            found = differences(fingerprints[0], fingerprints[others[0]])
+            key, (first, own) = next(iter(found.items()))
+            raise ConfigError(
+                f"dataset: ranks {', '.join(map(str, others))} have other samples than rank 0 "
+                f"({key}: {own} instead of {first}); give all ranks the same files and "
+                "the same tokenizer"
+            )
+
+    def _new_run(self) -> str:
+        """Returns a new run id. Unless training resumes, moves old checkpoints to a backup."""
+        run_id, problem = "", None
+        folder = self.settings.output_dir
+        if self.ranks.is_zero:
+            run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+            try:
+                resumes = self.settings.resume_from_checkpoint
+                backup = None if resumes else move_to_backup(Path(folder), run_id)
+                if backup is not None:
+                    names = ", ".join(sorted(path.name for path in backup.iterdir()))
+                    self.log.warn(
+                        f"output_dir={folder}: checkpoints of an earlier run ({names}) are moved to "
+                        f"{backup}; move them back to resume from them"
+                    )
+            except OSError as error:
+                problem = f"output_dir: checkpoints of an earlier run cannot be moved: {error}"
+        run_id, problem = gather_objects((run_id, problem), self.group)[0]
+        if problem is not None:
+            raise ConfigError(problem)
+        return run_id
+
+    def _load(self, parts: TrainingParts, now: TrainingState) -> TrainingState:
+        """Loads the checkpoint, or an older one if it is corrupt."""
+        while True:
+            assert self.path is not None
+            try:
+                state = load(
+                    self.path,
+                    parts.model,
+                    parts.optimizer,
+                    recipe=self.recipe,
+                    data_fingerprint=(
+                        None if self.settings.resume_with_other_data else now.data_fingerprint
+                    ),
+                    frozen=now.frozen,
+                    config=self.config,
+                    other_model=self.settings.resume_with_other_model,
+                    group=self.group,
+                )
+                break
+            except DamagedError as error:
+                self.path = self._find_checkpoint(older_than=self.path)
+                if self.path is None:
+                    raise DamagedError(
+                        f"{error}; there is no older one. resume_from_checkpoint=False starts from "
+                        "scratch"
+                    ) from error
+                self.log.warn(f"{error}; skipped")
+        num_samples = parts.loader.order.samples_per_epoch
+        if state.samples_consumed >= num_samples + parts.loader.global_batch_size:
+            raise ConfigError(
+                f"resume_from_checkpoint: {self.path} has consumed {state.samples_consumed} samples "
+                f"of an epoch, the dataset has {num_samples}; set the dataset that it was saved with"
+            )
+        return state
+
+    def _resume(self, saved: TrainingState, now: TrainingState) -> TrainingState:
+        """Returns the position of ``saved`` in this run; logs it and what differs."""
+        run_id = saved.run_id or now.run_id
+        if saved.seed != now.seed:
+            self.log.warn(f"seed={now.seed}: the checkpoint was saved with {saved.seed}")
+            training.set_seed(now.seed)  # instead of the checkpoint's random states
+        self.log.info(
+            f"Resumes from {self.path}: run {run_id}, epoch {saved.epoch + 1}, after update step "
+            f"{saved.global_step}"
+        )
+        then, current = _movable(saved.config), _movable(now.config)
+        for key, (before, after) in differences(then, current, "its default").items():
+            if key.partition(".")[0] not in _WITHOUT_INFLUENCE:
+                self.log.info(f"{key}: {before} in the checkpoint, {after} from now on")
+        kept = {
+            name: getattr(now, name) for name in ("seed", "data_fingerprint", "config", "frozen")
+        }
+        return replace(saved, run_id=run_id, **kept)
+
+    def _find_checkpoint(self, older_than: Path | None = None) -> Path | None:
+        """Returns the newest checkpoint with all files in full size, the same on all ranks."""
+        newest = None
+        if self.ranks.is_zero:
+            newest = find_newest_whole(Path(self.settings.output_dir), self.recipe, older_than)
+        path, self._skipped = gather_objects(newest, self.group)[0]
+        for other, reason in self._skipped:
+            self.log.warn(f"resume_from_checkpoint: {other} is skipped: {reason}")
+        return path
+
+    def _check_stock_state(self) -> None:
+        """Raises ConfigError if training would resume from a ``recipe_state.pt`` of torchtune's recipes."""
+        cfg = self.config["checkpointer"]
+        default = Path(str(cfg.get("output_dir")), "recipe_state", "recipe_state.pt")
+        if (name := cfg.get("recipe_checkpoint")) is not None or default.exists():
+            raise ConfigError(
+                f"checkpointer.recipe_checkpoint={name or default}: training cannot resume from torchtune's "
+                "recipe_state.pt; leave it out, set resume_from_checkpoint=False and another output_dir, and load "
+                "the weights saved beside it with checkpoint_dir and checkpoint_files"
+            )
+
+    def _check_that_nothing_is_lost(self) -> None:
+        """Raises ConfigError if a complete checkpoint is required and there is none."""
+        key = f"resume_from_checkpoint={self.settings.resume_from_checkpoint}"
+        folder = self.settings.output_dir
+        if self._skipped:  # checkpoints and the reasons
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in self._skipped[:3])
+            raise ConfigError(
+                f"{key}: none of the checkpoints in {folder} can be used ({reasons}; "
+                f"{len(self._skipped)} in all); resume_from_checkpoint=False starts from scratch"
+            )
+        if self.settings.resume_from_checkpoint is True:
+            raise ConfigError(
+                f"{key}: there is no checkpoint in {folder}; set resume_from_checkpoint=auto to "
+                "start without one"
+            )
+
+
+def _movable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config whose paths below ``output_dir``, which may have been moved, are relative to it."""
+    folder = json.dumps(f"{config.get('output_dir')}/")[:-1]
+    relative: dict[str, Any] = json.loads(
+        json.dumps(dict(config)).replace(folder, '"${output_dir}/')
+    )
+    return relative
+
+
+def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
+    """Yields warnings of random numbers in forwards, and of ``save_adapter_weights_only`` without adapters."""
+    adapters = adapters_of(model).modules
+    if settings.save_adapter_weights_only and not adapters:
+        yield "save_adapter_weights_only=True: the model has no adapters; exports all weights"
+    rates, of_modules = dict[str, float](), "lora_dropout" if adapters else "dropout"
+    for module in model.modules():
+        own = {of_modules: module.p} if type(module) is nn.Dropout else vars(module)
+        for name, rate in own.items():
+            if isinstance(rate, float) and ("dropout" in name or name in _NOISES):
+                rates[name] = max(rate, rates.get(name, 0))
+    for name, rate in rates.items():
+        if rate > 0:
+            yield (
+                f"model.{name}={rate}: {name.split('_')[-1]} depends on microbatches and ranks, so the "
+                "losses of two layouts are equal in the mean only; 0 is exact"
+            )
+
+
+def norms_of_frozen_rows(
+    model: nn.Module, tokens: Sequence[int], device: torch.device
+) -> Iterator[str]:
+    """Yields the norms of the embeddings of stop tokens, if they are frozen. All ranks of a stage together."""
+    for part in model.values() if isinstance(model, Stages) else [getattr(model, "decoder", model)]:
+        weight = getattr(getattr(part, "tok_embeddings", None), "weight", None)
+        if not tokens or not isinstance(weight, Tensor) or weight.requires_grad:
+            continue
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        of_shard = torch.linalg.vector_norm(local(weight), dim=1, keepdim=True, dtype=dtype)
+        norms: Any = sharded_as(weight, of_shard.to(device))
+        norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
+        if norms.is_meta:
+            continue
+        rows = ", ".join(
+            f"{each}: {norms[each].item():.3g}" for each in tokens if each < len(norms)
+        )
+        yield f"Stop tokens: norm of their frozen embeddings {rows}; median of all {norms.median().item():.3g}"

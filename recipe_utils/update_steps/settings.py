@@ -1,0 +1,244 @@
+"""Config keys of the data loader."""
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from recipe_utils.parallel.process_group import local_world_size_from_env
+from recipe_utils.parallel.ranks import ParallelDims, RankSettings, resolve_device
+from recipe_utils.plans.cost import MicrobatchCost
+from recipe_utils.plans.packed import plan_packed
+from recipe_utils.plans.padded import plan_in_order, plan_least_padding
+from recipe_utils.plans.rounds import Plan
+from recipe_utils.settings.components import component_at
+from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith
+from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.text.mixture import problems_with_list
+from recipe_utils.training.parts.meter import METERS
+
+
+@dataclass(frozen=True, config=STRICT)
+class DataSettings(RankSettings):
+    """Samples of an update step and their microbatches."""
+
+    must_divide: ClassVar[bool] = False
+    """``global_batch_size`` must divide into whole microbatches."""
+
+    batch_size: Count = 1
+    """Samples per microbatch."""
+    gradient_accumulation_steps: Count | None = None
+    """Microbatches per rank and update step. Default: 1, or what ``global_batch_size`` requires."""
+    global_batch_size: Count | None = None
+    """Samples per update step over all ranks; replaces ``gradient_accumulation_steps``."""
+    batch_size_val: Annotated[Count | None, OnlyWith("run_val_every_n_steps")] = None
+    """Samples per microbatch in validation. Default: ``batch_size``."""
+    microbatching: Literal["in_order", "least_padding", "packed"] = "in_order"
+    """``in_order``: ``batch_size`` samples at a time; ``least_padding``: sorted by length and
+    cut for the least cost; ``packed``: concatenated to rows without padding."""
+    max_tokens_per_microbatch: Count | Literal["auto"] | None = None
+    """Maximum positions per microbatch, not with ``in_order``: tokens of a packed row, or rows
+    times the longest row. ``auto`` finds the largest that fits while training (CUDA). Default:
+    ``batch_size`` times ``tokenizer.max_seq_len``."""
+    max_ranks_per_row: Count = 1
+    """Maximum neighboring ranks (2, 4, ...) that compute a sample of more than
+    ``max_tokens_per_microbatch`` tokens together, with ``packed``."""
+    balance_over_ranks: bool | None = None
+    """Moves samples between ranks to balance them. Default: True unless ``in_order``."""
+    last_update_step: Literal["train", "drop"] = "train"
+    """Samples left at the end of an epoch: ``train`` them in a short update step, or ``drop`` them."""
+    max_steps_per_epoch: Count | None = None
+    """Maximum update steps per epoch."""
+    shuffle: bool = True
+    """Shuffles the dataset in each epoch, in the same order on any number of ranks."""
+    data_seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Seed of the shuffled order, and of crops and masks of images. 0 is the order of torchtune's sampler."""
+    num_workers: CountOrZero = 0
+    """DataLoader worker processes; 0 loads in the background thread."""
+    prefetch_update_steps: CountOrZero = 2
+    """Update steps that a background thread prepares ahead; 0 prepares each one on demand."""
+    on_bad_sample: Literal["raise", "skip"] = "raise"
+    """``skip``: bad samples are skipped with a warning; counts stay exact."""
+    sample_losses: bool = False
+    """Writes the mean loss of each sample to ``logs/sample_losses.npy``."""
+    mixture: dict[Literal["samples_per_epoch"], Count] | None = None
+    """``samples_per_epoch`` of a ``dataset`` list with weights. Default: as many as all datasets have."""
+    collate_fn: str = "torchtune.data.padded_collate_sft"
+    """Function that pads the samples of a microbatch; not with ``packed``."""
+
+    @property
+    def plans_by_tokens(self) -> bool:
+        """Returns True if the samples of an update step are regrouped by length."""
+        return self.microbatching != "in_order"
+
+    @property
+    def is_packed(self) -> bool:
+        """Returns True if samples are concatenated to rows."""
+        return self.microbatching == "packed"
+
+    @property
+    def moves_samples(self) -> bool:
+        """Returns True if samples move between data-parallel ranks."""
+        return self.plans_by_tokens if self.balance_over_ranks is None else self.balance_over_ranks
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields contradictions between the keys, and with the lists of datasets in recipes."""
+        plan = f"microbatching={self.microbatching}"
+
+        def unused(key: str, text: str) -> Problem:
+            return Problem(key, f"{plan} {text}", getattr(self, key))
+
+        instead = "set microbatching=packed or least_padding"
+        if not self.plans_by_tokens and self.max_tokens_per_microbatch is not None:
+            yield unused("max_tokens_per_microbatch", f"counts samples, not tokens; {instead}")
+        elif self.max_tokens_per_microbatch == "auto":
+            text = (
+                "this device has no exact peak of memory to measure; set a number (on a CPU all from 512 "
+                "on are about equally fast)"
+            )
+            with suppress(ConfigError):  # a problem of ``device`` by itself
+                if resolve_device(self.device).type not in METERS:
+                    yield Problem("max_tokens_per_microbatch", text, "auto")
+        if not self.plans_by_tokens and self.balance_over_ranks:
+            yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
+        if self.max_ranks_per_row > 1:
+            yield from self.problems_of_spanning()
+        if self.dims_or_none is not None:
+            yield from self._problems_with_ranks(self.dims_or_none)
+        for key in ("dataset", "dataset_val"):
+            yield from problems_with_list(key, getattr(self, key, None))
+        parts = getattr(self, "dataset", None)
+        if self.mixture and not (isinstance(parts, list) and any("weight" in p for p in parts)):
+            yield Problem("mixture", "it has no effect without a list of weights; set dataset")
+        if self.is_packed and self.collate_fn != DataSettings.collate_fn:
+            instead = "remove the key, or set microbatching=least_padding"
+            yield unused("collate_fn", f"does not use it; {instead}")
+        if "left_pad_sequence" in self.collate_fn:
+            yield Problem("collate_fn", "it pads for inference; remove the key", self.collate_fn)
+        if self.sample_losses and not hasattr(self, "sft_loss_weight"):
+            path = str(getattr(self, "loss", {}).get("_component_"))
+            with suppress(ValueError):  # a problem of ``loss`` by itself
+                if not hasattr(component_at(path), "sums_by_sample"):
+                    text = f"{path} does not sum by sample; set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
+                    yield Problem("sample_losses", text, True)
+        try:
+            component_at(self.collate_fn)
+        except ValueError as error:
+            yield Problem("collate_fn", str(error), self.collate_fn)
+
+    def problems_of_spanning(self) -> Iterator[Problem]:
+        """Yields problems of rows that span ranks."""
+        most = self.max_ranks_per_row
+
+        def problem(text: str) -> Problem:
+            return Problem("max_ranks_per_row", text, most)
+
+        keeps = "keeps every sample on its rank"
+        if not self.is_packed:
+            text = f"microbatching={self.microbatching} {keeps}; set microbatching=packed"
+            yield problem(text)
+        elif self.max_tokens_per_microbatch is None:
+            text = (
+                "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens "
+                "that fit on one"
+            )
+            yield problem(text)
+        if self.balance_over_ranks is False:
+            yield problem(f"balance_over_ranks=False {keeps}; leave it out")
+        if most & (most - 1):
+            below = 1 << most.bit_length() - 1
+            yield problem(f"it is not a power of two; set it to {below} or {2 * below}")
+
+    def _problems_with_ranks(self, dims: ParallelDims) -> Iterator[Problem]:
+        """Yields batch sizes, see :meth:`num_accumulated`, and ranks per row that do not fit these ranks."""
+        most = self.max_ranks_per_row
+        try:
+            self.num_accumulated(dims.dp_degree, self.must_divide)
+        except ConfigError as error:
+            yield from error.problems
+        if most == 1 or any(self.problems_of_spanning()):
+            return
+        num_neighbors = math.gcd(dims.dp_degree, most)
+        num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbors)
+        if num_neighbors < most:
+            text = (
+                f"{dims.dp_degree} data-parallel ranks cannot be grouped by {most}; set it to "
+                f"{num_neighbors}"
+            )
+            yield Problem("max_ranks_per_row", text, most)
+        elif num_local < most:
+            text = (
+                f"the ranks of a row are on one node, which has {num_local} neighboring "
+                f"data-parallel ranks; set it to {num_local}"
+            )
+            yield Problem("max_ranks_per_row", text, most)
+
+    def samples_per_update_step(self, dp_degree: int) -> int:
+        """Returns the samples of an update step over all ranks."""
+        per_rank = self.batch_size * self.num_accumulated(dp_degree)
+        return self.global_batch_size or per_rank * dp_degree
+
+    def num_accumulated(self, dp_degree: int, must_divide: bool = False) -> int:
+        """Returns the microbatches per rank and update step, before samples are regrouped.
+
+        If ranks do not divide ``global_batch_size``, counts those of the largest share, whose last one may
+        be smaller.
+
+        Raises:
+            ConfigError: ``global_batch_size`` contradicts ``gradient_accumulation_steps``, or it
+                ``must_divide`` into whole microbatches and does not.
+        """
+        steps, total = self.gradient_accumulation_steps, self.global_batch_size
+        if total is None:
+            return steps or 1
+        per_pass = self.batch_size * dp_degree
+        needed, rest = divmod(total, per_pass)
+        if rest and must_divide:
+            below = max(needed, 1) * per_pass
+            text = (
+                f"it is not a multiple of batch_size={self.batch_size} * {dp_degree} data-parallel ranks = "
+                f"{per_pass}; the nearest multiples are {below} and {below + per_pass}"
+            )
+        elif steps is None or steps * per_pass == total:
+            return needed + (rest > 0)
+        else:
+            text = (
+                f"batch_size={self.batch_size} * gradient_accumulation_steps={steps} * {dp_degree} data-parallel ranks "
+                f"= {per_pass * (steps or 1)}; set only one of the two keys (~gradient_accumulation_steps on the "
+                "command line removes that one)"
+            )
+        raise ConfigError(Problem("global_batch_size", text, total))
+
+    def make_plan(self, max_tokens: int | None, cost: MicrobatchCost, num_rows: int = 1) -> Plan:
+        """Returns the plan of ``microbatching``, see :func:`recipe_utils.plans.padded.plan_least_padding`.
+
+        ``cost`` is the device's. A sample with ``num_rows`` padded rows of one length counts as one row.
+        """
+        if not self.plans_by_tokens:
+            return partial(plan_in_order, batch_size=self.batch_size)
+        limits: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "max_tokens_per_microbatch": max_tokens and max(max_tokens // num_rows, 1),
+            "cost": cost._replace(overhead=cost.overhead / num_rows),
+        }
+        if self.is_packed:
+            return partial(plan_packed, max_ranks_per_row=self.max_ranks_per_row, **limits)
+        return partial(plan_least_padding, **limits)
+
+    def of_validation(self) -> "DataSettings":
+        """Returns settings for all samples in dataset order, ``batch_size_val`` on each rank at a time."""
+        return replace(
+            self,
+            batch_size=self.batch_size_val or self.batch_size,
+            gradient_accumulation_steps=None,
+            global_batch_size=None,
+            last_update_step="train",
+            max_steps_per_epoch=None,
+            shuffle=False,
+            sample_losses=False,
+        )

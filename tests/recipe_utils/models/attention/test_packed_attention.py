@@ -1,0 +1,155 @@
+"""The attention of packed rows is selected with a reason, and refused by name."""
+
+import sysconfig
+
+import pytest
+import tiny
+import torch
+from tiny import on_meta
+from torch import nn
+
+from recipe_utils.models.attention import packed_attention
+from recipe_utils.models.attention.packed_attention import (
+    attention_of,
+    missing_for_triton,
+    other_attention,
+)
+from recipe_utils.models.construct import ModelSettings
+from recipe_utils.models.sizes import limits_of
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def with_heads(num_heads, width):
+    heads = {"num_heads": num_heads, "num_kv_heads": num_heads}
+    return {**tiny.MODEL, **heads, "embed_dim": num_heads * width}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "device", "kernel"),
+    [
+        (tiny.MODEL, "bf16", CPU, "by_document"),
+        (tiny.MODEL, "bf16", CUDA, "varlen"),
+        (tiny.MODEL, "fp32", CUDA, "flex"),
+        (tiny.MODEL, "fp64", CUDA, "by_document"),
+        ({**tiny.MODEL, "attn_dropout": 0.1}, "bf16", CUDA, "by_document"),
+        (with_heads(8, 20), "bf16", CUDA, "flex"),
+        (with_heads(2, 264), "bf16", CUDA, "flex"),
+        (with_heads(2, 256), "bf16", CUDA, "varlen"),
+        (tiny.GEMMA2_MODEL, "bf16", CUDA, "dense"),
+    ],
+)
+def test_the_default_depends_on_device_precision_and_heads(sizes, dtype, device, kernel):
+    selected = attention_of(on_meta(sizes, dtype=dtype), device)
+    assert selected.kernel == kernel
+    assert selected.why
+
+
+def test_deterministic_algorithms_select_flex():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        selected = attention_of(on_meta(dtype="bf16"), CUDA)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert selected.kernel == "flex"
+    assert "cudnn_deterministic_mode" in selected.why
+
+
+@pytest.fixture
+def with_triton(monkeypatch):
+    monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "of_trees"), [("varlen", "flex"), ("flex", None), ("by_document", None)]
+)
+def test_a_configured_kernel_is_used_and_flex_for_trees_of_varlen(kernel, of_trees, with_triton):
+    selected = attention_of(on_meta(dtype="bf16", packed_attention=kernel), CUDA)
+    assert (selected.kernel, selected.kernel_of_trees) == (kernel, of_trees)
+
+
+def test_other_attention_than_torchtune_s_is_named():
+    assert other_attention(tiny.tiny_model()) is None
+    assert other_attention(tiny.tiny_fusion_model()) is None
+    assert other_attention(tiny.tiny_model(tiny.GEMMA2_MODEL)) == "Gemma2Attention"
+    assert other_attention(nn.Linear(1, 1)) == "Linear"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "compiles", "num_row_lengths", "of_trees"),
+    [
+        ("varlen", False, None, 4),
+        ("varlen", True, 4, 4),
+        ("flex", False, 4, 4),
+        ("by_document", False, None, None),
+    ],
+)
+def test_rows_have_few_lengths_where_each_is_compiled_for(
+    kernel, compiles, num_row_lengths, of_trees, with_triton
+):
+    model = on_meta(dtype="bf16", packed_attention=kernel)
+    attention = attention_of(model, CUDA, compiles)
+    assert attention.num_row_lengths() == num_row_lengths
+    assert attention.num_row_lengths(has_trees=True) == of_trees
+    assert limits_of(model, CUDA, compiles).row_multiple == 128
+    assert limits_of(on_meta(), CPU, False).row_multiple is None
+
+
+def test_a_teacher_in_fp32_beside_a_student_in_bf16_has_rows_of_few_lengths(monkeypatch):
+    monkeypatch.setattr(
+        "recipe_utils.models.attention.packed_attention.missing_for_triton", lambda: None
+    )
+    sizes = {**tiny.TEACHER_MODEL, "embed_dim": 64}  # FlashAttention has no heads of width 12
+    student = on_meta(dtype="bf16")
+    for teacher, multiple in ((None, 128), ("bf16", 128), ("fp32", 2048)):
+        teacher = teacher and on_meta(sizes, dtype=teacher)
+        limits = limits_of(student, CUDA, False, teacher=teacher)
+        assert limits.multiple_of_packed_rows(8192) == multiple
+
+
+def test_what_triton_needs_is_named(monkeypatch, tmp_path):
+    found = {"triton": object()}
+    monkeypatch.setattr("importlib.util.find_spec", found.get)
+    monkeypatch.delenv("CC", raising=False)
+    include = tmp_path / "include"
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(include)})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert missing_for_triton() == "a C compiler (gcc or clang on PATH)"
+    (tmp_path / "gcc").touch(mode=0o755)
+    assert missing_for_triton() == f"Python's headers ({include}/Python.h)"
+    include.mkdir()
+    (include / "Python.h").touch()
+    assert missing_for_triton() is None
+    monkeypatch.setenv("CC", "mycc")
+    assert missing_for_triton() == "a C compiler (mycc on PATH)"
+    found.clear()
+    assert missing_for_triton() == "the package triton"
+
+
+def test_packing_is_refused_before_weights_load_where_triton_lacks_something(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    flex = attention_of(on_meta(), CUDA).refused["packed"]
+    assert flex.startswith("packed_attention=null: FlashAttention does not compute in float32, and")
+    assert flex.endswith("set packed_attention=by_document")
+    varlen = limits_of(on_meta(dtype="bf16"), CUDA, False)
+    assert varlen.multiple_of_packed_rows(1000) == 128
+    assert varlen.multiple_of_packed_rows(1000, ("prefix_sharing=True", "")) == 128
+    assert varlen.attentions[0].kernel_of_trees == "by_document"
+    assert not attention_of(on_meta(packed_attention="by_document"), CUDA).refused
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reason"), [("bf16", "support heads of width 264"), ("fp32", "compute in float32")]
+)
+def test_models_that_flash_attention_does_not_take_are_refused_by_key(dtype, reason):
+    model = on_meta(with_heads(2, 264), dtype=dtype, packed_attention="varlen")
+    assert attention_of(model, CUDA).refused["packed"] == (
+        f"packed_attention=varlen: FlashAttention does not {reason}; set packed_attention=flex, or remove the key"
+    )
+
+
+def test_compiled_layers_are_refused_where_triton_lacks_something(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    (problem,) = ModelSettings(compile=True)._problems_of_kernels(CUDA)
+    assert str(problem).startswith("compile=True: Triton needs ")
+    assert problem.text.endswith("set compile=False")

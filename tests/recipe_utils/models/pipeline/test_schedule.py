@@ -1,0 +1,110 @@
+"""Schedules that do not fit a pipeline are refused before any model is built."""
+
+import pytest
+import torch
+from distributed_runs import run_distributed
+from torch.torch_version import TorchVersion
+
+from recipe_utils.models.pipeline.schedule import SCHEDULES, PipelineSettings
+from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.settings.problems import ConfigError
+
+
+def settings(schedule="1F1B", split_points=None, num_ranks=2, **keys):
+    return PipelineSettings(
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_split_points=split_points,
+        pipeline_parallel_dim=num_ranks,
+        **({"device": "cpu", "microbatching": "packed"} | keys),
+    )
+
+
+def problems(pipeline, monkeypatch, world_size=None):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size or pipeline.pipeline_parallel_dim))
+    return [*map(str, pipeline.problems())]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "split_points", "num_stages"),
+    [
+        ("1F1B", None, 4),
+        ("GPipe", None, 4),
+        ("InterleavedZeroBubble", None, 8),
+        ("1F1B", [1, 2, 3], 4),
+        ("Interleaved1F1B", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 12),
+    ],
+)
+def test_the_number_of_stages_is_that_of_the_split_points_or_one_or_two_per_rank(
+    schedule, split_points, num_stages
+):
+    assert settings(schedule, split_points).num_stages(4) == num_stages
+
+
+@pytest.mark.parametrize(
+    ("schedule", "split_points", "parts"),
+    [
+        ("1F1B", [1], ["split_points=[1]", "2 stages", "one on each of 4 ranks", "give 3 points"]),
+        ("1F1B", [1, 2, 3, 4, 5, 6, 7], ["8 stages", "needs one on each of 4 ranks"]),
+        ("Interleaved1F1B", [1, 2, 3], ["4 stages", "two or more", "give 7 points"]),
+        ("Interleaved1F1B", [1, 2, 3, 4, 5, 6, 7, 8], ["9 stages", "two or more"]),
+    ],
+)
+def test_split_points_of_another_number_of_stages_are_refused(
+    schedule, split_points, parts, monkeypatch
+):
+    pipeline = settings(schedule, split_points, num_ranks=4)
+    with pytest.raises(ConfigError, match="pipeline_parallel_split_points") as raised:
+        pipeline.num_stages(4)
+    for part in parts:
+        assert part in str(raised.value)
+    found = problems(pipeline, monkeypatch)
+    assert found == [str(problem) for problem in raised.value.problems]
+
+
+def fill_on_two_ranks():
+    ranks = join_ranks(RankSettings(device="cpu", pipeline_parallel_dim=2))
+    return [settings(schedule).fill(ranks)(5) for schedule in ("1F1B", "Interleaved1F1B")]
+
+
+def test_every_rank_fills_an_update_step_up_to_an_accepted_number():
+    assert run_distributed(fill_on_two_ranks, 2) == [[5, 6]] * 2
+
+
+def test_without_a_pipeline_nothing_is_a_problem(monkeypatch):
+    pipeline = settings("Interleaved1F1B", [5], num_ranks=1)
+    assert problems(pipeline, monkeypatch) == []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_planned_microbatches_fit_every_schedule(schedule, monkeypatch):
+    assert problems(settings(schedule), monkeypatch) == []
+
+
+def test_stages_on_an_older_torch_are_refused_with_both_versions(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu128"))
+    (problem,) = problems(settings(), monkeypatch)
+    assert problem.startswith("pipeline_parallel_dim=2: it needs torch 2.13, this is 2.11.0+cu128")
+
+
+def test_stages_and_tensor_parallel_layers_are_refused(monkeypatch):
+    (problem,) = problems(settings(tensor_parallel_dim=2), monkeypatch, world_size=4)
+    assert problem.startswith(
+        "tensor_parallel_dim=2: it cannot be combined with pipeline_parallel_dim=2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "needed"),
+    [("1F1B", 1, 2), ("GPipe", 1, 2), ("Interleaved1F1B", 1, 2), ("Interleaved1F1B", 5, 6)],
+)
+def test_too_few_accumulated_microbatches_are_refused_with_the_number_needed(
+    schedule, steps, needed, monkeypatch
+):
+    def problems_of(steps):
+        data = {"gradient_accumulation_steps": steps, "microbatching": "in_order"}
+        return problems(settings(schedule, **data), monkeypatch)
+
+    (problem,) = problems_of(steps)
+    assert problem.startswith(f"gradient_accumulation_steps={steps}: pipeline_parallel_dim=2")
+    assert f"needs {needed} microbatches or more" in problem
+    assert problems_of(needed) == []

@@ -1,0 +1,241 @@
+"""Pairs become microbatches with every target of each answer once, after its own tokens."""
+
+import pickle
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from forests import sequences_of
+from hypothesis import given
+from hypothesis import strategies as st
+from torchtune.data import padded_collate_dpo
+
+from recipe_utils.plans.cost import MicrobatchCost
+from recipe_utils.preference.pairs import (
+    PairCollator,
+    PairSettings,
+    mask_shared_turns,
+    num_shared_tokens,
+)
+from recipe_utils.text.limits import ModelLimits, PackedAttention
+from recipe_utils.update_steps.samples import SampleError, SkippedSampleError
+
+LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
+SIDES = ("chosen", "rejected")
+LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
+
+
+def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
+    keys = {"microbatching": microbatching, "prefix_sharing": prefix_sharing, **settings}
+    return PairCollator(PairSettings(**keys), tiny.tiny_tokenizer(), limits)
+
+
+def prepared(collator, pairs):
+    return [collator.prepare(pair, f"sample {i} of dataset") for i, pair in enumerate(pairs)]
+
+
+def pair(chosen, rejected, masked=1):
+    labels = [[tiny.IGNORE] * masked + list(side[masked:]) for side in (chosen, rejected)]
+    return {
+        "chosen_input_ids": chosen, "chosen_labels": labels[0],
+        "rejected_input_ids": rejected, "rejected_labels": labels[1],
+    }  # fmt: skip
+
+
+answers = st.lists(st.integers(1, 3), min_size=2, max_size=12)
+
+
+@given(answers, answers)
+def test_shared_is_the_longest_common_prefix_but_for_its_last_token(chosen, rejected):
+    arrays = {key: np.array(ids) for key, ids in pair(chosen, rejected, masked=0).items()}
+    common = 0
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+        common += 1
+    expected = None if chosen == rejected else max(common - 1, 0)
+    assert num_shared_tokens(arrays) == expected
+
+
+@given(answers, answers, st.lists(st.booleans(), min_size=12, max_size=12))
+def test_turns_that_both_sides_share_are_masked_but_for_the_last(chosen, rejected, are_targets):
+    """The answers' common first tokens are targets of both."""
+    sample = pair(chosen, rejected, masked=0)
+    for side in SIDES:
+        ids = sample[f"{side}_input_ids"]
+        masked = [t if m else tiny.IGNORE for t, m in zip(ids[:-1], are_targets, strict=False)]
+        sample[f"{side}_labels"] = [*masked, ids[-1]]
+    arrays = {key: np.array(ids) for key, ids in sample.items()}
+    mask_shared_turns(arrays)
+    expected = tiny.without_shared_turns(sample)
+    assert {key: ids.tolist() for key, ids in arrays.items()} == expected
+
+
+def test_tokens_of_which_only_one_side_is_a_target_are_not_shared():
+    sample = pair([1, 2, 3, 4, 5], [1, 2, 3, 4, 6])
+    sample["chosen_labels"] = [tiny.IGNORE, tiny.IGNORE, tiny.IGNORE, 4, 5]
+    arrays = {key: np.array(ids) for key, ids in sample.items()}
+    assert num_shared_tokens(arrays) == 0
+
+
+def targets_read_back(microbatch):
+    """Returns (tokens up to the target, target) of each pair and side, from the microbatch alone."""
+    inputs = microbatch.inputs
+    rows = zip(inputs["tokens"].tolist(), microbatch.targets.labels.tolist(), strict=True)
+    if "document_lengths" not in inputs:
+        sides = [(row, labels) for row, labels in rows]
+    else:
+        ((row, labels),), sides = list(rows), []
+        positions = inputs["input_pos"][0].tolist()
+        for indices in sequences_of(inputs["document_lengths"][0]):
+            assert [positions[i] for i in indices] == list(range(len(indices)))
+            sides.append(([row[i] for i in indices], [labels[i] for i in indices]))
+        assert indices[-1] == len(row) - 1
+    found = [
+        [(tokens[: i + 1], label) for i, label in enumerate(labels) if label != tiny.IGNORE]
+        for tokens, labels in sides
+    ]
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+@pytest.mark.parametrize("pair_kind", tiny.PAIR_KINDS)
+@pytest.mark.parametrize(("microbatching", "sharing"), LAYOUTS)
+def test_every_target_stands_behind_its_own_tokens(microbatching, sharing, pair_kind):
+    pairs = tiny.make_pairs(9, pair_kind)
+    collator = collator_of(microbatching, sharing)
+    microbatch = collator.collate(prepared(collator, pairs))
+    pairs = map(tiny.without_shared_turns, pairs)
+    for sample, of_sides in zip(pairs, targets_read_back(microbatch), strict=True):
+        for side, found in zip(SIDES, of_sides, strict=True):
+            ids, labels = sample[f"{side}_input_ids"], sample[f"{side}_labels"]
+            targets = [(ids[:i], label) for i, label in enumerate(labels) if label != tiny.IGNORE]
+            assert found == [(before, label) for before, label in targets if before]
+
+
+@pytest.mark.parametrize("pair_kind", tiny.PAIR_KINDS)
+def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(pair_kind):
+    pairs = tiny.make_pairs(9, pair_kind)
+    of_layouts = []
+    for layout in LAYOUTS:
+        collator = collator_of(*layout)
+        counts = dict(collator.collate(prepared(collator, pairs)).counts)
+        assert tuple(counts) == collator.counts
+        num_shared, slots = counts.pop("shared_tokens"), counts.pop("positions")
+        if layout[0] == "packed":
+            assert slots == counts["real_tokens"] - num_shared
+        assert (num_shared > 0) == (layout[1] is True and pair_kind != "nothing_common")
+        of_layouts.append(counts)
+    assert of_layouts[0] == of_layouts[1] == of_layouts[2]
+    targets = {
+        side: sum(
+            label != tiny.IGNORE
+            for p in map(tiny.without_shared_turns, pairs)
+            for label in p[f"{side}_labels"][1:]
+        )
+        for side in SIDES
+    }
+    assert of_layouts[0]["chosen_tokens"] == targets["chosen"]
+    assert of_layouts[0]["target_tokens"] == sum(targets.values())
+    assert of_layouts[0]["pairs"] == 9
+
+
+def test_padded_rows_are_those_of_torchtune_in_another_order():
+    pairs = tiny.make_pairs(5)
+    tokens, labels = padded_collate_dpo(pairs, padding_idx=0, ignore_idx=tiny.IGNORE)
+    collator = collator_of("in_order")
+    microbatch = collator.collate(prepared(collator, pairs))
+    order = [0, 5, 1, 6, 2, 7, 3, 8, 4, 9]
+    assert torch.equal(microbatch.inputs["tokens"], tokens[order])
+    assert torch.equal(microbatch.targets.labels[:, :-1], labels[order, 1:])
+
+
+@pytest.mark.parametrize(("microbatching", "sharing"), LAYOUTS)
+def test_a_dummy_is_no_pair(microbatching, sharing):
+    collator = collator_of(microbatching, sharing)
+    dummy = collator.dummy(prepared(collator, tiny.make_pairs(1))[0])
+    assert dummy.counts == {}
+    assert len(dummy.targets.positions) == 0
+    assert dummy.targets.pairs.segment_lengths.shape == (0,)
+    assert dummy.targets.teacher is None
+    assert dummy.inputs["tokens"].shape == (1, 1)
+
+
+def test_lengths_are_what_a_pair_takes_in_a_row():
+    for microbatching, sharing in LAYOUTS:
+        collator = collator_of(microbatching, sharing)
+        for sample in prepared(collator, tiny.make_pairs(20, "alike_beginnings")):
+            tokens = collator.collate([sample]).inputs["tokens"]
+            assert collator.length(sample) == tokens.shape[1]
+
+
+@given(
+    st.integers(1, 4), st.sampled_from(["in_order", "least_padding", "packed"]), st.integers(0, 20)
+)
+def test_every_pair_is_in_one_microbatch_of_one_rank(num_ranks, microbatching, num_pairs):
+    bound = {} if microbatching == "in_order" else {"max_tokens_per_microbatch": 90}
+    collator = collator_of(microbatching, batch_size=2, **bound)
+    samples = prepared(collator, tiny.make_pairs(num_pairs, seed=num_pairs))
+    planned = collator.plan([collator.length(sample) for sample in samples], num_ranks)
+    assert len(planned) == num_ranks
+    parts = [part for of_rank in planned for part in of_rank]
+    assert sorted(i for part in parts for i in part) == list(range(num_pairs))
+    for part in parts if bound else ():
+        tokens = collator.collate([samples[i] for i in part]).inputs["tokens"]
+        assert tokens.numel() <= 90 or len(part) == 1
+
+
+def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
+    collator = collator_of(
+        limits=LIMITS._replace(attentions=(PackedAttention(num_compiled_lengths=1),)), batch_size=1
+    )
+    samples = prepared(collator, tiny.make_pairs(3))
+    microbatch = collator.collate(samples)
+    assert microbatch.inputs["tokens"].shape == (1, 128)
+    *_, padding = microbatch.inputs["document_lengths"][0]
+    assert padding == 128 - sum(map(collator.length, samples))
+
+
+def test_a_pair_has_a_fingerprint_of_all_tokens_and_labels_of_each_side():
+    own = pair([1, 2, 3], [1, 2, 4])
+    others = [
+        pair([1, 2, 4], [1, 2, 3]),
+        pair([1, 2, 3], [1, 2, 5]),
+        pair([1, 2, 3], [1, 2, 4], masked=2),
+        pair([1, 2, 3, 1], [2, 4]),
+        pair([1, 2, 3, 4], [1, 2, 4]),
+    ]
+    in_worker = pickle.loads(pickle.dumps(collator_of()))  # which prepares samples
+    samples = prepared(in_worker, [own, *others, pair([1, 2, 3], np.array([1, 2, 4]))])
+    fingerprints = collator_of().collate(samples).targets.pairs.fingerprints
+    assert [len(each) for each in fingerprints] == [16] * 7
+    assert fingerprints[0] == fingerprints[-1]
+    assert len({*fingerprints}) == 6
+
+
+@pytest.mark.parametrize(
+    ("sample", "text"),
+    [
+        ({"chosen_input_ids": [1, 2]}, "sample 3: it has no 'chosen_labels', only"),
+        (
+            pair([1, 2], [1, 3]) | {"rejected_labels": [1]},
+            "sample 3, rejected: 1 labels for 2 tokens",
+        ),
+        (pair(["a", "b"], [1, 3]), "sample 3: its 'chosen_input_ids' is no"),
+    ],
+)
+def test_a_bad_pair_is_named(sample, text):
+    with pytest.raises(SampleError, match=f"^{text}") as error:
+        collator_of().prepare(sample, "sample 3")
+    assert not isinstance(error.value, SkippedSampleError)
+
+
+@pytest.mark.parametrize(
+    ("sample", "text"),
+    [
+        (pair([1, 2, 3], [1, 2], masked=2), "its rejected side has no target"),
+        (pair([4], [4, 3], masked=0), "its chosen side has no target"),
+        (pair([1, 2, 3], [1, 2, 3]), "its sides are equal"),
+    ],
+)
+def test_a_pair_that_cannot_be_learned_from_is_skipped(sample, text):
+    with pytest.raises(SkippedSampleError, match=f"^sample 3: {text}"):
+        collator_of().prepare(sample, "sample 3")

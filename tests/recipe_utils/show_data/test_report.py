@@ -1,0 +1,85 @@
+"""``python -m recipe_utils.show_data`` prints the samples that a recipe trains on, with their targets."""
+
+import re
+
+import pytest
+import yaml
+from recipe_runs import DINO, DPO, SFT, set_up
+
+from recipe_utils.show_data import __main__ as command
+
+
+@pytest.fixture
+def printed(tmp_path, monkeypatch, capsys):
+    """Runs the command with a config; returns its output."""
+
+    def run(config, *arguments, recipe=SFT):
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        argv = ["recipe_utils.show_data", recipe, "--config", str(path), *arguments]
+        monkeypatch.setattr("sys.argv", argv)
+        command.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["plain", "mixture", "pairs"])
+def test_the_first_samples_of_the_training_are_printed(kind, tiny_config, tiny_dpo_config, printed):
+    recipe, config = (DPO, tiny_dpo_config()) if kind == "pairs" else (SFT, tiny_config())
+    if kind == "mixture":
+        parts = [{**config["dataset"], "name": f"part_{i}", "weight": 3 - i} for i in range(2)]
+        config |= {"dataset": parts, "epochs": 2}
+    with set_up(config, recipe) as made:
+        indices = made.loader.order.samples(0, 0).tolist()
+        dataset, order = made.loader.dataset.dataset, made.loader.order
+    keys = {"": ("tokens", "labels")}
+    if kind == "pairs":
+        keys = {
+            f", {side}": (f"{side}_input_ids", f"{side}_labels") for side in ("chosen", "rejected")
+        }
+    expected = []
+    for index in indices[:3]:
+        name = f"sample {index} of dataset"
+        if kind == "mixture":
+            name = f"sample {index % 32} of dataset.part_{index // 32}"
+        for side, pair in keys.items():
+            tokens, labels = (list(dataset[index][key]) for key in pair)
+            trained = [i > 0 and label != -100 for i, label in enumerate(labels)]
+            title = f"{name}{side}: {len(tokens)} tokens, {sum(trained)} targets"
+            expected.append((title, list(zip(map(str, tokens), trained, strict=True))))
+    out, found = printed(config, recipe=recipe), []
+    for title, text in re.findall(r"^(sample .*)\n(.*)$", out, re.M):
+        is_trained, words = False, []
+        for word in re.findall(r"⟦|⟧|\d+", text):
+            is_trained = word == "⟦" or (is_trained and word != "⟧")
+            words += [(word, is_trained)] if word.isdigit() else []
+        found.append((title, words))
+    assert found == expected
+    assert "\n".join(order.log_lines(2) if kind == "mixture" else ()) in out
+    num_samples = {"plain": 32, "mixture": 64, "pairs": 19}[kind]
+    bins = [int(number) for number in re.findall(r"tokens +(\d+) #", out)]
+    assert sum(bins) == num_samples
+    assert max(bins) == out.count("#" * 40) * max(bins)
+
+
+def test_other_samples_and_wrong_keys_are_refused(printed, tiny_config, capsys):
+    for config, recipe, text in (
+        (tiny_config(), DINO, "its samples are images; set one of texts or pairs"),
+        (
+            {**tiny_config(), "datset": 1},
+            SFT,
+            "datset: this recipe has no such key; did you mean dataset?",
+        ),
+        (
+            tiny_config(),
+            DPO,
+            "dataset: its samples have labels, tokens instead of chosen_input_ids",
+        ),
+    ):
+        with pytest.raises(SystemExit) as error:
+            printed(config, recipe=recipe)
+        assert error.value.code == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert text in captured.err

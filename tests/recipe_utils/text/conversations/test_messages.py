@@ -1,0 +1,400 @@
+"""Chat files as tools write them: what is trained on is written here by hand, for a template without special cases."""
+
+import json
+import re
+
+import pytest
+from chats import CHATML, TOOL_CHATML, TOOLS, call, say, targets, tokenizer_of
+from recipe_runs import slow
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from recipe_utils.text import conversation_dataset, folder_tokenizer
+from recipe_utils.update_steps.samples import SampleError
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Returns the whole text of a row and its targets, as a template prints and trains them."""
+
+    def read(row, template=TOOL_CHATML, **options):
+        tokenizer = tokenizer_of(tmp_path / "folder", template)
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        (sample,) = conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), **options)
+        text = tokenizer.decode(sample["tokens"], skip_special_tokens=False)
+        return text, targets(tokenizer, sample)
+
+    return read
+
+
+def text_of(*turns):
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+
+
+def use(calls, result="3", content="", tools=TOOLS):
+    """Returns a row with a call and its result."""
+    messages = [say("user", "Hi"), say("assistant", content, tool_calls=calls), say("tool", result)]
+    return {"messages": [*messages, say("assistant", "Yes.")], "tools": tools}
+
+
+AS_JSON = '[{"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": {"type": "object", "properties": {}}}}]'
+F = {"type": "function", "function": {"name": "f", "arguments": {"a": 2}}}
+ODD = 'L\'été "x"\n\\ ⟪0:0⟫ '
+
+
+@pytest.mark.parametrize(
+    ("calls", "printed"),
+    [
+        ([call(a=2, b=3)], 'weather {"a": 2, "b": 3}'),
+        ([call()], "weather {}"),
+        ([call(a=True, b=None, c=[1, False, ""], d={"x": -1.5, "y": {}})], 'weather {"a": true, "b": null, "c": [1, false, ""], "d": {"x": -1.5, "y": {}}}'),
+        ([call(a=ODD)], f'weather {{"a": {json.dumps(ODD, ensure_ascii=False)}}}'),
+        ([{"function": {"name": "f", "arguments": '{"a": 2}'}}], 'f {"a": 2}'),
+        ([{"id": 7, "index": 0, "function": {"name": "f", "arguments": ""}}], "f {}"),
+        ([{"function": {"name": "f"}}], "f {}"),
+        ([{"name": "f", "arguments": {"a": 2}}], 'f {"a": 2}'),
+        (F, 'f {"a": 2}'),
+        (json.dumps([F]), 'f {"a": 2}'),
+        ([json.dumps(F)], 'f {"a": 2}'),
+    ],
+)  # fmt: skip
+def test_tool_calls_train_as_they_are_printed_whatever_their_arguments_contain(
+    calls, printed, read
+):
+    whole = f"<tool_call>{printed}</tool_call>"
+    for content in ("", None):
+        text, trained = read(use(calls, content=content))
+        assert text == text_of(
+            ("system", AS_JSON), ("user", "Hi"), ("assistant", whole), ("tool", "3"), ("assistant", "Yes.")
+        )  # fmt: skip
+        assert trained == [f"{whole}<|im_end|>", "Yes.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "printed"),
+    [
+        (json.dumps(TOOLS), AS_JSON), (TOOLS[0], AS_JSON), ([json.dumps(TOOLS[0])], AS_JSON), ([], None), ("", None),
+        ("[]", None), (None, None), ([{"name": "f"}], '[{"name": "f"}]'),
+        ([{"type": "function", "function": {"name": "f", "strict": True}}], '[{"type": "function", "function": {"name": "f", "strict": true}}]'),
+    ],
+)  # fmt: skip
+def test_tools_may_be_json_text_one_tool_or_nothing(tools, printed, read):
+    before = [("system", printed)] if printed else []
+    text, _ = read({"messages": [say("user", "Hi"), say("assistant", "Yes.")], "tools": tools})
+    assert text == text_of(*before, ("user", "Hi"), ("assistant", "Yes."))
+
+
+@pytest.mark.parametrize(
+    ("result", "printed"),
+    [
+        (None, "null"), ({"t": "été"}, '{"t": "été"}'), ([1, [2]], "[1, [2]]"), (3.5, "3.5"), (True, "true"), ([], "[]"),
+        ([{"t": 1}], '[{"t": 1}]'), ([{"type": "text", "text": "22 C"}], "22 C"),
+    ],
+)  # fmt: skip
+def test_the_result_of_a_tool_is_json_text_unless_it_is_text(result, printed, read):
+    text, _ = read(use([F], result))
+    assert f"<|im_start|>tool\n{printed}<|im_end|>" in text
+
+
+LISTS = CHATML.replace("+ m.content +", "+ (m.content | map(attribute='text') | join('|')) +")
+QWEN = CHATML.replace("+ m.content +", "+ (m.content if m.content is string else '') +")
+
+
+@pytest.mark.parametrize(
+    ("template", "joint"), [(CHATML, ""), (TOOL_CHATML, ""), (QWEN, ""), (LISTS, "|")]
+)
+def test_parts_are_joined_where_a_template_has_no_branch_for_lists(template, joint, read):
+    parts = [{"type": "text", "text": "Hel"}, {"type": "output_text", "text": "lo!"}]
+    roles = "system", "user", "assistant"
+    text, trained = read({"messages": [say(role, parts) for role in roles]}, template)
+    assert text == text_of(*((role, f"Hel{joint}lo!") for role in roles))
+    assert trained == [f"Hel{joint}lo!<|im_end|>"]
+
+
+def test_content_is_none_where_a_template_asks_for_it(read):
+    """Some print calls only then; others have a branch for lists in messages of the user only."""
+    calls = "{% for c in m.tool_calls if not m.content is string %}"
+    template = TOOL_CHATML.replace("{% for c in m.tool_calls %}", calls).replace(
+        "m.content +", "(m.content or '') +"
+    )
+    assert "<tool_call>f" in read(use([F], content=None), template)[0]
+    lists = "m.content if m.content is string else m.content | map(attribute='text') | join('|')"
+    some = CHATML.replace("m.content +", f"({lists} if m.role == 'user' else m.content) +")
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for content, user in ((parts, "ab"), ("ab", "a|b")):
+        text, _ = read({"messages": [say("user", parts), say("assistant", content)]}, some)
+        assert text == text_of(("user", user), ("assistant", "ab"))
+
+
+def test_keys_without_a_value_are_as_absent(read):
+    nothing = {
+        "refusal": None,
+        "function_call": None,
+        "audio": None,
+        "annotations": [],
+        "tool_calls": None,
+        "name": "",
+    }
+    chat = [
+        {**say("user", "Hi"), **nothing},
+        {**say("assistant", "Yes."), **nothing, "weight": None},
+    ]
+    assert read({"messages": chat, "id": 1}) == (
+        text_of(("user", "Hi"), ("assistant", "Yes.")),
+        ["Yes.<|im_end|>"],
+    )
+
+
+def test_sharegpt_rows_are_read(read):
+    chat = [
+        ("human", "Hi"),
+        ("function_call", json.dumps(F["function"])),
+        ("observation", "3"),
+        ("gpt", "Yes."),
+    ]
+    row = {
+        "conversations": [{"from": who, "value": text} for who, text in chat],
+        "system": "Be brief.",
+    }
+    text, trained = read(row)
+    whole = '<tool_call>f {"a": 2}</tool_call>'
+    assert text == text_of(
+        ("system", "Be brief."), ("user", "Hi"), ("assistant", whole), ("tool", "3"), ("assistant", "Yes.")
+    )  # fmt: skip
+    assert trained == [f"{whole}<|im_end|>", "Yes.<|im_end|>"]
+
+
+@pytest.mark.parametrize("split_turns", [False, True, "shared"])
+def test_a_greeting_and_the_turns_after_it_train(split_turns, tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
+    chat = [say("assistant", "Hello"), say("user", "Hi"), say("assistant", "Yes.")]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat}))
+    found = []
+    for sample in conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), split_turns):
+        for each in sample.get("sequences", [sample]):
+            found += targets(tokenizer, each)
+    assert found == ["Hello<|im_end|>", "Yes.<|im_end|>"]
+
+
+def test_a_greeting_of_a_template_without_a_header_is_history(read, caplog):
+    """Its prompt shows where answers start, but the first message is printed otherwise."""
+    template = CHATML.replace("m.role + ", "('x' if loop.first else m.role) + ")
+    chat = [say("assistant", "Hello"), say("user", "Hi"), say("assistant", "Yes.")]
+    assert read({"messages": chat}, template)[1] == ["Yes.<|im_end|>"]
+    assert [
+        "first message, which no prompt precedes, is not trained" in m for m in caplog.messages
+    ] == [True]
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "error"),
+    [
+        (use("f(2)"), TOOL_CHATML, r"turn 1 \(assistant\): tool_calls: 'f\(2\)' is no call; write {\"type\": \"function\""),
+        (use([{"arguments": {}}]), TOOL_CHATML, "turn 1 .*: tool_calls: .* is no call"),
+        (use([{"function": {"name": "f", "arguments": '{"a": '}}]), TOOL_CHATML, "turn 1 .*: tool_calls: arguments .* are no JSON object"),
+        (use([F], tools="weather"), TOOL_CHATML, "tools: 'weather' is no tool; write"),
+        (use([F], tools=[3]), TOOL_CHATML, "tools: '3' is no tool; write"),
+        (use([F]), CHATML, "turn 1 .*: the chat template leaves its tool_calls out"),
+        (use([F]), TOOL_CHATML.replace("tojson }}</", "length }}</"), "turn 1 .*: the chat template leaves its tool_calls out"),
+        (use([F]), TOOL_CHATML.replace("{{ c.function.name }}", "f"), "turn 1 .*: the chat template leaves its tool_calls out"),
+        (use([F]), TOOL_CHATML.replace("arguments | tojson", "arguments"), "turn 1 .* prints its tool_calls as a list or mapping of Python; .*tojson"),
+        (use([F]), TOOL_CHATML.replace("tools | tojson", "tools | string"), "prints tools as a list or mapping of Python"),
+        (use([F]), TOOL_CHATML.replace("tools | tojson", "'tools'"), "leaves tools out"),
+        ({"messages": [say("user", "Hi"), say("assistant", None, refusal="No.")]}, CHATML, "turn 1 .*: the chat template leaves its refusal out"),
+        ({"messages": [say("user", {"a": 1}), say("assistant", "b")]}, CHATML, r"turn 0 \(user\): content={'a': 1}: it is no text"),
+        ({"messages": [say("user", None)]}, CHATML, r"turn 0 \(user\): content=None: it has no text"),
+        ({"messages": [say("user", 3)]}, CHATML, r"turn 0 \(user\): content=3: it is no text"),
+        ({"messages": [say("user", [{"type": "image"}])]}, CHATML, r"turn 0 \(user\): content: only text is supported"),
+        ({"messages": [say("human", "x")]}, CHATML, r"turn 0 \(human\): role='human': set it to one of system"),
+        ({"messages": [say("user", "x", weight=1)]}, CHATML, r"turn 0 \(user\): weight=1 of a user"),
+        ({"messages": [say("assistant", "x", weight=0.5)]}, CHATML, r"turn 0 \(assistant\): weight=0.5: set it to 0 or 1"),
+        ({"messages": [say("user", "Hi \ud83d"), say("assistant", "b")]}, CHATML, r"turn 0 \(user\): it contains '\\ud83d', half of a character"),
+        ({"conversations": [{"from": "alien", "value": "Hi"}]}, CHATML, "turn 0: from='alien': set it to one of human, gpt,"),
+        ({"messages": [say("user", "Hi"), say("assistant", "b")], "chat_template_kwargs": {"a": 1}}, CHATML, "chat_template_kwargs of a row are not"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_or_printed_is_named_with_its_turn(row, template, error, read):
+    with pytest.raises(SampleError, match=error):
+        read(row, template)
+
+
+@pytest.mark.parametrize("content", ["m.content.split('</think>')[-1]", "m.content | upper"])
+def test_text_that_a_template_cuts_or_changes_is_reported_once(content, read, caplog):
+    chat = [say("user", "HI"), say("assistant", "<think>a</think>b")] * 2
+    read({"messages": chat}, CHATML.replace("m.content", f"({content})"))
+    assert [re.search(r"cuts or changes the content of a message \(assistant\), such as '<think>a", m) is not None
+            for m in caplog.messages] == [True]  # fmt: skip
+
+
+COUNTS = TOOL_CHATML.replace("{{ c.function.name }}", "{{ c.function.arguments | length }} {{ c.function.name }}")  # fmt: skip
+LAST = CHATML.replace("m.content", "(m.content if loop.index0 < 4 else m.content | trim | upper)")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), slow((1, 2, 0)), (2, 1, 0)])
+def test_a_sample_does_not_depend_on_what_came_before(order, tmp_path):
+    """The template leaves arguments out unless they are text; each process reads in an order of its own."""
+    template = TOOL_CHATML.replace(
+        "c.function.arguments | tojson", "c.function.arguments.values() | select('string') | join"
+    )
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "\n".join(json.dumps(use(calls)) for calls in ([call(a="x")], [call(a=2)], [call()]))
+    )
+    dataset = conversation_dataset(tokenizer_of(tmp_path / "folder", template), str(path))
+    outcomes = {}
+    for index in order:
+        try:
+            outcomes[index] = len(dataset[index]["tokens"])
+        except SampleError as error:
+            outcomes[index] = str(error)
+    assert [isinstance(outcomes[index], int) for index in range(3)] == [True, False, True]
+    assert re.search("line 2 of .* leaves its tool_calls out", outcomes[1])
+
+
+def test_a_template_that_prints_more_than_values_is_checked_key_by_key(read):
+    """It prints the number of arguments, which stays as it is, and the length of a text, which does not."""
+    _, trained = read(use([call(a=2, b="x")]), COUNTS)
+    assert trained[0] == '<tool_call>2 weather {"a": 2, "b": "x"}</tool_call><|im_end|>'
+    own = CHATML.replace("m.content +", "m.content + (m.content | length | string) +")
+    assert read({"messages": [say("user", "Hi"), say("assistant", "Yes.")]}, own)[1] == [
+        "Yes.4<|im_end|>"
+    ]
+    with pytest.raises(
+        SampleError, match=r"turn 0 \(user\): its content changes tokens or targets"
+    ):
+        read({"messages": [say("user", "Hi"), say("assistant", "Yes.")]},
+             CHATML.replace("m.content +", "m.content + (messages[0].content | length | string) +"))  # fmt: skip
+
+
+# ---- Cost of long conversations -------------------------------------------------------------------
+
+LONG = [
+    say(*turn)
+    for i in range(24)
+    for turn in (("user", f" {i} + 1? "), ("assistant", f"It is {i + 1}.\n"))
+]
+
+
+@pytest.mark.parametrize("template", [CHATML, LAST])
+def test_turns_between_equal_texts_start_and_end_as_if_each_was_rendered(template, tmp_path):
+    """The oracle splits the whole text, which a template that changes its manner after four messages has, too."""
+    tokenizer = tokenizer_of(tmp_path / "folder", template)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": LONG}))
+    text = tokenizer.tokenizer.apply_chat_template(LONG, tokenize=False)
+    expected = re.findall(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text, re.S)
+    assert len(expected) == 24
+    whole = conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"))[0]
+    shared = conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), "shared")[0]["sequences"]
+    assert targets(tokenizer, whole) == expected
+    assert [targets(tokenizer, each) for each in shared] == [[each] for each in expected]
+    assert [list(each["tokens"]) for each in shared] == [
+        whole["tokens"][: len(each["tokens"])] for each in shared
+    ]
+
+
+def test_each_piece_of_a_long_conversation_is_tokenized_twice_at_most(tmp_path):
+    """Once by itself, once in the whole; and few beginnings are rendered."""
+    tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": LONG}))
+    encode, render, num = tokenizer._encoded, tokenizer.tokenizer.apply_chat_template, [0, 0]
+
+    def counted_encode(text):
+        num[0] += len(text)
+        return encode(text)
+
+    def counted_render(*args, **kwargs):
+        num[1] += 1
+        return render(*args, **kwargs)
+
+    num_characters = len(render(LONG, tokenize=False))
+    tokenizer._encoded, tokenizer.tokenizer.apply_chat_template = counted_encode, counted_render
+    conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), "shared")[0]
+    assert num[0] <= 2 * num_characters
+    assert (
+        num[1] <= 1 + 2 * 24 + 16
+    )  # the longest; each turn and its marks; prompts of the 1st, 2nd, 4th, ... turn
+    num[:] = 0, 0
+    conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"))[0]
+    assert num[0] == num_characters
+    assert num[1] <= 2 + 2 * 7
+
+
+# ---- The tokenizer --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_ids_are_those_of_tokenizer_json_whatever_its_class_rebuilds(name, tmp_path, caplog):
+    tokenizer_of(tmp_path, CHATML)
+    path, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    inner = Tokenizer.from_file(str(path))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    content = json.loads(inner.to_str())
+    content["model"]["vocab"]["12"] = inner.get_vocab_size()
+    content["model"]["merges"].append(["1", "2"])
+    path.write_text(json.dumps(content))
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "tokenizer_class": name}))
+    tokenizer = folder_tokenizer(str(tmp_path))
+    texts = ["It is 12.", "e\u0301 12 12", "12\t12\n\n 12"]
+    file = Tokenizer.from_file(str(path))
+    for text in texts:
+        ids = file.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_bos=False, add_eos=False) == ids
+    is_other = name != "PreTrainedTokenizerFast"
+    assert [
+        re.search(rf"{name}.*encodes .* otherwise than tokenizer.json, which is taken", m)
+        is not None
+        for m in caplog.messages
+    ] == [True] * is_other
+    of_class = folder_tokenizer(str(tmp_path), from_pretrained={})
+    of_texts = [[each.encode(text) for text in texts] for each in (tokenizer, of_class)]
+    assert (of_texts[0] != of_texts[1]) == is_other
+
+
+@pytest.mark.parametrize(
+    ("adds", "template", "config", "warnings"),
+    [
+        (True, CHATML, {}, ["the chat template does not print <bos>, which the tokenizer adds to other texts"]),
+        (True, "{{ bos_token }}" + CHATML, {}, []),
+        (False, "{{ bos_token }}" + CHATML, {}, ["texts start without <bos>, with which this model's texts start"]),
+        (False, "{{ bos_token }}" + CHATML, {"add_bos_token": False}, []),
+        (False, CHATML, {}, []),
+    ],
+)  # fmt: skip
+def test_a_missing_bos_is_reported_once(adds, template, config, warnings, tmp_path, caplog):
+    tokenizer_of(tmp_path, template)
+    path, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    if adds:
+        inner = Tokenizer.from_file(str(path))
+        bos = [("<bos>", inner.token_to_id("<bos>"))]
+        inner.post_processor = TemplateProcessing("<bos> $A", special_tokens=bos)
+        inner.save(str(path))
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **config}))
+    tokenizer = folder_tokenizer(str(tmp_path))
+    for _ in range(2):
+        tokenizer.encode("It is.")
+        tokenizer({"messages": [say("user", "Hi"), say("assistant", "Yes.")]})
+    assert [message.split(": ", 1)[1] for message in caplog.messages] == warnings
+
+
+def test_an_empty_block_of_thinking_is_reported_with_the_variable_that_moves_it(read, caplog):
+    block = "<think>\n\n</think>\n\n"
+    answers = CHATML.replace(
+        "+ m.content", f"+ ('{block}' if m.role == 'assistant' else '') + m.content"
+    )
+    without = answers.replace(
+        "assistant\n'", f"assistant\n' + ('{block}' if enable_thinking is false else '')"
+    )
+    chat = {"messages": [say("user", "Hi"), say("assistant", "Yes.")]}
+    for template in (answers, without):
+        assert read(chat, template)[1] == [f"{block}Yes.<|im_end|>"]
+    remedies = (
+        "no variable of the chat template",
+        "set tokenizer.template_variables.enable_thinking to False",
+    )
+    for remedy, message in zip(remedies, caplog.messages, strict=True):
+        assert re.search(r"start with '<think>.*which is a target; " + remedy, message)

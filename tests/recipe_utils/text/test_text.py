@@ -1,0 +1,357 @@
+"""Labels become targets of the position before them, never across a border, padded or packed."""
+
+import pickle
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from torchtune.data import padded_collate_sft
+from torchtune.datasets import PackedDataset
+
+from recipe_utils.plans.cost import MicrobatchCost
+from recipe_utils.text.collator import TextCollator, check_sample
+from recipe_utils.text.limits import ModelLimits, PackedAttention
+from recipe_utils.text.rows import (
+    collate_dummy,
+    collate_microbatch,
+    collate_packed_microbatch,
+    num_real_tokens,
+)
+from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.settings import DataSettings
+
+IGNORE = tiny.IGNORE
+COLLATE = partial(padded_collate_sft, padding_idx=0, ignore_idx=IGNORE)
+LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
+SPLIT = pytest.mark.parametrize("split_across_pack", [False, True])
+
+
+def collate(samples, collate_fn=COLLATE):
+    return collate_microbatch(samples, collate_fn, IGNORE)
+
+
+def num_targets(samples):
+    return sum(label != IGNORE for sample in samples for label in sample["labels"][1:])
+
+
+def packed_rows(samples, split_across_pack=False):
+    samples = tiny.Samples(samples)
+    return list(PackedDataset(samples, max_seq_len=64, split_across_pack=split_across_pack))
+
+
+def test_padded_rows_have_the_label_of_the_next_position_as_target():
+    samples = tiny.make_samples(9, num_without_targets=2)
+    samples.append({"tokens": [1, 2, 3], "labels": [1, IGNORE, IGNORE]})  # the first never counts
+    microbatch = collate(samples)
+    labels = microbatch.targets.labels
+    for row, sample in zip(labels.tolist(), samples, strict=True):
+        expected = sample["labels"][1:]
+        assert row == expected + [IGNORE] * (len(row) - len(expected))
+    positions = [i for i, label in enumerate(labels.flatten().tolist()) if label != IGNORE]
+    assert microbatch.targets.positions.tolist() == positions
+    assert set(microbatch.inputs) == {"tokens"}  # labels do not go to the model
+    lengths = [len(sample["tokens"]) for sample in samples]
+    assert microbatch.counts == {
+        "target_tokens": num_targets(samples),
+        "real_tokens": sum(lengths),
+        "positions": max(lengths) * len(lengths),
+    }
+    assert microbatch.inputs["tokens"].shape == (len(lengths), max(lengths))
+
+
+@SPLIT
+def test_a_target_never_crosses_a_document_border(split_across_pack):
+    rows = packed_rows(tiny.make_samples(20, mask_prompts=False), split_across_pack)
+    microbatch = collate(rows)
+    for i, row in enumerate(rows):
+        lengths = [length for length in row["seq_lens"].tolist() if length]
+        assert microbatch.inputs["document_lengths"][i] == lengths
+        targets = microbatch.targets.labels[i].split(lengths)
+        for labels, found in zip(row["labels"].split(lengths), targets, strict=True):
+            assert found.tolist() == [*labels[1:].tolist(), IGNORE]
+
+
+def test_padding_of_a_packed_dataset_is_not_counted():
+    samples = tiny.make_samples(20, num_without_targets=3)
+    counts = collate(packed_rows(samples)).counts
+    assert counts["target_tokens"] == num_targets(samples)
+    assert counts["real_tokens"] == sum(len(sample["tokens"]) for sample in samples)
+    assert counts["positions"] > counts["real_tokens"]
+    full = [{"tokens": list(range(1, 33)), "labels": [IGNORE] * 32}] * 2
+    assert collate(packed_rows(full)).counts["real_tokens"] == 64
+
+
+def documents_of(microbatch):
+    """Tokens and targets of each document of a microbatch of one row."""
+    (lengths,) = microbatch.inputs["document_lengths"]
+    (tokens,), (labels,) = microbatch.inputs["tokens"], microbatch.targets.labels
+    parts = zip(tokens.split(lengths), labels.split(lengths), strict=True)
+    return [(tokens.tolist(), labels.tolist()) for tokens, labels in parts]
+
+
+def test_a_packed_microbatch_is_its_samples_one_after_the_other():
+    samples = tiny.make_samples(9, num_without_targets=2, mask_prompts=False)
+    microbatch = collate_packed_microbatch(samples, IGNORE)
+    assert documents_of(microbatch) == [
+        (sample["tokens"], [*sample["labels"][1:], IGNORE]) for sample in samples
+    ]
+    positions = [i for sample in samples for i in range(len(sample["tokens"]))]
+    assert microbatch.inputs["input_pos"].tolist() == [positions]
+    assert microbatch.counts["positions"] == microbatch.counts["real_tokens"] == len(positions)
+    assert microbatch.counts["target_tokens"] == num_targets(samples)
+
+
+def test_a_row_is_padded_to_a_multiple_by_a_document_of_its_own():
+    samples = tiny.make_samples(3)
+    unpadded = collate_packed_microbatch(samples, IGNORE)
+    num_real = unpadded.counts["real_tokens"]
+    for multiple in (num_real + 7, (num_real + 7) // 2, num_real):
+        padded = collate_packed_microbatch(samples, IGNORE, padding_idx=5, row_multiple=multiple)
+        rest = -num_real % multiple
+        padding = [([5] * rest, [IGNORE] * rest)] if rest else []
+        assert documents_of(padded) == documents_of(unpadded) + padding
+        assert padded.counts["real_tokens"] == num_real
+        assert padded.counts["positions"] == num_real + rest
+
+
+@SPLIT
+def test_merged_rows_of_a_packed_dataset_lose_their_padding_and_nothing_else(split_across_pack):
+    rows = packed_rows(tiny.make_samples(20, mask_prompts=False), split_across_pack)
+    stacked = collate(rows)
+    merged = collate_microbatch(rows, COLLATE, IGNORE, merge_packed_rows=True)
+    num_real = [num_real_tokens(row, IGNORE) for row in rows]
+
+    def without_padding(tensor):
+        return torch.cat([row[:n] for row, n in zip(tensor, num_real, strict=True)])[None]
+
+    for name in ("tokens", "input_pos"):
+        assert torch.equal(merged.inputs[name], without_padding(stacked.inputs[name]))
+    assert torch.equal(merged.targets.labels, without_padding(stacked.targets.labels))
+    assert sum(merged.inputs["document_lengths"][0]) == merged.counts["positions"]
+    assert merged.counts["positions"] == merged.counts["real_tokens"] == sum(num_real)
+    assert stacked.counts["real_tokens"] == sum(num_real)
+
+
+def test_every_target_has_the_position_of_its_sample():
+    """Rows are padded, packed, packed and padded, or of a packed dataset with cut documents."""
+    samples = tiny.make_samples(20, num_without_targets=3, mask_prompts=False)
+    for rows in (samples, packed_rows(samples, split_across_pack=True)):
+        marked = [{**row, "step_position": (2, 0, 0, 1)[i % 4]} for i, row in enumerate(rows)]
+        alone = [collate_packed_microbatch([row], IGNORE).counts["target_tokens"] for row in rows]
+        expected = [
+            row["step_position"] for row, n in zip(marked, alone, strict=True) for _ in range(n)
+        ]
+        made = [collate(marked), collate_packed_microbatch(marked, IGNORE, row_multiple=128)]
+        made.append(collate_microbatch(marked, COLLATE, IGNORE, merge_packed_rows=True))
+        for targets in (microbatch.targets for microbatch in made):
+            assert targets.sample_positions.tolist() == expected
+        assert collate_dummy(marked[0], collate, IGNORE).targets.sample_positions.tolist() == []
+        assert collate(rows).targets.sample_positions is None
+
+
+def test_samples_with_images_are_not_packed():
+    with pytest.raises(ValueError, match="a sample has encoder_input"):
+        collate_packed_microbatch([{**tiny.make_samples(1)[0], "encoder_input": 0}], IGNORE)
+
+
+@pytest.mark.parametrize("kind", ["text", "packed", "with_image"])
+def test_a_dummy_microbatch_has_no_targets_and_counts_nothing(kind):
+    sample = tiny.make_samples(1, mask_prompts=False, seed=3)[0]
+    length, collate_fn = len(sample["tokens"]), COLLATE
+    if kind == "packed":
+        sample, length = packed_rows([sample])[0], 64
+    if kind == "with_image":
+        sample = {**sample, "image": torch.ones(3, 4, 4)}
+
+        def collate_fn(samples):
+            return {**COLLATE(samples), "images": torch.stack([s["image"] for s in samples])}
+
+    labels = torch.as_tensor(sample["labels"]).clone()
+    microbatch = collate_dummy(sample, lambda samples: collate(samples, collate_fn), IGNORE)
+    assert torch.equal(torch.as_tensor(sample["labels"]), labels)  # the sample is unchanged
+    assert microbatch.counts == {}
+    assert len(microbatch.targets.positions) == 0
+    assert bool((microbatch.targets.labels == IGNORE).all())
+    assert length > 1
+    assert microbatch.inputs["tokens"].shape == (1, 1 if kind == "text" else length)
+    assert ("images" in microbatch.inputs) == (kind == "with_image")
+
+
+@pytest.mark.parametrize(
+    "collate_fn",
+    [
+        lambda samples: {"tokens": COLLATE(samples)["tokens"]},
+        lambda samples: {**COLLATE(samples), "labels": COLLATE(samples)["labels"][:, 1:]},
+    ],
+    ids=["no_labels", "shifted_labels"],
+)
+def test_a_collate_function_without_labels_for_every_token_is_refused(collate_fn):
+    with pytest.raises(ValueError, match=r"collate_fn: .*'tokens': \(2, \d+\)"):
+        collate(tiny.make_samples(2), collate_fn)
+
+
+# ---- The collator -------------------------------------------------------------------------------
+
+
+def make_collator(name, max_tokens=80, max_seq_len=64, **limits):
+    max_tokens = None if name == "in_order" else max_tokens
+    settings = DataSettings(batch_size=2, microbatching=name, max_tokens_per_microbatch=max_tokens)
+    tokenizer = tiny.TinyTokenizer(max_seq_len)
+    return TextCollator(settings, tokenizer, IGNORE, LIMITS._replace(**limits))
+
+
+def microbatches(name, **options):
+    collator, samples = make_collator(name, **options), tiny.make_samples(9)
+    (parts,) = collator.plan([collator.length(sample) for sample in samples], 1)
+    return [collator.collate([samples[i] for i in part]) for part in parts]
+
+
+@pytest.mark.parametrize("name", ["in_order", "least_padding", "packed"])
+def test_all_targets_are_in_the_microbatches_of_every_plan(name):
+    made = microbatches(name)
+    assert sum(m.counts["target_tokens"] for m in made) == num_targets(tiny.make_samples(9))
+    assert all(m.counts["positions"] <= 80 for m in made)
+    padding = sum(m.counts["positions"] - m.counts["real_tokens"] for m in made)
+    assert (padding == 0) == (name == "packed")
+    collator = make_collator(name)
+    assert set(made[0].counts) == set(collator.counts)
+    assert collator.dummy(tiny.make_samples(1)[0]).counts == {}
+
+
+@pytest.mark.parametrize(
+    ("num_row_lengths", "row_multiple", "allowed"),
+    [
+        (1, None, {80}),
+        (4, None, {20, 40, 60, 80}),
+        (None, 16, range(0, 256, 16)),
+        (3, 16, {32, 64, 96}),
+    ],
+)
+def test_packed_rows_have_the_lengths_of_the_model(num_row_lengths, row_multiple, allowed):
+    attention = PackedAttention(num_compiled_lengths=num_row_lengths)
+    limits = {"attentions": (attention,), "row_multiple": row_multiple}
+    made = microbatches("packed", **limits)
+    lengths = {m.counts["positions"] for m in made}
+    assert lengths <= set(allowed)
+    assert max(lengths) <= make_collator("packed", **limits).longest_row
+    assert all(sum(m.inputs["document_lengths"][0]) == m.counts["positions"] for m in made)
+
+
+@pytest.mark.parametrize(("num_row_lengths", "row_multiple"), [(None, 16), (4, None), (3, 16)])
+def test_rows_of_another_bound_have_at_most_so_many_positions_with_padding(
+    num_row_lengths, row_multiple
+):
+    attention = PackedAttention(num_compiled_lengths=num_row_lengths)
+    collator = make_collator("packed", attentions=(attention,), row_multiple=row_multiple)
+    for bound in range(64, 200):
+        other = collator.with_bound(bound)
+        kept = other.settings.max_tokens_per_microbatch
+        assert bound - 48 < kept <= bound
+        assert kept % other.row_multiple == 0
+    assert collator.with_bound(7).settings.max_tokens_per_microbatch <= 7
+
+
+@pytest.mark.parametrize("name", ["least_padding", "packed"])
+def test_a_microbatch_has_batch_size_times_max_seq_len_positions_by_default(name):
+    by_default, given = (
+        max(m.counts["positions"] for m in microbatches(name, max_tokens=most, max_seq_len=40))
+        for most in (None, 160)
+    )
+    assert by_default <= 80 < given <= 160
+
+
+@pytest.mark.parametrize("other", [None, "Gemma2Attention"])
+def test_rows_of_a_packed_dataset_are_merged_if_the_model_supports_documents(other):
+    rows = packed_rows(tiny.make_samples(20))
+    attentions = (PackedAttention(other_attention=other),)
+    merged = make_collator("in_order", attentions=attentions).collate(rows[:2])
+    assert len(merged.inputs["tokens"]) == (2 if other else 1)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_seq_len", "warns"),
+    [(63, 64, True), (64, 64, False), (64, None, True), (None, None, False)],
+)
+def test_samples_that_may_exceed_a_microbatch_are_warned_of(max_tokens, max_seq_len, warns):
+    warnings = list(make_collator("least_padding", max_tokens, max_seq_len).warnings())
+    assert len(warnings) == warns
+    assert all(f"max_tokens_per_microbatch={max_tokens}: " in text for text in warnings)
+
+
+def test_validation_has_a_batch_size_of_its_own():
+    """Three samples of 64 tokens per microbatch instead of two."""
+    settings = DataSettings(batch_size=2, batch_size_val=3, microbatching="least_padding")
+    training = TextCollator(settings, tiny.tiny_tokenizer(), IGNORE, LIMITS)
+    validation = training.for_validation()
+    assert [len(part) for part in training.plan([64] * 6, 1)[0]] == [2, 2, 2]
+    assert [len(part) for part in validation.plan([64] * 6, 1)[0]] == [3, 3]
+    assert training.longest_row == validation.longest_row
+
+
+# ---- Samples that cannot be trained on ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"tokens": [1, 2]}, "has no 'labels'"),
+        ({"labels": [1, 2]}, "has no 'tokens'"),
+        ({"tokens": [], "labels": []}, "has no tokens"),
+        ({"tokens": [1, 2, 3], "labels": [1, 2]}, "2 labels for 3 tokens"),
+        ({"tokens": [1] * 65, "labels": [1] * 65}, "65 tokens .* max_seq_len=64"),
+        ({"tokens": [1, tiny.VOCAB_SIZE], "labels": [1, 1]}, "token 67 is outside .* 67"),
+        ({"tokens": [1, 1], "labels": [1, 99]}, "label 99 is outside"),
+        ({"tokens": [1, 1], "labels": [1, -1]}, "label -1 is outside"),
+        (None, "it is a NoneType, not a mapping with tokens, labels"),
+        ({"tokens": 7, "labels": 7}, "its 'tokens' is not a list of integers but 7"),
+        ({"tokens": ["a", "b"], "labels": [1, 1]}, r"its 'tokens' is not a list .* \['a', 'b'\]"),
+        ({"tokens": [1, 2], "labels": [1, 2**63]}, "its 'labels' is not a list of integers"),
+        ({"tokens": [[1], [1, 2]], "labels": [1, 1]}, "its 'tokens' is not a list of integers"),
+        ({"tokens": torch.ones(1, 2).long(), "labels": [1]}, "its 'tokens' is not a list"),
+        ({"tokens": [1, 1], "labels": [True, False]}, "its 'labels' is not a list of integers"),
+        ({"tokens": torch.ones(2).bfloat16(), "labels": [1, 1]}, "its 'tokens' is not a list"),
+    ],
+)
+def test_an_untrainable_sample_is_refused_by_name(sample, message):
+    with pytest.raises(SampleError, match=f"^sample 17 of dataset: .*{message}"):
+        check_sample(sample, "sample 17 of dataset", IGNORE, LIMITS)
+
+
+@pytest.mark.parametrize("make", [list, torch.tensor])
+def test_samples_are_checked_by_the_limits_of_the_model(make):
+    limits = LIMITS._replace(vocab_size=9, max_seq_len=3)
+    collator = TextCollator(DataSettings(), SimpleNamespace(pad_id=0), IGNORE, limits)
+    for labels in ([0, 8, 8], [IGNORE] * 3):
+        collator.prepare({"tokens": make([0, 8, 8]), "labels": make(labels)}, "sample")
+    for tokens in ([1, 9], [1, 1, 1, 1]):
+        with pytest.raises(SampleError, match=r"^sample 3: "):
+            collator.prepare({"tokens": make(tokens), "labels": make(tokens)}, "sample 3")
+
+
+@pytest.mark.parametrize("name", ["in_order", "least_padding", "packed"])
+def test_every_plan_takes_tokens_of_uint16_and_refuses_positions(name):
+    collator, (sample,) = make_collator(name), tiny.make_samples(1, mask_prompts=False)
+    expected = collator.collate([sample])
+    for make in (np.uint16, lambda ids: list(np.uint16(ids))):
+        ids = {key: make(sample[key]) for key in ("tokens", "labels")}
+        found = collator.collate([collator.prepare(ids, "sample 0")])
+        torch.testing.assert_close(found.inputs["tokens"], expected.inputs["tokens"])
+        torch.testing.assert_close(found.targets.labels, expected.targets.labels)
+    with pytest.raises(SampleError, match="sample 3: it has 'input_pos'"):
+        collator.prepare({**sample, "input_pos": sample["tokens"]}, "sample 3")
+
+
+def test_samples_travel_as_arrays_but_a_user_s_own_collate_fn_gets_lists():
+    tokens = list(range(1, 65))
+    sample = {"tokens": tokens, "labels": list(np.array(tokens)), "mask": [False] * 64}
+    prepared = make_collator("in_order").prepare(sample, "sample 0")
+    assert {key: type(value) for key, value in prepared.items()} == dict.fromkeys(
+        ("tokens", "labels"), np.ndarray
+    )
+    assert len(pickle.dumps(prepared)) <= 16 * 64 + 600
+    own = DataSettings(collate_fn="tiny.collate_images")
+    collator = TextCollator(own, tiny.tiny_tokenizer(), IGNORE, LIMITS)
+    assert collator.prepare(sample, "sample 0") == sample

@@ -1,0 +1,53 @@
+"""Budgets of checkpoints, and advice after an update step that ran out of memory."""
+
+import live_meter
+import pytest
+import tiny
+import torch
+
+from recipe_utils.long_rows.parts import Part, cut
+from recipe_utils.plans.cost import MicrobatchCost
+from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.limits import ModelLimits
+from recipe_utils.training.parts.budget import RowsDoNotFitError, StepMemory
+from recipe_utils.update_steps.loader import UpdateStep, UpdateStepLoader
+from recipe_utils.update_steps.settings import DataSettings
+
+
+def make_loader(ranks, max_tokens):
+    """Returns a loader of rows that are padded to multiples of 64."""
+    settings = DataSettings(microbatching="packed", max_tokens_per_microbatch=max_tokens)
+    limits = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost(), row_multiple=64)
+    collator = TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, limits)
+    return UpdateStepLoader(tiny.Samples(tiny.make_samples(12)), collator, settings, ranks)
+
+
+@pytest.mark.parametrize("max_tokens", [70, 100, 127])
+def test_a_row_of_several_samples_and_padding_is_not_taken_for_one_sample(max_tokens, one_process):
+    loader = make_loader(one_process, max_tokens)
+    samples = tiny.make_samples(12)[:6]  # 68 tokens, in a row of 128 positions
+    prepared = [loader.collator.prepare(sample, "sample") for sample in samples]
+    step = UpdateStep(0, [loader.collator.collate(prepared)], {}, 1)
+    memory = StepMemory(loader, None, one_process, print)
+    # With 0.85 of 128 tokens, rows would be padded to 128 positions again.
+    text = "at rows of 128 tokens; set max_tokens_per_microbatch=64, with which a resume"
+    memory.start(step, 1)
+    with pytest.raises(RowsDoNotFitError, match=text), memory:
+        raise torch.OutOfMemoryError
+
+
+def test_budgets_of_version_0_5_resume(one_process):
+    for is_settled in (False, True):
+        with live_meter.pretended(1000):
+            loader = make_loader(one_process, "auto")
+            memory = StepMemory(loader, None, one_process, print)
+            memory.restore({**memory.state(), "tokens": 512, "is_settled": is_settled})
+        assert loader.max_tokens == loader.propose_tokens() == 512
+
+
+def test_the_longest_part_of_a_row_is_that_of_the_rank(one_process):
+    loader = make_loader(one_process, 64)
+    sample = loader.collator.prepare(tiny.make_samples(12)[0], "sample")
+    row, multiple = loader.collator.collate([sample]), loader.collator.row_multiple
+    parts = [cut(row, Part(first, 4), 1, multiple) for first in range(4)]
+    assert {UpdateStep(0, [part], {}, 4).longest for part in parts} == {64}

@@ -1,0 +1,248 @@
+"""An update step is a value with counts over all ranks, determined before its first forward."""
+
+import math
+import sys
+from itertools import chain
+
+import pytest
+import tiny
+import torch.distributed as dist
+from distributed_runs import run_distributed
+from recipe_runs import keep_messages
+from torchtune.data import padded_collate_sft
+
+from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.plans.cost import MicrobatchCost
+from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.limits import ModelLimits
+from recipe_utils.training.start import log_start
+from recipe_utils.update_steps.collectives import OtherRankFailedError
+from recipe_utils.update_steps.loader import UpdateStepLoader
+from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.settings import DataSettings
+
+LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
+SAMPLES = tiny.make_samples(12, num_without_targets=2)
+# Per rank: the dataset indices of each update step.
+UNEQUAL = [[[0, 1, 2, 3, 4], [5, 6], [], [10, 11]], [[7], [], [8, 9, 0], []]]
+
+
+def num_targets(samples):
+    return sum(label != tiny.IGNORE for sample in samples for label in sample["labels"][1:])
+
+
+def make_loader(samples, fill=None, dataset=None, **settings):
+    settings = DataSettings(batch_size=2, **settings)
+    return UpdateStepLoader(
+        dataset or tiny.Samples(samples),
+        TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS),
+        settings,
+        join_ranks(RankSettings(device="cpu")),
+        "dataset",
+        fill,
+    )
+
+
+def samples_of(step):
+    return [row.tolist() for m in step.microbatches for row in m.inputs["tokens"]]
+
+
+def describe_unequal_steps(depth):
+    loader = make_loader(SAMPLES, prefetch_update_steps=depth)
+    with loader.of_samples(UNEQUAL[dist.get_rank()]) as steps:
+        return [
+            (
+                step.index,
+                dict(step.totals),
+                step.scale("target_tokens"),
+                [dict(microbatch.counts) for microbatch in step.microbatches],
+            )
+            for step in steps
+        ]
+
+
+def test_totals_are_those_of_all_ranks_and_prefetching_changes_nothing():
+    of_ranks = run_distributed(describe_unequal_steps, 2, 2)
+    assert run_distributed(describe_unequal_steps, 2, 0) == of_ranks
+    for index, shares in enumerate(zip(*UNEQUAL, strict=True)):
+        samples = [SAMPLES[i] for share in shares for i in share]
+        expected = {
+            "target_tokens": num_targets(samples),
+            "real_tokens": sum(len(sample["tokens"]) for sample in samples),
+        }
+        counts = []
+        for steps, share in zip(of_ranks, shares, strict=True):
+            step_index, totals, scale, of_microbatches = steps[index]
+            assert step_index == index
+            assert totals.items() >= expected.items()
+            assert scale == 2 / max(expected["target_tokens"], 1)
+            # Ranks with fewer samples run as many microbatches; the dummy ones have no counts.
+            assert len(of_microbatches) == max(math.ceil(len(each) / 2) for each in shares)
+            assert [bool(each) for each in of_microbatches].count(True) == math.ceil(len(share) / 2)
+            counts += of_microbatches
+        for name in expected:
+            assert sum(each.get(name, 0) for each in counts) == expected[name]
+    assert expected["target_tokens"] == 0  # the last update step is one without any target
+
+
+def test_skipped_and_truncated_samples_are_counted_before_training(one_process, caplog):
+    bad = {"tokens": [1, 900], "labels": [1, 1]}
+    long = {"tokens": [1] * 64, "labels": [1] * 64}
+    log_start(make_loader([*SAMPLES, bad, long, long], on_bad_sample="skip"), epochs=2)
+    assert "Data: 15 samples; 14 of them read: " in caplog.text
+    assert "tokens in the mean, 64 at most" in caplog.text
+    assert "Update steps: 16 (2 epochs of 8), 2 samples each, in_order" in caplog.text
+    assert "dataset: 2 of 15 samples read: tokenizer.max_seq_len=64 tokens, probably" in caplog.text
+    assert "dataset: 1 of 15 samples read: skipped (token 900 is outside" in caplog.text
+
+
+def test_dummy_microbatches_have_no_targets_and_are_not_counted(one_process):
+    indices = [[0, 1, 2], [3]]
+    loader = make_loader(SAMPLES, fill=lambda n: max(n, 4))
+    with loader.of_samples(indices) as steps:
+        for step, of_step in zip(steps, indices, strict=True):
+            num_filled = 4 - math.ceil(len(of_step) / 2)
+            assert len(step.microbatches) == 4
+            for microbatch in step.microbatches[-num_filled:]:
+                assert microbatch.counts == {}
+                assert len(microbatch.targets.positions) == 0
+            assert step.totals["positions"] == sum(
+                m.inputs["tokens"].numel() for m in step.microbatches[:-num_filled]
+            )
+
+
+def describe_epoch(microbatching):
+    """Returns totals, sorted tokens and number of microbatches of each update step, and the log."""
+    loader = make_loader(SAMPLES, global_batch_size=7, microbatching=microbatching)
+    with keep_messages() as logged:
+        log_start(loader, epochs=1)
+    found = []
+    with loader.epoch(0) as steps:
+        for step in steps:
+            rows = [m.inputs["tokens"].flatten().tolist() for m in step.microbatches if m.counts]
+            totals = [step.totals[name] for name in ("target_tokens", "real_tokens")]
+            found.append((totals, [t for row in rows for t in row if t], len(step.microbatches)))
+    return found, [text for text in logged if "ranks take" in text]
+
+
+@pytest.mark.parametrize("microbatching", ["in_order", "least_padding", "packed"])
+def test_update_steps_of_7_samples_are_the_same_on_1_2_and_3_ranks(microbatching):
+    expected = None
+    for num_ranks, shares in ((1, None), (2, "4 and 3"), (3, "3, 2 and 2")):
+        found = run_distributed(describe_epoch, num_ranks, microbatching)
+        of_ranks, (logged, *_) = zip(*found, strict=True)
+        steps = []
+        for parts in zip(*of_ranks, strict=True):
+            totals, tokens, numbers = zip(*parts, strict=True)
+            assert len(set(numbers)) == 1, "FSDP's collectives would not match"
+            steps.append((totals[0], sorted(chain(*tokens))))
+        expected = expected or steps
+        assert steps == expected
+        text = f"global_batch_size=7: {num_ranks} ranks take {shares} samples"
+        assert logged == ([text] if shares else [])
+    assert len(expected) == 2
+
+
+# ---- Failures -------------------------------------------------------------------------------------
+
+
+def collate_longer_samples(samples, **arguments):
+    """Fails for a dummy microbatch of a single token."""
+    if any(len(sample["tokens"]) < 2 for sample in samples):
+        raise SampleError("cannot collate a single token")
+    return padded_collate_sft(samples, **arguments)
+
+
+def run_until_it_stops(samples, indices_of_rank, settings):
+    """Returns the number of update steps, and the error."""
+    num_steps = 0
+    loader = make_loader(samples, **settings)
+    try:
+        with loader.of_samples(indices_of_rank[dist.get_rank()]) as steps:
+            for _ in steps:
+                num_steps += 1
+    except (SampleError, OtherRankFailedError) as error:
+        dist.barrier()
+        return num_steps, type(error), str(error)
+
+
+@pytest.mark.parametrize("microbatching", ["in_order", "least_padding"])
+def test_a_bad_sample_stops_every_rank_before_the_same_update_step(microbatching):
+    samples = list(SAMPLES)
+    samples[9] = {"tokens": [1, 2], "labels": [1]}
+    shares = [[[0], [1], [2], [3]], [[4], [5], [9], [6]]]
+    settings = {"microbatching": microbatching}
+    good, bad = run_distributed(run_until_it_stops, 2, samples, shares, settings)
+    assert good[:2] == (2, OtherRankFailedError)
+    assert "rank(s) [1]" in good[2]
+    assert bad[:2] == (2, SampleError)
+    assert "sample 9 of dataset" in bad[2]
+
+
+def test_a_dummy_that_cannot_be_collated_stops_every_rank_before_the_first_update_step():
+    shares = [[[0], [1, 2]], [[3], []]]
+    settings = {"collate_fn": f"{__name__}.collate_longer_samples"}
+    ends = run_distributed(run_until_it_stops, 2, SAMPLES, shares, settings)
+    assert [end[:2] for end in ends] == [(0, SampleError)] * 2
+
+
+# ---- The value ------------------------------------------------------------------------------------
+
+
+def tokens_of(steps):
+    return [[token for token in row if token] for step in steps for row in samples_of(step)]
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2, 9])
+def test_one_pass_has_each_sample_once_that_so_many_epochs_consume(num_epochs, one_process):
+    loader = make_loader(SAMPLES, gradient_accumulation_steps=2, max_steps_per_epoch=1)
+    consumed = []
+    for epoch in range(num_epochs):
+        with loader.epoch(epoch) as steps:
+            consumed += tokens_of(steps)
+    expected = [sample["tokens"] for sample in SAMPLES if sample["tokens"] in consumed]
+    num_steps, steps = loader.one_pass(num_epochs)
+    with steps:
+        assert tokens_of(steps) == expected
+    assert num_steps == math.ceil(len(expected) / 4)
+
+
+# ---- Epochs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_epoch_resumes_after_the_consumed_samples(one_process, depth):
+    loader = make_loader(SAMPLES, gradient_accumulation_steps=2, prefetch_update_steps=depth)
+    assert (loader.global_batch_size, loader.steps_per_epoch) == (4, 3)
+
+    def described(**consumed):
+        with loader.epoch(1, **consumed) as steps:
+            return [(s.index, s.samples_consumed, s.is_last_of_epoch, samples_of(s)) for s in steps]
+
+    whole = described()
+    assert [each[:3] for each in whole] == [(0, 4, False), (1, 8, False), (2, 12, True)]
+    assert described(samples_consumed=4) == whole[1:]
+
+
+class Many:
+    def __init__(self, num_samples):
+        self.num_samples, self.most_objects = num_samples, 0
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        self.most_objects = max(self.most_objects, sys.getallocatedblocks())
+        return SAMPLES[index % 7]
+
+
+@pytest.mark.parametrize("num_samples", [5 * 10**6, 10**11])
+def test_an_epoch_makes_no_object_per_sample(one_process, num_samples):
+    dataset = Many(num_samples)
+    loader = make_loader([], gradient_accumulation_steps=2, dataset=dataset)
+    num_objects = sys.getallocatedblocks()  # tracemalloc crashes when it ends beside gloo's threads
+    with loader.epoch(0) as steps:
+        found = [step.index for step, _ in zip(steps, range(3), strict=False)]
+    assert found == [0, 1, 2]
+    assert dataset.most_objects - num_objects < 100_000
+    assert ("order" in loader.fingerprint()) == (num_samples > 2**24)

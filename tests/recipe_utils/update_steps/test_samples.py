@@ -1,0 +1,172 @@
+"""Samples are checked as they are loaded, by their name; workers change nothing."""
+
+import json
+
+import pytest
+import tiny
+from omegaconf import OmegaConf
+
+from recipe_utils.examples.stdlib_docs import docstring_tokenizer
+from recipe_utils.plans.cost import MicrobatchCost
+from recipe_utils.text.collator import check_sample
+from recipe_utils.text.limits import ModelLimits
+from recipe_utils.training.start import probe
+from recipe_utils.update_steps.objective import Collator
+from recipe_utils.update_steps.samples import (
+    CheckedDataset,
+    SampleError,
+    SkippedSampleError,
+    load_dataset,
+    load_samples,
+)
+from recipe_utils.update_steps.step import Microbatch
+
+LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
+GOOD = tiny.make_samples(2)
+BAD = {"tokens": [1, 2], "labels": [1]}
+WITHOUT = {"tokens": [1], "labels": [1]}
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "questions.json").write_text('[["Does it?", "Yes, it does."]]')
+    return docstring_tokenizer(str(folder / "tokenizer.model"), str(folder / "questions.json"), 512)
+
+
+def prepare(sample, name):
+    check_sample(sample, name, tiny.IGNORE, LIMITS)
+    return sample
+
+
+def checked(samples, **options):
+    return CheckedDataset(tiny.Samples(samples), "dataset", prepare, **options)
+
+
+def test_an_error_of_a_dataset_is_chained_to_one_that_names_the_sample():
+    dataset = checked([{}])
+    expected = r"sample 2 of dataset: IndexError: list index out of range"
+    with pytest.raises(SampleError, match=expected) as raised:
+        dataset[2]
+    assert isinstance(raised.value.__cause__, IndexError)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"input": "a", "output": "b"}\n{"input": \n', "JSON parse error"),
+        ('{"input": "a", "output": "b"}\n'.encode("utf-16"), "utf-8"),
+        (b"", ""),
+    ],
+)
+def test_a_file_that_datasets_cannot_read_is_named_with_the_cause(content, reason, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(content)
+    component = "torchtune.datasets.instruct_dataset"
+    files = {"source": "json", "data_files": str(path), "split": "train"}
+    cfg = OmegaConf.create({"_component_": component, **files})
+    with pytest.raises(ValueError, match=f"{path} cannot be read: .*{reason}"):
+        load_dataset(cfg, tiny.tiny_tokenizer())
+
+
+@pytest.mark.parametrize("content", [None, 3])
+def test_a_message_without_text_does_not_train_the_one_before(content, chat_tokenizer, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    answer = {"role": "assistant", "content": content}
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, answer]}))
+    cfg = OmegaConf.create(
+        {
+            "_component_": "torchtune.datasets.chat_dataset", "source": "json", "split": "train",
+            "data_files": str(path), "conversation_column": "messages", "conversation_style": "openai",
+        }
+    )  # fmt: skip
+    dataset = CheckedDataset(load_dataset(cfg, chat_tokenizer), "dataset", prepare)
+    with pytest.raises(
+        SampleError, match=r"sample 0 of dataset: .*content of a message is .* row 1"
+    ):
+        dataset[0]
+
+
+def test_samples_come_in_the_order_of_the_indices_with_and_without_workers():
+    samples = tiny.make_samples(12)
+    indices_per_step = [[3, 0, 7], [], [11], [5, 5, 2, 1], [4]]
+    expected = [[samples[i] for i in step] for step in indices_per_step]
+    for num_workers in (0, 2):
+        assert list(load_samples(checked(samples), indices_per_step, num_workers)) == expected
+
+
+def skip_without_targets(sample, name):
+    if sample["tokens"] == [0]:
+        raise SkippedSampleError(f"{name}: it has no target")
+    return prepare(sample, name)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_without_targets_are_skipped_and_named_once_up_to_twenty(num_workers, caplog):
+    samples = [{"tokens": [0], "labels": [0]} for _ in range(25)]
+    samples[3:3] = tiny.make_samples(2)
+    dataset = CheckedDataset(tiny.Samples(samples), "dataset", skip_without_targets)
+    for _ in range(2):
+        steps = [list(range(9)), list(range(9, 27))]
+        assert list(load_samples(dataset, steps, num_workers)) == [samples[3:5], []]
+    named = [text for text in caplog.messages if "it has no target (skipped)" in text]
+    assert len(named) == len(set(named)) == 20
+    assert caplog.messages[-1] == "dataset: further skipped samples are not logged"
+    assert len(caplog.messages) == 21
+    assert probe(dataset, Checks(), (), has_remarks=False).example == 3
+
+
+class Checks(Collator):
+    """Counts the targets of a sample."""
+
+    counts, fingerprint_keys = ("targets",), ("tokens", "labels")
+
+    def collate(self, samples):
+        return Microbatch({}, None, {"targets": len(samples[0]["labels"]) - 1})
+
+
+Checks.__abstractmethods__ = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("samples", "skips_bad", "example"),
+    [
+        ([BAD, GOOD[0], BAD], True, 1),
+        ([WITHOUT, GOOD[0]], False, 1),
+        ([BAD, GOOD[0]], False, 0),  # its error is raised when its update step is prepared
+        ([BAD, BAD], True, "none of its 2 samples .*1 labels for 2 tokens.*train_on_input"),
+        ([WITHOUT], False, "none of its 1 samples .*it has no target.*train_on_input"),
+    ],
+)
+def test_some_sample_has_targets_or_the_last_cause_is_named(samples, skips_bad, example):
+    dataset = checked(samples, skips_bad=skips_bad)
+    if isinstance(example, int):
+        assert probe(dataset, Checks(), (), has_remarks=False).example == example
+        return
+    with pytest.raises(ValueError, match=example):
+        probe(dataset, Checks(), (), has_remarks=False)
+
+
+def test_a_dataset_whose_hashed_samples_are_all_bad_ends_the_run_at_once():
+    with pytest.raises(SampleError, match=r"^sample 0 of .*1 labels for 2 tokens"):
+        probe(checked([BAD, BAD]), Checks(), (2,), has_remarks=False)
+    assert probe(checked([BAD, BAD, GOOD[0]]), Checks(), (3,), has_remarks=True).example == 2
+
+
+def test_the_hash_depends_on_three_samples_of_each_part_and_their_keys():
+    samples = tiny.make_samples(5)
+    relabeled = [dict(sample) for sample in samples]
+    relabeled[-1]["labels"] = [1] * len(samples[-1]["labels"])
+
+    def hashed(samples, lengths=(5,), keys=("tokens", "labels")):
+        collator = Checks()
+        collator.fingerprint_keys = keys
+        return probe(checked(samples), collator, lengths, has_remarks=False).hash_of_samples
+
+    assert hashed(samples) != hashed(relabeled)
+    assert hashed(samples, keys=["tokens"]) == hashed(relabeled, keys=["tokens"])
+    changed = [*samples[:3], samples[4], samples[4]]
+    assert hashed(changed) == hashed(samples)
+    assert hashed(changed, (2, 3)) != hashed(samples, (2, 3))
+    everything = probe(checked(samples), Checks(), (5,), has_remarks=True)
+    assert everything.hash_of_samples == hashed(samples)
