@@ -115,9 +115,7 @@ class BenchmarkTokensPerSecond:
             reason = self.missing.get(self.reference, "no baseline can run")
             raise ConfigError(Problem("baseline", f"{reason}; set another", self.reference))
         model = self.baselines[self.reference].config["model"]
-        self.other_models = [
-            name for name, each in self.baselines.items() if each.config["model"] != model
-        ]
+        self.other_models = [name for name, each in self.baselines.items() if each.config["model"] != model]
         self.steps: list[report.TimedStep] = []
         self.losses: dict[str, list[list[float]]] = {name: [] for name in self.baselines}
 
@@ -200,9 +198,7 @@ class BenchmarkTokensPerSecond:
                 "entropy, as stock's do."
             )
         if self.settings.nproc_per_node > 1:
-            parts.append(
-                "stock and update_step shard the model (FSDP2), hf_trainer copies it (DDP)."
-            )
+            parts.append("stock and update_step shard the model (FSDP2), hf_trainer copies it (DDP).")
         text = "\n\n".join(parts) + "\n"
         (self.settings.output_dir / "benchmark.md").write_text(text)
         raw = {

@@ -28,12 +28,7 @@ from recipe_utils.dinov3.checkpoint import check_normalization
 from recipe_utils.dinov3.images.crop_rows import layout_of
 from recipe_utils.dinov3.images.views import ViewSettings
 from recipe_utils.dinov3.loaders import build_image_loaders, build_optimizer_by_depth
-from recipe_utils.dinov3.self_distillation import (
-    SUMS,
-    HeadArguments,
-    ObjectiveSettings,
-    SelfDistillationLoss,
-)
+from recipe_utils.dinov3.self_distillation import SUMS, HeadArguments, ObjectiveSettings, SelfDistillationLoss
 from recipe_utils.losses.attach import attach_loss, compile_loss
 from recipe_utils.losses.dataset_weights import refused_weights
 from recipe_utils.models.construct import ModelSettings, build_model, build_on_meta

@@ -14,18 +14,14 @@ from xdist.scheduler import LoadScopeScheduling
 
 SUPPORT = str(Path(__file__).parent / "support")
 # The fork server and `tune run` start fresh interpreters, which must find the tests' components.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [SUPPORT, os.environ.get("PYTHONPATH", "")])
-)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SUPPORT, os.environ.get("PYTHONPATH", "")]))
 # Threads slow down models this small. Set before torch is imported, and for the processes that tests
 # start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Proofs of decoders, made once by the first process that needs them, outside the user's folders.
 os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/torchtune_update_step_tests_{os.getuid()}"
 sys.path.insert(0, SUPPORT)
-gc.set_threshold(
-    200_000, 20, 20
-)  # as support/sitecustomize.py does for the processes that tests start
+gc.set_threshold(200_000, 20, 20)  # as support/sitecustomize.py does for the processes that tests start
 # The fork server imports the test modules, too. At the end of the path, because the checkout's recipes/
 # must not hide torchtune's package of that name.
 sys.path.append(str(Path(__file__).parents[1]))
@@ -142,10 +138,7 @@ def process_is_restored():
 
     PyTorch's handler of SIGCHLD raises in the main thread when a worker of any thread dies. Recipes block signals.
     """
-    handler, blocked = (
-        signal.getsignal(signal.SIGCHLD),
-        signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-    )
+    handler, blocked = (signal.getsignal(signal.SIGCHLD), signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     signal.signal(signal.SIGCHLD, handler)

@@ -82,9 +82,7 @@ def test_only_recipes_and_commands_import_an_objective():
     for module in MODULES:
         here = package_of(module)
         there = {package_of(other) for other in imports_of(module)} & OBJECTIVES - {here}
-        assert not there or here in COMMANDS or (here, there) == ("dinov3", {"distillation"}), (
-            module
-        )
+        assert not there or here in COMMANDS or (here, there) == ("dinov3", {"distillation"}), module
 
 
 def test_no_module_is_named_like_its_package():

@@ -25,10 +25,7 @@ def by_name(weights_folder, tmp_path_factory):
     config = make_tiny_config(
         weights_folder,
         max_steps_per_epoch=3,
-        metric_logger={
-            "_component_": "torchtune.training.metric_logging.DiskLogger",
-            "log_dir": "${output_dir}/logs",
-        },
+        metric_logger={"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "${output_dir}/logs"},
         output_dir=f"{folder}/out",
     )
     config["checkpointer"]["output_dir"] = "${output_dir}"
@@ -108,9 +105,7 @@ def test_ranks_report_a_bad_sample_once_and_last(by_name):
     config = yaml.safe_load((by_name / "my.yaml").read_text())
     config["dataset"]["replace"] = {"9": {"tokens": [1, 900], "labels": [1, 1]}}
     (by_name / "bad.yaml").write_text(yaml.safe_dump({**config, "shuffle": False}))
-    done = tune(
-        *("run", "--nproc_per_node", 2, SFT, "--config", "bad.yaml", "output_dir=bad"), cwd=by_name
-    )
+    done = tune(*("run", "--nproc_per_node", 2, SFT, "--config", "bad.yaml", "output_dir=bad"), cwd=by_name)
     assert done.returncode == 1
     screen = done.stdout + done.stderr
     last = lines_on(screen)[-1]

@@ -29,11 +29,7 @@ PAGES = sorted(set(RECIPES) - set(SAME_FILE) - {"benchmark_tokens_per_second"})
 DOCUMENTS = sorted(
     Path(line)
     for line in subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+        ["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     if (ROOT / line).is_file()
 )
@@ -125,9 +121,7 @@ def test_the_readme_is_short():
 
 
 def test_the_readme_shows_the_error_as_it_is(tmp_path):
-    (shown,) = re.findall(
-        r"^```\n(3 problems.*?)\n```", (ROOT / "README.md").read_text(), re.M | re.S
-    )
+    (shown,) = re.findall(r"^```\n(3 problems.*?)\n```", (ROOT / "README.md").read_text(), re.M | re.S)
     wrong = ["batchsize=3", "optimizer.learning_rate=1", "microbatching=pack"]
     cfg = OmegaConf.merge(
         OmegaConf.load(config_path("llama3_2/5M_full_update_step")),
@@ -158,10 +152,7 @@ def test_commands_name_existing_recipes_configs_and_files(document):
 
 
 def has_config(name):
-    return (
-        any(name in configs for configs in RECIPES.values())
-        or (STOCK / "configs" / f"{name}.yaml").is_file()
-    )
+    return any(name in configs for configs in RECIPES.values()) or (STOCK / "configs" / f"{name}.yaml").is_file()
 
 
 def check_run(arguments):

@@ -67,9 +67,7 @@ def test_generate_loads_the_model(trained):
     assert not list((trained / "epoch_0").glob(".*"))
 
 
-@pytest.mark.parametrize(
-    "exported", ["epoch_0", pytest.param("export_step_9", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("exported", ["epoch_0", pytest.param("export_step_9", marks=pytest.mark.slow)])
 def test_exports_load_in_transformers_with_equal_logits(exported, trained):
     cfg = OmegaConf.load(GENERATION)
     cfg.output_dir = str(trained)
@@ -92,9 +90,7 @@ def test_adapters_lower_the_validation_loss_and_generate_loads_the_merged_model(
     val_losses = logged(tmp_path, "val_loss")
     assert val_losses[-1] < val_losses[0] - 0.2
     folders = (f"checkpoint_dir={tmp_path}/epoch_0", f"output_dir={tmp_path}")
-    assert "Write `shlex.join`.\n\n" in answer(
-        GENERATION, *folders, "prompt.user=Write `shlex.join`."
-    )
+    assert "Write `shlex.join`.\n\n" in answer(GENERATION, *folders, "prompt.user=Write `shlex.join`.")
 
 
 @pytest.mark.slow

@@ -46,14 +46,8 @@ MIXTURE = {
     "epochs": 2,
     "num_workers": 1,
 }
-DORA = {
-    "model": tiny.adapted(tiny.MODEL, use_dora=True, lora_dropout=0.3),
-    "enable_async_checkpointing": True,
-}
-CASES = {
-    "all weights": (1, SHORT),
-    "a mixture, dora, asynchronous": (2, {**MIXTURE, **DORA}),
-}
+DORA = {"model": tiny.adapted(tiny.MODEL, use_dora=True, lora_dropout=0.3), "enable_async_checkpointing": True}
+CASES = {"all weights": (1, SHORT), "a mixture, dora, asynchronous": (2, {**MIXTURE, **DORA})}
 
 
 @pytest.mark.parametrize("case", ["all weights", *map(slow, list(CASES)[1:])])
@@ -98,9 +92,7 @@ def assert_gone(pids):
 
 
 @pytest.mark.slow
-def test_a_launcher_restarts_a_killed_rank_from_the_newest_checkpoint(
-    weights_folder, tmp_path, start
-):
+def test_a_launcher_restarts_a_killed_rank_from_the_newest_checkpoint(weights_folder, tmp_path, start):
     path = write(config_of_text(weights_folder, save_every_n_steps=5), tmp_path)
     undisturbed_dir, killed_dir = tmp_path / "undisturbed", tmp_path / "killed"
     undisturbed = Run([SFT, "--config", str(path)], undisturbed_dir, 2)
@@ -117,9 +109,7 @@ def test_a_launcher_restarts_a_killed_rank_from_the_newest_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_launcher_leaves_a_whole_checkpoint_and_no_process(
-    weights_folder, tmp_path, start
-):
+def test_a_signal_to_the_launcher_leaves_a_whole_checkpoint_and_no_process(weights_folder, tmp_path, start):
     config = config_of_text(weights_folder, save_every_n_steps=1000, num_workers=1)
     arguments = [SFT, "--config", str(write(config, tmp_path))]
     process = start(*arguments, *logging_to(tmp_path / "out"))
@@ -140,16 +130,10 @@ def test_signals_of_a_scheduler_during_the_imports_save_a_checkpoint_that_resume
     num_ranks, weights_folder, tmp_path, started
 ):
     """Slurm sends them to the launcher, to each rank, or to both."""
-    arguments = [
-        SFT,
-        "--config",
-        str(write(config_of_text(weights_folder, **SHORT, epochs=1), tmp_path)),
-    ]
+    arguments = [SFT, "--config", str(write(config_of_text(weights_folder, **SHORT, epochs=1), tmp_path))]
     signalled_dir, undisturbed_dir = tmp_path / "signalled", tmp_path / "undisturbed"
     ranks = [f"--nproc_per_node={num_ranks}"] * (num_ranks > 1)
-    process = Popen(
-        [TUNE, "run", *ranks, *arguments, *logging_to(signalled_dir)], stdout=DEVNULL, stderr=PIPE
-    )
+    process = Popen([TUNE, "run", *ranks, *arguments, *logging_to(signalled_dir)], stdout=DEVNULL, stderr=PIPE)
     started.append(process)
     assert process.stderr.readline().startswith(b"Importing PyTorch, torchtune")
     process.send_signal(signal.SIGUSR1)

@@ -47,18 +47,12 @@ def wait_for(condition, agents):
 
 
 @pytest.mark.slow
-def test_training_resumes_with_the_same_losses_after_one_of_four_nodes_is_killed(
-    tiny_config, tmp_path, start, started
-):
+def test_training_resumes_with_the_same_losses_after_one_of_four_nodes_is_killed(tiny_config, tmp_path, start, started):
     """It is killed after update step 10 of 16. 4 ranks divide the batch, 3 do not; it shrinks at step 12."""
     killed = tmp_path / "killed"
     data = {"_component_": "tiny.waiting_dataset", "step": 10, "file": str(killed)}
     adam = {"_component_": "torch.optim.AdamW", "lr": 1e-5}
-    batch = {
-        "batch_size": 1,
-        "global_batch_size": 16,
-        "gradient_accumulation_steps": ...,
-    }
+    batch = {"batch_size": 1, "global_batch_size": 16, "gradient_accumulation_steps": ...}
     files = {"metric_logger": None, "save_every_n_steps": 4, "resume_from_checkpoint": "auto"}
     data["num_samples"] = 16 * 16
     config = tiny_config(dataset=data, optimizer=adam, prefetch_update_steps=0, **batch, **files)

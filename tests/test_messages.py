@@ -11,10 +11,7 @@ from programs import lines_on, tune_run_here
 from recipe_runs import DINO, SFT
 from recipe_runs import tiny_config as make_tiny_config
 
-DISK_LOGGER = {
-    "_component_": "torchtune.training.metric_logging.DiskLogger",
-    "log_dir": "${output_dir}/logs",
-}
+DISK_LOGGER = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "${output_dir}/logs"}
 
 
 @pytest.fixture
@@ -60,16 +57,8 @@ def whole(weights_folder, tmp_path_factory):
 def test_the_output_has_lines_of_messages_and_nothing_else(whole):
     folder, screen, _ = whole
     written = yaml.safe_load((folder / "out/logs/config.yaml").read_text())
-    assert written == yaml.safe_load(
-        (folder / "my.yaml").read_text().replace("${output_dir}", str(folder / "out"))
-    )
-    for noise in (
-        "with resolved config",
-        "export.tmp",
-        "Profiling disabled",
-        "successfully",
-        "Saving final",
-    ):
+    assert written == yaml.safe_load((folder / "my.yaml").read_text().replace("${output_dir}", str(folder / "out")))
+    for noise in ("with resolved config", "export.tmp", "Profiling disabled", "successfully", "Saving final"):
         assert noise not in screen
     starts = ("warning: max_tokens_per_micro", "Exported to ", "update step 5 | Why? -> ")
     first = (
@@ -197,8 +186,7 @@ def test_a_bug_in_a_user_s_component_has_a_traceback(override, text, run, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "override",
-    ["~lr_scheduler", "lr_scheduler=null", "~metric_logger", "~model.rope_base", "~seed"],
+    "override", ["~lr_scheduler", "lr_scheduler=null", "~metric_logger", "~model.rope_base", "~seed"]
 )
 def test_components_can_be_removed_on_the_command_line(override, run, tmp_path):
     code, screen = run(GIVEN, override)

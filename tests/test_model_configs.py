@@ -33,10 +33,7 @@ from recipe_utils.settings.read import read_settings
 
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 TRAINING = [
-    name
-    for configs in RECIPES.values()
-    for name in configs
-    if "benchmark" not in name and "generation" not in name
+    name for configs in RECIPES.values() for name in configs if "benchmark" not in name and "generation" not in name
 ]
 OF_TRANSFORMERS: dict[str, tuple[float, str, dict[str, Any]]] = {  # published size, way, config.json
     "qwen3/0.6B_full_update_step": (0.596e9, "masks", {
@@ -188,9 +185,7 @@ def test_a_config_is_short_accepted_and_names_its_commands(name, tmp_path, monke
         here["checkpoint_dir"] = str(tmp_path / "in")
     read_settings(OmegaConf.merge(load(name), here), settings_of(recipe))
     for key in ("checkpoint_dir", "teacher_dir"):
-        assert (
-            name not in TEXT or key not in load(name) or f"--output-dir {load(name)[key]}" in text
-        )
+        assert name not in TEXT or key not in load(name) or f"--output-dir {load(name)[key]}" in text
     keys = keys_of(settings_of(recipe))
     defaults = {key: spec.default for key, spec in keys.items() if not spec.is_required()}
     given = plain(name, resolve=False)
@@ -250,10 +245,7 @@ def test_distillation_has_the_stock_data_and_fitting_models(name):
     assert ours["dataset"].items() <= stock["dataset"].items()
     assert stock["kd_ratio"] == keys_of(settings_of(recipe_of(name)))["kd_ratio"].default
     assert ours["lr_scheduler"] == {**stock["lr_scheduler"], "num_warmup_steps": 20}
-    assert (ours["teacher_dir"], ours["teacher_model"]) == (
-        teacher["checkpoint_dir"],
-        teacher["model"],
-    )
+    assert (ours["teacher_dir"], ours["teacher_model"]) == (teacher["checkpoint_dir"], teacher["model"])
     found, expected = ours["teacher_checkpointer"], teacher["checkpointer"]
     assert files_of(found) == files_of(expected)
     student, of_teacher = build(name), build(name, "teacher_model")
@@ -323,9 +315,7 @@ def test_a_model_of_transformers_has_its_published_size_and_the_memory_in_its_he
     assert cfg.batch_size * cfg.gradient_accumulation_steps == SAMPLES
     trained = size(model)
     if "_lora_" in name:
-        linears = [
-            m for n, m in model.named_modules() if n.endswith(tuple(cfg.model.target_modules))
-        ]
+        linears = [m for n, m in model.named_modules() if n.endswith(tuple(cfg.model.target_modules))]
         trained = 8 * sum(m.in_features + m.out_features for m in linears)
     expected = [trained * bytes_per_trained(cfg)]
     expected += [2 * size(model)] if "_lora_" in name else []

@@ -91,11 +91,7 @@ def random_recipe(stage: Stage, name: str, changes: Result) -> tuple[Any, Any]:
         "model": model,
         "tokenizer": {"_component_": "types.SimpleNamespace", **tokenizer},
         "dataset": {"_component_": "recipe_utils.benchmark.gpu.random_texts", **dataset},
-        "checkpointer": {
-            "_component_": "recipe_utils.check_gradient.RandomWeights",
-            "model": model,
-            "seed": 0,
-        },
+        "checkpointer": {"_component_": "recipe_utils.check_gradient.RandomWeights", "model": model, "seed": 0},
         "output_dir": str(stage.scratch / name),
         "device": stage.device.type,
         "num_workers": 0,
@@ -107,9 +103,7 @@ def random_recipe(stage: Stage, name: str, changes: Result) -> tuple[Any, Any]:
     return make_recipe("full_finetune_update_step", cfg), cfg
 
 
-def decoder_flops(
-    decoder: Any, document_lengths: Sequence[int], num_targets: int
-) -> tuple[int, int]:
+def decoder_flops(decoder: Any, document_lengths: Sequence[int], num_targets: int) -> tuple[int, int]:
     """Counts the FLOPs of products with weights, and of causal attention, in forward and backward.
 
     These are 6 per weight and token (2 of them in the forward; Kaplan et al. 2020, arXiv:2001.08361,
@@ -137,13 +131,7 @@ def gradients(stage: Stage) -> Result:
     for name, (dtype, kernel) in product(configs, kernels):
         keys = {"dtype": dtype, "packed_attention": kernel, "microbatching": "packed"}
         keys |= {"device": stage.device.type, "output_dir": str(stage.scratch / "gradients")}
-        command = [
-            "-m",
-            "recipe_utils.check_gradient",
-            "full_finetune_update_step",
-            "--config",
-            name,
-        ]
+        command = ["-m", "recipe_utils.check_gradient", "full_finetune_update_step", "--config", name]
         code, printed = _python([*command, *(f"{key}={value}" for key, value in keys.items())])
         result["output"][f"{name} {dtype} {kernel}"] = printed.splitlines()
         result["failures"] += [f"{name} {dtype} {kernel}: exit code {code}"] * bool(code)
@@ -180,9 +168,7 @@ def speed(stage: Stage) -> Result:
     }
     num_steps = 3 if stage.is_small else 12
     rows: list[Result] = []
-    for (way, keys), longest in product(
-        ways.items(), [128] if stage.is_small else [8192, 2048, 16384]
-    ):
+    for (way, keys), longest in product(ways.items(), [128] if stage.is_small else [8192, 2048, 16384]):
         keys = {"batch_size": 4, "gradient_accumulation_steps": 4, **keys}
         keys |= {"max_tokens_per_microbatch": longest, "max_steps_per_epoch": num_steps}
         name = f"{way} {longest}"
@@ -208,9 +194,7 @@ def speed(stage: Stage) -> Result:
     return {"device": name, "versions": versions(), "product_tflops": peak, "rows": rows}
 
 
-STAGES: dict[str, Callable[[Stage], Result]] = {
-    each.__name__: each for each in (gradients, tests, speed)
-}
+STAGES: dict[str, Callable[[Stage], Result]] = {each.__name__: each for each in (gradients, tests, speed)}
 
 
 # ---- The command --------------------------------------------------------------------------------

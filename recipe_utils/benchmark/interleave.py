@@ -149,9 +149,7 @@ class Processes:
     ``log_path`` contains ``{rank}``; ``timeout_seconds`` is the maximum wait for a message.
     """
 
-    def __init__(
-        self, name: str, spec_path: Path, num_ranks: int, log_path: Path, timeout_seconds: float
-    ) -> None:
+    def __init__(self, name: str, spec_path: Path, num_ranks: int, log_path: Path, timeout_seconds: float) -> None:
         self.name = name
         self._timeout_seconds = timeout_seconds
         self._pipes: list[Connection] = []
@@ -250,9 +248,7 @@ class Processes:
         path = self._log_paths[rank]
         lines = path.read_text(errors="replace").rstrip().splitlines()[-8:]
         text = "\n".join(f"    {line}" for line in lines)
-        return BaselineDiedError(
-            f"{self.name}: rank {rank} {what}; the last lines of {path}:\n{text}"
-        )
+        return BaselineDiedError(f"{self.name}: rank {rank} {what}; the last lines of {path}:\n{text}")
 
 
 def _environments(num_ranks: int) -> list[dict[str, str]]:

@@ -13,21 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import config as torchtune_config
 
-from recipe_utils.benchmark.baselines.kinds import (
-    DISTILLATION,
-    KINDS,
-    OWN_KEYS,
-    PAIRS,
-    TEXT,
-    why_skipped,
-)
+from recipe_utils.benchmark.baselines.kinds import DISTILLATION, KINDS, OWN_KEYS, PAIRS, TEXT, why_skipped
 from recipe_utils.benchmark.baselines.start import adapters_in
-from recipe_utils.benchmark.token_audit import (
-    StepContents,
-    contents_of,
-    contents_of_pairs,
-    samples_in_order,
-)
+from recipe_utils.benchmark.token_audit import StepContents, contents_of, contents_of_pairs, samples_in_order
 from recipe_utils.cli.registry import config_path
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.describe import settings_of

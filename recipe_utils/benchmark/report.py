@@ -94,8 +94,7 @@ def summarize(
         num_positions = sum(each.num_positions for each in timed)
         num_targets = sum(each.num_target_tokens for each in timed)
         has_same_samples = all(
-            (each.fingerprint, each.num_target_tokens)
-            == (other.fingerprint, other.num_target_tokens)
+            (each.fingerprint, each.num_target_tokens) == (other.fingerprint, other.num_target_tokens)
             for each, other in pairs
         )
         compares = has_same_samples and name not in other_models
@@ -117,9 +116,7 @@ def summarize(
     return summaries
 
 
-def throughput_table(
-    summaries: Sequence[Summary], reference: str, missing: Mapping[str, str]
-) -> str:
+def throughput_table(summaries: Sequence[Summary], reference: str, missing: Mapping[str, str]) -> str:
     """Returns the main table in Markdown. ``missing``: baseline without figures -> reason."""
     columns = (
         "baseline", "target tokens/s (quartiles)", f"over {reference} (quartiles)",
@@ -187,9 +184,7 @@ def _peak_memory(steps: Sequence[TimedStep]) -> int:
     return int(statistics.median(peaks.values()))
 
 
-def _deviation(
-    losses: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]
-) -> float | None:
+def _deviation(losses: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> float | None:
     deviations = [
         abs(loss - other) / abs(other)
         for losses_of_round, others in zip(losses, reference, strict=False)

@@ -175,9 +175,7 @@ def refuse(cfg: DictConfig, is_text: bool) -> None:
     """Raises ConfigError for a config whose gradient cannot be compared."""
     loss, names = OmegaConf.select(cfg, "loss._component_", default=""), plain.CROSS_ENTROPIES
     if is_text and loss.rpartition(".")[2] not in names:
-        raise ConfigError(
-            Problem("loss", f"not compared; set it to one of {', '.join(names)}", loss)
-        )
+        raise ConfigError(Problem("loss", f"not compared; set it to one of {', '.join(names)}", loss))
     if cfg.get("quantizer") is not None:
         raise ConfigError("quantizer: fake-quantized weights are not compared; remove it")
 
@@ -204,15 +202,10 @@ def cut(cfg: DictConfig, folder: Path) -> str:
         cut_one = cut_component(OmegaConf.to_container(cfg[key], resolve=True), whole, folder / key)
         cfg[key], prefixes = cut_one, ("", "ref_") if key == "model" else ("teacher_",)
         num_layers = len(plain.build_plain(cfg[key], *meta).layers)
-        texts.append(
-            f"{key}: the first {num_layers} of {len(whole.layers)} layers, random weights\n"
-        )
+        texts.append(f"{key}: the first {num_layers} of {len(whole.layers)} layers, random weights\n")
         for name in (f"{prefix}checkpointer" for prefix in prefixes):
             if cfg.get(name) is not None:
-                random = {
-                    "_component_": "recipe_utils.check_gradient.RandomWeights",
-                    "model": cut_one,
-                }
+                random = {"_component_": "recipe_utils.check_gradient.RandomWeights", "model": cut_one}
                 cfg[name] = {**random, "seed": zlib.crc32(name.encode())}
     return "".join(texts)
 

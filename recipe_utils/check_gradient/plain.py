@@ -139,9 +139,7 @@ def _documents(item: Mapping[str, Any], ignored: int, device: torch.device) -> I
     positions = [None] * len(lengths)
     if "input_pos" in item:  # a packed dataset, which may have cut a document in two
         positions = torch.as_tensor(item["input_pos"], device=device).split(lengths)
-    for of_tokens, of_labels, at in zip(
-        tokens.split(lengths), labels.split(lengths), positions, strict=True
-    ):
+    for of_tokens, of_labels, at in zip(tokens.split(lengths), labels.split(lengths), positions, strict=True):
         if (of_labels[1:] != ignored).any():
             yield of_tokens, of_labels[1:], at
 
@@ -207,9 +205,7 @@ def losses_of_pairs(step: Step, model: Any, precision: Precision) -> Iterator[Te
     given = cfg.checkpointer.get("adapter_checkpoint")
     if needs_reference and (given or not any("lora_" in name for name in step.gradients)):
         switched_off = nullcontext
-        loaded = (
-            load_checkpoint(config.instantiate(cfg.checkpointer), cfg.checkpointer) if given else {}
-        )
+        loaded = load_checkpoint(config.instantiate(cfg.checkpointer), cfg.checkpointer) if given else {}
         start = {**step.weights, **loaded.get(training.ADAPTER_KEY, {})}
         reference = load(cfg.model, start, precision)
         if cfg.get("ref_checkpointer") is not None:
@@ -220,9 +216,7 @@ def losses_of_pairs(step: Step, model: Any, precision: Precision) -> Iterator[Te
         keys = (f"{side}_input_ids", f"{side}_labels")
         tokens, labels = (torch.as_tensor(item[key], device=precision.device) for key in keys)
         logits = logits_of(of, tokens)[:-1]
-        found: Tensor = -F.cross_entropy(
-            logits, labels[1:], ignore_index=CROSS_ENTROPY_IGNORE_IDX, reduction="sum"
-        )
+        found: Tensor = -F.cross_entropy(logits, labels[1:], ignore_index=CROSS_ENTROPY_IGNORE_IDX, reduction="sum")
         return found
 
     for _, item in step.items:

@@ -25,15 +25,9 @@ WEIGHTS = (
 )  # fmt: skip
 """Suffixes of weight files of all frameworks."""
 _NOT_COPIED = (*WEIGHTS, ".lock", ".unfinished")
-_NOT_OF_A_MODEL = re.compile(
-    r"\..*|.*\.tmp|(step|epoch|export_step|checkpoint)[_-]\d+|best|before_.*|logs|adapter"
-)
+_NOT_OF_A_MODEL = re.compile(r"\..*|.*\.tmp|(step|epoch|export_step|checkpoint)[_-]\d+|best|before_.*|logs|adapter")
 """Subfolders of the folder of a model that are caches, or outputs of a training."""
-_STOCK = (
-    training.FullModelHFCheckpointer,
-    training.FullModelMetaCheckpointer,
-    training.FullModelTorchTuneCheckpointer,
-)
+_STOCK = (training.FullModelHFCheckpointer, training.FullModelMetaCheckpointer, training.FullModelTorchTuneCheckpointer)
 ADAPTER_FOLDER = "adapter"
 """Subfolder of an exported folder with the adapters.
 
@@ -46,9 +40,7 @@ class ExportError(RuntimeError):
     """The export of a model failed."""
 
 
-def export(
-    checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mapping[str, str] = {}
-) -> Path:
+def export(checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mapping[str, str] = {}) -> Path:
     """Saves a model, its adapters or both as a folder in the checkpointer's output folder, and returns its path.
 
     The checkpointer writes into a temporary folder, which is synced and then renamed; it replaces
@@ -126,9 +118,7 @@ def _apply_umask(folder: Path) -> None:
                 path.chmod(mode)
 
 
-def write_generation_config(
-    config: Mapping[str, Any], folder: Path, path: Path, device: str
-) -> bool:
+def write_generation_config(config: Mapping[str, Any], folder: Path, path: Path, device: str) -> bool:
     """Writes a config of torchtune's ``generate`` recipe for the model exported to ``folder`` to ``path``.
 
     ``config`` is the training config, resolved. Returns False, and writes nothing, for adapters
@@ -136,9 +126,7 @@ def write_generation_config(
     ``generate`` loads wrong (:mod:`recipe_utils.checkpoint`).
     """
     files = sorted(
-        file.name
-        for file in folder.iterdir()
-        if file.suffix in _MODEL_FILES and not file.name.startswith("adapter")
+        file.name for file in folder.iterdir() if file.suffix in _MODEL_FILES and not file.name.startswith("adapter")
     )
     model = _without_adapters(config["model"])
     is_gemma2 = config["checkpointer"].get("model_type") == "GEMMA2"

@@ -116,11 +116,7 @@ def remove_older(folder: Path, step: int, keep: int, recipe: str) -> None:
     ``step`` is that of the checkpoint just written. Incomplete checkpoints and those of other
     recipes stay. Raises OSError if a checkpoint cannot be removed.
     """
-    older = [
-        path
-        for other, path in _steps(folder)
-        if other < step and check_whole(path, recipe=recipe) is None
-    ]
+    older = [path for other, path in _steps(folder) if other < step and check_whole(path, recipe=recipe) is None]
     for path in older[keep - 1 :]:
         # Partially removed under its own name, it would look like a checkpoint.
         shutil.rmtree(_rename_away(path))
@@ -221,15 +217,11 @@ def read_as(content: type[T], path: Path) -> T:
         if not stat.S_ISREG(facts.st_mode):  # reading a pipe or a device might never end
             raise CheckpointError(f"{path}: it is no regular file")
         if facts.st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(
-                f"{path}: it has {facts.st_size} bytes, no checkpoint writes as many"
-            )
+            raise CheckpointError(f"{path}: it has {facts.st_size} bytes, no checkpoint writes as many")
         return TypeAdapter(content).validate_json(path.read_bytes(), strict=True)
     except OSError as error:
         raise CheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"])) or "content"
-        raise CheckpointError(
-            f"{path}: {key}={problem['input']!r:.40} is invalid ({problem['msg']})"
-        ) from error
+        raise CheckpointError(f"{path}: {key}={problem['input']!r:.40} is invalid ({problem['msg']})") from error

@@ -44,9 +44,7 @@ class SaveLayout:
     """Content of ``tensors.json``."""
 
 
-def plan_save(
-    tensors: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup | None
-) -> SaveLayout:
+def plan_save(tensors: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup | None) -> SaveLayout:
     """Assigns every part of every tensor to one rank, balanced over the ranks. Collective.
 
     Takes a good part of a second for a thousand tensors, and more on many ranks. The result stays
@@ -91,9 +89,7 @@ def copy_to_cpu(tensors: Mapping[str, Tensor], copies: dict[str, Tensor]) -> dic
     for name, tensor in tensors.items():
         copy = copies.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copies[name] = copy = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
-            )
+            copies[name] = copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         copy.copy_(tensor, non_blocking=True)
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.current_stream().synchronize()

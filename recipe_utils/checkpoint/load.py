@@ -16,21 +16,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from recipe_utils.checkpoint.folder import (
-    Marker,
-    check_checksums,
-    check_whole,
-    read_as,
-    read_marker,
-)
+from recipe_utils.checkpoint.folder import Marker, check_checksums, check_whole, read_as, read_marker
 from recipe_utils.checkpoint.layout import rank_file, read_index, read_tensors
-from recipe_utils.checkpoint.tensors import (
-    AnyOptimizer,
-    describe_mismatch,
-    in_words,
-    model_tensors,
-    restore_optimizer,
-)
+from recipe_utils.checkpoint.tensors import AnyOptimizer, describe_mismatch, in_words, model_tensors, restore_optimizer
 from recipe_utils.files import CheckpointError, TensorFile
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.random_state import set_random_state
@@ -80,18 +68,13 @@ TEACHER = "teacher_checkpointer"
 """Key of a teacher in :attr:`TrainingState.frozen`."""
 
 
-def differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], unset: Any = None
-) -> dict[str, tuple[Any, Any]]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], unset: Any = None) -> dict[str, tuple[Any, Any]]:
     """Returns both values of each key that differs, dotted within mappings; ``unset`` for a missing one.
 
     Values are compared as JSON holds them: a tuple equals a list.
     """
     then, current = (dict(_flat(json.loads(json.dumps(dict(each))))) for each in (before, now))
-    pairs = {
-        key: (then.get(key, unset), current.get(key, unset))
-        for key in sorted(then.keys() | current.keys())
-    }
+    pairs = {key: (then.get(key, unset), current.get(key, unset)) for key in sorted(then.keys() | current.keys())}
     return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
 
 
@@ -104,19 +87,14 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _texts(found: Mapping[str, tuple[Any, Any]], prefix: str = "") -> list[str]:
-    return [
-        f"{prefix}{key}={now}: the checkpoint was saved with {before}"
-        for key, (before, now) in found.items()
-    ]
+    return [f"{prefix}{key}={now}: the checkpoint was saved with {before}" for key, (before, now) in found.items()]
 
 
 def _changed_options(*configs: Mapping[str, Any]) -> set[str]:
     """Returns the optimizer arguments that differ, for checkpoints without options as built (before 0.6)."""
     of_rate = ("lr_scheduler", "loraplus_lr_ratio")
     found = [
-        {**each["optimizer"], **{key: each.get(key) for key in of_rate}}
-        for each in configs
-        if each.get("optimizer")
+        {**each["optimizer"], **{key: each.get(key) for key in of_rate}} for each in configs if each.get("optimizer")
     ]
     changed = {key.partition(".")[0] for key in differences(*found)} if len(found) > 1 else set()
     return changed | ({"lr"} if changed & {*of_rate} else set())
@@ -186,8 +164,7 @@ def load(
             if "hash" in str(problems):
                 cause = "; the file, tokenizer, chat template or max_seq_len has changed"
             raise CheckpointError(
-                "; ".join(problems) + f" ({path}){cause}; set what it was saved with, or "
-                "resume_with_other_data=True"
+                "; ".join(problems) + f" ({path}){cause}; set what it was saved with, or resume_with_other_data=True"
             )
         metadata = read_index(read_as(dict[str, Any], path / "tensors.json"), marker.files)
         saved = _like(MODEL, metadata)
@@ -206,9 +183,7 @@ def load(
         models = [each.get("model") or {} for each in (state.config, config)]
         if all(models) and not other_model and (found := differences(*models)):
             text = "; ".join(_texts(found, "model."))
-            raise CheckpointError(
-                f"{text} ({path}); set it as then, or resume_with_other_model=True"
-            )
+            raise CheckpointError(f"{text} ({path}); set it as then, or resume_with_other_model=True")
         return state, metadata
 
     def restore() -> dict[str, Tensor]:
@@ -265,9 +240,7 @@ def _check_frozen(saved: Mapping[str, str], current: Mapping[str, str], path: Pa
 def _like(prefix: str, metadata: Metadata) -> dict[str, Tensor]:
     """Returns the saved tensors whose names start with ``prefix``, without it, on the meta device."""
     return {
-        name.removeprefix(prefix): torch.empty(
-            saved.size, dtype=saved.properties.dtype, device="meta"
-        )
+        name.removeprefix(prefix): torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
         for name, saved in metadata.state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(saved, TensorStorageMetadata)
     }

@@ -22,11 +22,7 @@ DESCRIPTION = "trained_with.json"
 """File beside adapters: their ``lora_alpha``, and fingerprints of the base's weights as ``frozen``."""
 
 _OF_BASE = "base_model.model."
-_OF_PEFT = {
-    "lora_a.weight": "lora_A.weight",
-    "lora_b.weight": "lora_B.weight",
-    "magnitude": "lora_magnitude_vector",
-}
+_OF_PEFT = {"lora_a.weight": "lora_A.weight", "lora_b.weight": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
 
 def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,9 +52,7 @@ def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> d
     return {**loaded, training.ADAPTER_KEY: adapters, training.ADAPTER_CONFIG: described}
 
 
-def write_peft(
-    folder: Path, checkpointer: Any, adapters: Mapping[str, Tensor], adapter_config: dict[str, Any]
-) -> None:
+def write_peft(folder: Path, checkpointer: Any, adapters: Mapping[str, Tensor], adapter_config: dict[str, Any]) -> None:
     """Replaces the files that torchtune's checkpointer has written for PEFT, if there are any.
 
     Only checkpointers of Hugging Face's format write them, and not for all models. ``adapters`` are
@@ -71,9 +65,7 @@ def write_peft(
     # torchtune rotates pairs of neighbors where Hugging Face rotates halves, except in Qwen 2.
     has_other_rows = checkpointer._model_type is not ModelType.QWEN2
     converted = {
-        _peft_name(name): (
-            _rows_of_hugging_face(name, tensor, hf_config) if has_other_rows else tensor
-        )
+        _peft_name(name): (_rows_of_hugging_face(name, tensor, hf_config) if has_other_rows else tensor)
         for name, tensor in adapters.items()
     }
     # PEFT requires the name of the base model: that on the hub, or else a local folder.

@@ -18,12 +18,7 @@ from torch import Tensor, nn
 from recipe_utils.checkpoint.folder import Marker, publish, remove_leftovers, remove_older
 from recipe_utils.checkpoint.layout import SaveLayout, copy_to_cpu, layout_of, plan_save, rank_file
 from recipe_utils.checkpoint.load import MODEL, OPTIMIZER, RANDOM, TrainingState
-from recipe_utils.checkpoint.tensors import (
-    AnyOptimizer,
-    merge_descriptions,
-    model_tensors,
-    optimizer_contents,
-)
+from recipe_utils.checkpoint.tensors import AnyOptimizer, merge_descriptions, model_tensors, optimizer_contents
 from recipe_utils.files import FileFacts, write_atomically, write_tensors
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
@@ -79,9 +74,7 @@ class CheckpointWriter:
         if self._rank == 0:
             remove_leftovers(self._folder)
 
-    def save(
-        self, model: nn.Module, optimizer: AnyOptimizer, state: TrainingState
-    ) -> SaveOutcome | None:
+    def save(self, model: nn.Module, optimizer: AnyOptimizer, state: TrainingState) -> SaveOutcome | None:
         """Saves a checkpoint as ``step_N``, after waiting for a save in flight.
 
         Does not change the model or the optimizer, whose state may still be empty, and draws no

@@ -59,9 +59,7 @@ def unwrapped(name: str) -> str:
     return _STAGE.sub("", name)
 
 
-def optimizer_contents(
-    model: nn.Module, optimizer: AnyOptimizer
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def optimizer_contents(model: nn.Module, optimizer: AnyOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns an optimizer's state by parameter name. Initializes nothing and takes no step.
 
     Returns:
@@ -163,9 +161,7 @@ def restore_optimizer(
         CheckpointError: parameters or options, named in the message, do not fit.
     """
     names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
-    options_of = {
-        name: group["options"] for group in description["groups"] for name in group["names"]
-    }
+    options_of = {name: group["options"] for group in description["groups"] for name in group["names"]}
     current = {names[id(p)] for _, group in _groups(optimizer) for p in group["params"]}
     lacking = current - options_of.keys()
     superfluous = options_of.keys() - current - set(names_of_other_stages)
@@ -180,10 +176,7 @@ def restore_optimizer(
     for part, group in _groups(optimizer):
         members = [names[id(parameter)] for parameter in group["params"]]
         changed = set[str]().union(*(_changed(options_of[name], group, keeps) for name in members))
-        unchanged = {
-            name: {k: v for k, v in options_of[name].items() if k not in changed}
-            for name in members
-        }
+        unchanged = {name: {k: v for k, v in options_of[name].items() if k not in changed} for name in members}
         options = unchanged[members[0]] if members else {}
         differing = [name for name in members if unchanged[name] != options]
         ours = group.keys() - _IMPLEMENTATION_OPTIONS
@@ -223,9 +216,7 @@ def restore_optimizer(
     return tensors
 
 
-def _changed(
-    saved: Mapping[str, Any], group: Mapping[str, Any], keeps: Collection[str]
-) -> set[str]:
+def _changed(saved: Mapping[str, Any], group: Mapping[str, Any], keeps: Collection[str]) -> set[str]:
     """Returns the options of a group that keep their current values, because they were built with others."""
     then, now, changed = saved.get(_BUILT), group.get(_BUILT), {*keeps}
     if then is not None and now is not None:
@@ -236,9 +227,7 @@ def _changed(
     return {*changed, _BUILT}
 
 
-def _zeros_like(
-    saved: Tensor, key: str, name: str, parameter: nn.Parameter, group: Mapping[str, Any]
-) -> Tensor:
+def _zeros_like(saved: Tensor, key: str, name: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
     """Returns zeros for a saved optimizer state, on the parameter's device and sharded as it is."""
     if key != "step" and saved.shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
@@ -292,9 +281,7 @@ def describe_mismatch(
     ]
     differences = {
         "it lacks {}": expected.keys() - saved.keys(),
-        "it has {}, which the model does not have": saved.keys()
-        - expected.keys()
-        - set(names_of_other_stages),
+        "it has {}, which the model does not have": saved.keys() - expected.keys() - set(names_of_other_stages),
         "its shapes differ: {}": shapes,
         "its dtypes differ: {}": dtypes,
     }

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from torchtune import training
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils.logging import (
-    disable_progress_bar,
-    get_verbosity,
-    set_verbosity,
-    set_verbosity_error,
-)
+from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from recipe_utils.checkpoint.export import WEIGHTS, copy_files
 from recipe_utils.checkpoint.peft import read_peft_of_transformers, write_peft_of_transformers
@@ -72,9 +67,7 @@ class FolderCheckpointer:
         if self._checkpoint_dir.exists() and not self._checkpoint_dir.is_dir():
             raise ValueError(f"{key}: it is no folder; set it to a folder of transformers")
         check_folder(self._checkpoint_dir, key)
-        found = sorted(
-            path.name for path in self._checkpoint_dir.glob("*") if path.name.endswith(WEIGHTS)
-        )
+        found = sorted(path.name for path in self._checkpoint_dir.glob("*") if path.name.endswith(WEIGHTS))
         if (self._checkpoint_dir / "adapter_config.json").exists():
             raise ValueError(
                 f"{key}: transformers would apply its adapter_config.json to the weights. Remove the adapter's "
@@ -84,14 +77,10 @@ class FolderCheckpointer:
         if seed is None and not any(name.endswith(".safetensors") for name in found):
             remedy = "set another folder, or checkpointer.seed for fresh weights"
             if found:
-                remedy = (
-                    f"convert {found[0]}: from_pretrained(...).save_pretrained(...) writes them"
-                )
+                remedy = f"convert {found[0]}: from_pretrained(...).save_pretrained(...) writes them"
             raise ValueError(f"{key}: it has no *.safetensors; {remedy}")
         if seed is not None and found:
-            raise ValueError(
-                f"checkpointer.seed={seed}: {checkpoint_dir} has weights ({found[0]}); remove this key"
-            )
+            raise ValueError(f"checkpointer.seed={seed}: {checkpoint_dir} has weights ({found[0]}); remove this key")
         is_export = re.fullmatch(r"epoch_\d+|export_step_\d+|best", self._checkpoint_dir.name)
         if is_export and self._checkpoint_dir.resolve().parent == self._output_dir.resolve():
             raise ValueError(f"{key}: an export would replace it; set another output_dir")
@@ -108,10 +97,7 @@ class FolderCheckpointer:
         loaded: dict[str, Any] = {training.MODEL_KEY: _with_prefix(weights)}
         if self._adapters is not None:
             adapters, described = read_peft_of_transformers(self._adapters)
-            loaded |= {
-                training.ADAPTER_KEY: _with_prefix(adapters),
-                training.ADAPTER_CONFIG: described,
-            }
+            loaded |= {training.ADAPTER_KEY: _with_prefix(adapters), training.ADAPTER_CONFIG: described}
         return loaded
 
     def _mapped_weights(self) -> dict[str, Tensor] | None:
@@ -151,19 +137,14 @@ class FolderCheckpointer:
         folder = self._checkpoint_dir
         if any(folder.glob("*.safetensors")):
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            for part in (
-                config,
-                config.get_text_config(),
-            ):  # also on machines that compute with quantized weights
+            for part in (config, config.get_text_config()):  # also on machines that compute with quantized weights
                 if quantization := getattr(part, "quantization_config", None):
                     part.quantization_config = {**quantization, "dequantize": True}
             options = {"config": config, "local_files_only": True, "dtype": "auto"}
             verbosity = get_verbosity()
             set_verbosity_error()  # hides a table with the advice to ignore missing keys
             try:
-                model, info = AutoModelForCausalLM.from_pretrained(
-                    folder, output_loading_info=True, **options
-                )
+                model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
             finally:
                 set_verbosity(verbosity)
             if any(info.values()):
@@ -181,9 +162,7 @@ class FolderCheckpointer:
         weights = model.state_dict()
         return {name: weights[name] for name in names_of_weights(model)}
 
-    def save_checkpoint(
-        self, state_dict: Mapping[str, Any], epoch: int, adapter_only: bool = False
-    ) -> None:
+    def save_checkpoint(self, state_dict: Mapping[str, Any], epoch: int, adapter_only: bool = False) -> None:
         """Writes a model, its adapters or both to ``epoch_{epoch}`` in the output folder."""
         folder = self._output_dir / f"epoch_{epoch}"
         folder.mkdir(parents=True)

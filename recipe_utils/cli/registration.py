@@ -65,6 +65,4 @@ def register() -> None:
     if _IS_OURS in os.environ or is_listing or is_module_of_ours:
         warnings.filterwarnings("ignore", "Deprecation: TorchAODType")  # of QAT
         for logger in ("torchao", "torch.utils._pytree"):
-            logging.getLogger(logger).addFilter(
-                lambda record: not any(part in record.getMessage() for part in _NOISE)
-            )
+            logging.getLogger(logger).addFilter(lambda record: not any(part in record.getMessage() for part in _NOISE))

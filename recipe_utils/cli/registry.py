@@ -15,10 +15,7 @@ from pathlib import Path
 # A wheel contains recipes/ and configs/ in the package; a checkout has links to them.
 ROOT = Path(__file__).resolve().parents[1]
 
-SAME_FILE = {
-    "lora_finetune_update_step": "full_finetune_update_step",
-    "lora_dpo_update_step": "full_dpo_update_step",
-}
+SAME_FILE = {"lora_finetune_update_step": "full_finetune_update_step", "lora_dpo_update_step": "full_dpo_update_step"}
 """Recipe name -> name of its file; that of all others is ``recipes/NAME.py``."""
 
 
@@ -32,9 +29,7 @@ def _recipes() -> dict[str, list[str]]:
     paths = ROOT.glob("configs/*/*.yaml")
     for path in sorted(paths, key=lambda path: (not path.name.startswith(("5M", "digits")), path)):
         config = f"{path.parent.name}/{path.stem}"
-        command = re.search(
-            rf"^# .*tune run .*?(\w+) --config {config}$", path.read_text("utf-8"), re.M
-        )
+        command = re.search(rf"^# .*tune run .*?(\w+) --config {config}$", path.read_text("utf-8"), re.M)
         recipe = command[1] if command else ""
         # Configs of torchtune's own recipes, such as `generate`, are listed with fine-tuning.
         configs[recipe if recipe in names else "full_finetune_update_step"].append(config)
@@ -94,11 +89,7 @@ def _is_ours(argument: str) -> bool:
     if argument in RECIPES:
         return True
     path = Path(argument)
-    return (
-        path.suffix == ".py"
-        and path.is_file()
-        and "recipe_utils" in path.read_text("utf-8", "ignore")
-    )
+    return path.suffix == ".py" and path.is_file() and "recipe_utils" in path.read_text("utf-8", "ignore")
 
 
 def recipe_path(name: str) -> Path:

@@ -15,11 +15,7 @@ from torchtune import training
 from recipe_utils.dinov3.backbone import PatchEmbedding
 from recipe_utils.dinov3.images.crop_rows import of_global_crops
 from recipe_utils.dinov3.koleo import gradient_of_all
-from recipe_utils.dinov3.self_distillation import (
-    ObjectiveSettings,
-    TeacherBottlenecks,
-    TeacherViews,
-)
+from recipe_utils.dinov3.self_distillation import ObjectiveSettings, TeacherBottlenecks, TeacherViews
 from recipe_utils.dinov3.sinkhorn import num_prototypes_used, sinkhorn
 from recipe_utils.distillation.losses import TeacherHidden
 from recipe_utils.losses.attach import HiddenAtTargets
@@ -40,11 +36,7 @@ class AverageTeacher:
     """
 
     def __init__(
-        self,
-        build: Callable[[Any], nn.Module],
-        objective: ObjectiveSettings,
-        modules: ModelSettings,
-        ranks: Ranks,
+        self, build: Callable[[Any], nn.Module], objective: ObjectiveSettings, modules: ModelSettings, ranks: Ranks
     ) -> None:
         self._objective = objective
         self._modules = modules
@@ -56,9 +48,7 @@ class AverageTeacher:
         self.gram_model = build(states_of_patches) if objective.gram_loss_weight else None
         """An earlier average for the Gram loss; None without that loss."""
 
-    def set_up(
-        self, student: nn.Module, pipeline: Pipeline | None, weights: Mapping[str, Tensor]
-    ) -> None:
+    def set_up(self, student: nn.Module, pipeline: Pipeline | None, weights: Mapping[str, Tensor]) -> None:
         """Initializes the average with ``weights``, the full weights of the student."""
         modules, ranks = self._modules, self._ranks
         for model in filter(None, (self.model, self.gram_model)):
@@ -67,9 +57,7 @@ class AverageTeacher:
             for module in model.modules():
                 if isinstance(module, PatchEmbedding):
                     module.sees_masked_patches = True
-        stages_of = partial(
-            build_pipeline, settings=modules, dtype=modules.torch_dtype, ranks=ranks
-        )
+        stages_of = partial(build_pipeline, settings=modules, dtype=modules.torch_dtype, ranks=ranks)
         self._student = student
         self._forward = FrozenModel(self.model, stages_of(self.model), ranks.device)
         self._student_forward = FrozenModel(student, pipeline, ranks.device)
@@ -116,9 +104,7 @@ class AverageTeacher:
             num_used = num_prototypes_used(of_crops, prototypes, temperature, crop_biases, group)
             yield taught, num_used * self._ranks.dims.pp
 
-    def _biases(
-        self, prototypes: Tensor, rows: Sequence[Tensor], temperature: float
-    ) -> list[Tensor]:
+    def _biases(self, prototypes: Tensor, rows: Sequence[Tensor], temperature: float) -> list[Tensor]:
         """Returns the dual variable of each microbatch's rows: shared by the update step, or per microbatch."""
         num_iterations = self._objective.sinkhorn_iterations
         if self._objective.sinkhorn_over == "microbatch":
@@ -126,9 +112,7 @@ class AverageTeacher:
         dual = sinkhorn(rows, prototypes, temperature, num_iterations, self._dp_group)
         return [dual] * len(rows)
 
-    def _koleo_of(
-        self, seen: Sequence[Microbatch], max_images: int
-    ) -> dict[int, tuple[Tensor, Tensor]]:
+    def _koleo_of(self, seen: Sequence[Microbatch], max_images: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Returns KoLeo's gradient and mean for each microbatch, over all images of the update step as one group."""
         found = self._student_forward.outputs(seen)
         if not found:  # the last stage is on another rank
@@ -151,9 +135,7 @@ class AverageTeacher:
 
 
 @torch.no_grad()
-def update_average(
-    average: nn.Module, model: nn.Module, momentum: float, grad_norm: Tensor | None = None
-) -> None:
+def update_average(average: nn.Module, model: nn.Module, momentum: float, grad_norm: Tensor | None = None) -> None:
     """Computes average = momentum * average + (1 - momentum) * model, without a device synchronization.
 
     (Polyak and Juditsky 1992; as a teacher Tarvainen and Valpola, arXiv:1703.01780.) Each rank

@@ -42,9 +42,7 @@ class PatchEmbedding(nn.Module):
     Registers are learned tokens of each crop besides the class token (arXiv:2309.16588).
     """
 
-    def __init__(
-        self, patch_size: int, num_channels: int, embed_dim: int, num_registers: int
-    ) -> None:
+    def __init__(self, patch_size: int, num_channels: int, embed_dim: int, num_registers: int) -> None:
         super().__init__()
         self.patch_size = patch_size
         self.num_channels = num_channels
@@ -56,9 +54,7 @@ class PatchEmbedding(nn.Module):
         self.mask_token = nn.Parameter(torch.zeros(embed_dim))
         self.cls_token = nn.Parameter(torch.zeros(embed_dim))
         # None instead of an empty parameter, which FSDP2 cannot shard.
-        self.register_tokens = (
-            nn.Parameter(torch.zeros(num_registers, embed_dim)) if num_registers else None
-        )
+        self.register_tokens = nn.Parameter(torch.zeros(num_registers, embed_dim)) if num_registers else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embeds tokens [b, s, 1 + c * p * p] as [b, s, d], in the dtype of the weights."""
@@ -142,9 +138,7 @@ class VisionTransformer(TransformerDecoder):
         """Number of draws that a student's ``input_pos`` contains: one per residual branch."""
         return 2 * len(self.layers) if self.drop_path > 0 else 0
 
-    def forward(
-        self, tokens: Tensor, *, input_pos: Tensor, crop_groups: CropGroups | None = None
-    ) -> Any:
+    def forward(self, tokens: Tensor, *, input_pos: Tensor, crop_groups: CropGroups | None = None) -> Any:
         """Returns hidden states after the final norm [b, s, d], or the output of ``output`` or of a loss module.
 
         Args:
@@ -178,9 +172,7 @@ class VisionTransformer(TransformerDecoder):
         return (draws >= self.drop_path).to(dtype) / (1 - self.drop_path)
 
 
-def rotation_of(
-    centers: Tensor, head_dim: int, base: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rotation_of(centers: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns cosines and signed sines of the rotation, [b, s, 1, w] each.
 
     Angles are 2 pi * center * base^(-4 i / w) for i < w / 4, by rows for the first and by columns
@@ -212,10 +204,7 @@ def attend_within_crops(
     # split and cat, because the backward of a slice fills a gradient of the whole row.
     parts = zip(*(each.transpose(1, 2).split(sizes, dim=1) for each in (q, k, v)), strict=True)
     for (num_crops, length), of_group in zip(mask, parts, strict=True):
-        q, k, v = (
-            part.reshape(num_crops, length, num_heads, head_dim).transpose(1, 2)
-            for part in of_group
-        )
+        q, k, v = (part.reshape(num_crops, length, num_heads, head_dim).transpose(1, 2) for part in of_group)
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
         attended.append(out.transpose(1, 2).reshape(1, num_crops * length, num_heads, head_dim))
     # Concatenated as [b, s, h, w], the layout that the caller needs next.

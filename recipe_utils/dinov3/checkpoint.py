@@ -45,10 +45,7 @@ _HF_NAMES = {
 """Parameter, or module with weight and bias -> its name in DINOv3ViTModel; ``{}`` is the layer."""
 _HF_NAMES_OF_MLP = {
     False: {"layers.{}.mlp.w1": "layer.{}.mlp.up_proj"},
-    True: {
-        "layers.{}.mlp.w1": "layer.{}.mlp.gate_proj",
-        "layers.{}.mlp.w3": "layer.{}.mlp.up_proj",
-    },
+    True: {"layers.{}.mlp.w1": "layer.{}.mlp.gate_proj", "layers.{}.mlp.w3": "layer.{}.mlp.up_proj"},
 }
 """Keys: True for a gated MLP."""
 
@@ -65,13 +62,7 @@ _ARGUMENTS = {
     "layer_norm_eps": ("norm_eps", 1e-5),
 }
 """Key of ``config.json`` -> argument of ``dinov3_vit``, and transformers' default for the key."""
-_FIXED = {
-    "query_bias": True,
-    "key_bias": False,
-    "value_bias": True,
-    "proj_bias": True,
-    "mlp_bias": True,
-}
+_FIXED = {"query_bias": True, "key_bias": False, "value_bias": True, "proj_bias": True, "mlp_bias": True}
 """Key of ``config.json`` -> required value, which is transformers' default."""
 _PREPROCESSOR = {
     "image_processor_type": "DINOv3ViTImageProcessorFast",
@@ -199,9 +190,7 @@ class DINOv3Checkpointer:
         image_std: Sequence[float] | None = None,
     ) -> None:
         if (image_mean is None) != (image_std is None):
-            raise ValueError(
-                f"checkpointer.image_mean={image_mean}: image_std={image_std}; set both, or neither"
-            )
+            raise ValueError(f"checkpointer.image_mean={image_mean}: image_std={image_std}; set both, or neither")
         with torch.device("meta"):
             made = config.instantiate(OmegaConf.create(dict(model)))
         arguments = getattr(made, "arguments", {})

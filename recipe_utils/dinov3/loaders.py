@@ -12,13 +12,7 @@ from recipe_utils.dinov3.backbone import layer_of
 from recipe_utils.dinov3.images.crop_rows import TokenLayout
 from recipe_utils.dinov3.images.folders import check_is_image
 from recipe_utils.dinov3.images.multi_crop import MultiCrop
-from recipe_utils.dinov3.images.views import (
-    ImageCollator,
-    ViewCollator,
-    Views,
-    ViewSettings,
-    WholeImages,
-)
+from recipe_utils.dinov3.images.views import ImageCollator, ViewCollator, Views, ViewSettings, WholeImages
 from recipe_utils.dinov3.nearest_neighbors import NearestNeighbors
 from recipe_utils.optim.optimizer import make_optimizer, trained_parameters
 from recipe_utils.parallel.ranks import Ranks
@@ -29,11 +23,7 @@ from recipe_utils.update_steps.samples import load_dataset
 
 
 def build_image_loaders(
-    cfg: DictConfig,
-    transform: MultiCrop,
-    layout: TokenLayout,
-    settings: Any,
-    ranks: Ranks,
+    cfg: DictConfig, transform: MultiCrop, layout: TokenLayout, settings: Any, ranks: Ranks
 ) -> tuple[UpdateStepLoader, NearestNeighbors | None]:
     """Builds the loader of views of ``dataset`` and, if training validates, a k-NN classifier.
 
@@ -68,9 +58,7 @@ def build_image_loaders(
         return loader, NearestNeighbors(bank, images, settings.knn_neighbors, ranks)
 
 
-def build_optimizer_by_depth(
-    cfg: DictConfig, model: nn.Module, whole: Any, schedules: Any
-) -> Optimizer:
+def build_optimizer_by_depth(cfg: DictConfig, model: nn.Module, whole: Any, schedules: Any) -> Optimizer:
     """Builds the optimizer of a vision transformer with learning rates by depth.
 
     ``model`` may be pipeline stages of ``whole``; ``schedules`` are ScheduleSettings and OptimizerSettings.

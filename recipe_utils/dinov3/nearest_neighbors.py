@@ -27,9 +27,7 @@ class NearestNeighbors:
     bank's images are those to classify.
     """
 
-    def __init__(
-        self, bank: UpdateStepLoader, images: UpdateStepLoader, num_neighbors: int, ranks: Ranks
-    ) -> None:
+    def __init__(self, bank: UpdateStepLoader, images: UpdateStepLoader, num_neighbors: int, ranks: Ranks) -> None:
         if num_neighbors > len(bank.dataset):
             has = f"{bank.dataset.name} has {len(bank.dataset)} images"
             raise ValueError(f"knn_neighbors={num_neighbors}: {has}; set it to fewer")
@@ -51,9 +49,7 @@ class NearestNeighbors:
 
         Raises SampleError if fewer than ``num_neighbors`` images of the bank are usable.
         """
-        (bank, bank_labels, num_bank), (states, labels, _) = (
-            self._of(loader, states_of) for loader in self._loaders
-        )
+        (bank, bank_labels, num_bank), (states, labels, _) = (self._of(loader, states_of) for loader in self._loaders)
         if num_bank < self._num_neighbors:  # a total over ranks, so all of them raise
             dataset = self._loaders[0].dataset
             raise SampleError(

@@ -23,9 +23,7 @@ from recipe_utils.settings.keys import STRICT, Count, OnlyWith
 from recipe_utils.settings.problems import Problem
 from recipe_utils.update_steps.settings import DataSettings
 
-HeadArguments = Annotated[
-    dict[str, Any], MadeWith(1, default="recipe_utils.dinov3.self_distillation.PrototypeHead")
-]
+HeadArguments = Annotated[dict[str, Any], MadeWith(1, default="recipe_utils.dinov3.self_distillation.PrototypeHead")]
 """Config of a :class:`PrototypeHead`, without ``embed_dim``."""
 
 
@@ -184,11 +182,7 @@ class SelfDistillationLoss:
         self.compile_chunks = self.divergence.compile_chunks
 
     def __call__(
-        self,
-        output: SelfDistillationHeads,
-        hidden: Tensor,
-        targets: ViewTargets,
-        backward_in_parts: bool = False,
+        self, output: SelfDistillationHeads, hidden: Tensor, targets: ViewTargets, backward_in_parts: bool = False
     ) -> Tensor:
         """Returns SUMS over the images of a microbatch, [7], at least fp32; without images 0, with a graph.
 
@@ -269,9 +263,7 @@ class TeacherBottlenecks:
         return output.dino(cls), output.ibot(states.index_select(0, targets.masked_positions))
 
 
-def _pairs_of_crops(
-    num_images: int, num_local: int, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
+def _pairs_of_crops(num_images: int, num_local: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Returns indices of the student's and the teacher's crops to compare: global crops, then local ones."""
     of_teacher = torch.arange(2 * num_images, device=device)
     local = torch.arange(num_images * num_local, device=device)

@@ -2,8 +2,4 @@
 
 from recipe_utils import exported
 
-__getattr__ = exported(
-    {
-        "LinearDistillationLoss": "recipe_utils.distillation.losses",
-    }
-)
+__getattr__ = exported({"LinearDistillationLoss": "recipe_utils.distillation.losses"})

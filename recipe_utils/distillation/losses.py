@@ -16,13 +16,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules import loss as stock
 from torchtune.modules.tied_linear import TiedLinear
 
-from recipe_utils.losses.chunks import (
-    ChunkedLoss,
-    add_by_sample,
-    chunks_of,
-    compiled_for_all_lengths,
-    losses_by_target,
-)
+from recipe_utils.losses.chunks import ChunkedLoss, add_by_sample, chunks_of, compiled_for_all_lengths, losses_by_target
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.update_steps.step import Targets
 
@@ -86,9 +80,7 @@ def reverse_kl(log_q: Tensor, log_p: Tensor, p: Tensor) -> tuple[Tensor, Tensor]
     return h.sum(1), h
 
 
-def symmetric_kl(
-    log_q: Tensor, log_p: Tensor, p: Tensor, part_of_forward: float
-) -> tuple[Tensor, Tensor]:
+def symmetric_kl(log_q: Tensor, log_p: Tensor, p: Tensor, part_of_forward: float) -> tuple[Tensor, Tensor]:
     """Returns a weighted mean of both; ``part_of_forward`` is torchtune's ``sym_kd_ratio``."""
     reverse, h = reverse_kl(log_q, log_p.clone(), p.clone())
     h.mul_(1 - part_of_forward)
@@ -97,9 +89,7 @@ def symmetric_kl(
     return divergence, h.add_(of_forward, alpha=part_of_forward)
 
 
-def jensen_shannon(
-    log_q: Tensor, log_p: Tensor, p: Tensor, part_of_teacher: float
-) -> tuple[Tensor, Tensor]:
+def jensen_shannon(log_q: Tensor, log_p: Tensor, p: Tensor, part_of_teacher: float) -> tuple[Tensor, Tensor]:
     """Returns b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q and b = ``part_of_teacher``.
 
     The generalized divergence of on-policy distillation (Agarwal et al. 2024, arXiv:2306.13649,
@@ -150,9 +140,7 @@ class LinearDistillationLoss(ChunkedLoss):
             "js": partial(jensen_shannon, part_of_teacher=mixture),
         }
         if divergence not in divergences:
-            raise ValueError(
-                f"kd_loss.divergence={divergence}: unknown; set it to one of {', '.join(divergences)}"
-            )
+            raise ValueError(f"kd_loss.divergence={divergence}: unknown; set it to one of {', '.join(divergences)}")
         temperatures = {"temperature": temperature, "teacher_temperature": teacher_temperature}
         for name, value in temperatures.items():
             # Beyond, softmax has no gradient in fp32.
@@ -164,9 +152,7 @@ class LinearDistillationLoss(ChunkedLoss):
                 "divergence=js; set divergence=forward or reverse for one side alone"
             )
         if mixture != 0.5 and divergence in ("forward", "reverse"):
-            raise ValueError(
-                f"kd_loss.mixture={mixture}: it has no effect with divergence={divergence}; remove it"
-            )
+            raise ValueError(f"kd_loss.mixture={mixture}: it has no effect with divergence={divergence}; remove it")
         self.divergence = divergences[divergence]
         self.temperature = temperature
         self.teacher_temperature = teacher_temperature or temperature
@@ -181,19 +167,13 @@ class LinearDistillationLoss(ChunkedLoss):
         They are not split then: compiled code keeps intermediate results in caches.
         """
 
-        def normalize_and_sum(
-            logits: Tensor, of_teacher: Tensor, *others: Any
-        ) -> tuple[Tensor, Tensor | None]:
+        def normalize_and_sum(logits: Tensor, of_teacher: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
             return self._sums_and_gradient(logits, F.log_softmax(of_teacher, dim=-1), *others)
 
         self._compute = compiled_for_all_lengths(normalize_and_sum, backend)
 
     def forward(
-        self,
-        output: nn.Module | TiedLinear,
-        hidden: Tensor,
-        targets: Targets,
-        backward_in_parts: bool = False,
+        self, output: nn.Module | TiedLinear, hidden: Tensor, targets: Targets, backward_in_parts: bool = False
     ) -> Tensor:
         """Returns SUMS over the targets, [5], at least fp32; only the first has a gradient.
 
@@ -222,9 +202,7 @@ class LinearDistillationLoss(ChunkedLoss):
         ``labels`` [n] may be None if ``kd_ratio`` is 1. ``losses`` [n] are set. See :meth:`forward`.
         """
 
-        def chunk_loss(
-            logits: Tensor, rows: slice, needs_gradient: bool
-        ) -> tuple[Tensor, Tensor | None]:
+        def chunk_loss(logits: Tensor, rows: slice, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
             of_teacher = teacher.logits_like(logits, rows, self.teacher_temperature)
             label = labels[rows] if labels is not None else None
             sums, gradient = self._compute(logits, of_teacher, label, needs_gradient)
@@ -239,11 +217,7 @@ class LinearDistillationLoss(ChunkedLoss):
         return self.sum_over_chunks(output, hidden, chunk_loss, len(SUMS), backward_in_parts)
 
     def _in_slices(
-        self,
-        logits: Tensor,
-        of_teacher: Tensor,
-        label: Tensor | None,
-        needs_gradient: bool,
+        self, logits: Tensor, of_teacher: Tensor, label: Tensor | None, needs_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Computes few rows at a time, which fit into caches; the gradient overwrites the logits."""
         sums = logits.new_empty(len(SUMS), len(logits))
@@ -251,21 +225,14 @@ class LinearDistillationLoss(ChunkedLoss):
         for few in chunks_of(len(logits), max(1, at_once // logits.size(1))):
             of_teacher[few] = F.log_softmax(of_teacher[few], dim=-1)
             sums[:, few], gradient = self._sums_and_gradient(
-                logits[few],
-                of_teacher[few],
-                None if label is None else label[few],
-                needs_gradient,
+                logits[few], of_teacher[few], None if label is None else label[few], needs_gradient
             )
             if gradient is not None:
                 logits[few] = gradient
         return sums, logits if needs_gradient else None
 
     def _sums_and_gradient(
-        self,
-        logits: Tensor,
-        log_p: Tensor,
-        label: Tensor | None,
-        needs_gradient: bool,
+        self, logits: Tensor, log_p: Tensor, label: Tensor | None, needs_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Returns SUMS of each row, [5, c], and the loss's gradient for the logits, [c, v] or None.
 
@@ -285,9 +252,7 @@ class LinearDistillationLoss(ChunkedLoss):
             log_q = log_probs
         else:
             common = logits[:, :num_tokens]
-            log_q = F.log_softmax(
-                common if self.temperature == 1 else common / self.temperature, dim=-1
-            )
+            log_q = F.log_softmax(common if self.temperature == 1 else common / self.temperature, dim=-1)
         p = log_p.exp()
         entropy = -(p * log_p).sum(1)
         most_likely = log_p.argmax(1, keepdim=True)
@@ -327,16 +292,10 @@ _STOCK: dict[type, Kind] = {
     stock.SymmetricKLLoss: "symmetric",
     stock.SymmetricKLWithChunkedOutputLoss: "symmetric",
 }
-_STOCK_CROSS_ENTROPIES = (
-    nn.CrossEntropyLoss,
-    stock.CEWithChunkedOutputLoss,
-    LinearCrossEntropyLoss,
-)
+_STOCK_CROSS_ENTROPIES = (nn.CrossEntropyLoss, stock.CEWithChunkedOutputLoss, LinearCrossEntropyLoss)
 
 
-def make_distillation_loss(
-    loss_fn: Any, kd_loss_fn: Any | None, kd_ratio: float
-) -> LinearDistillationLoss:
+def make_distillation_loss(loss_fn: Any, kd_loss_fn: Any | None, kd_ratio: float) -> LinearDistillationLoss:
     """Combines a cross-entropy and a divergence into one loss. Raises ValueError for other losses.
 
     Args:
@@ -356,8 +315,7 @@ def make_distillation_loss(
     smoothing = getattr(loss_fn, "label_smoothing", 0.0)
     if getattr(loss_fn, "weight", None) is not None or smoothing:
         raise ValueError(
-            f"loss: {name} with class weights or label_smoothing={smoothing} is no plain cross-entropy; "
-            "leave both out"
+            f"loss: {name} with class weights or label_smoothing={smoothing} is no plain cross-entropy; leave both out"
         )
     if not isinstance(kd_loss_fn, LinearDistillationLoss):
         kind = _STOCK.get(type(kd_loss_fn))

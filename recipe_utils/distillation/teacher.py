@@ -102,9 +102,7 @@ class Teacher:
         )
         self.whole = build_on_meta(self._make_model, self._modules)
         if not hasattr(getattr(self.whole, "decoder", self.whole), "unembed"):
-            raise ValueError(
-                f"a {type(self.whole).__name__} returns no hidden states; set it to a torchtune decoder"
-            )
+            raise ValueError(f"a {type(self.whole).__name__} returns no hidden states; set it to a torchtune decoder")
         if find_adapters(self.whole).modules:
             raise ValueError(
                 "it has adapters, and a teacher is a model without them; set it to the plain builder, and "
@@ -130,9 +128,7 @@ class Teacher:
             if is_same:
                 _log.info(text)
             else:
-                _log.warning(
-                    f"{text}; not compared, since not both have a tokenizer.json beside their weights"
-                )
+                _log.warning(f"{text}; not compared, since not both have a tokenizer.json beside their weights")
 
     def set_up(self, student: nn.Module, longest_row: int, row_groups: RowGroups) -> dict[str, str]:
         """Builds the model with its weights.

@@ -32,9 +32,7 @@ def build_once(
     def changes() -> str:
         before, now = recorded() or {}, made_from or {}
         return ", ".join(
-            f"{name} is {now.get(name)} and was {value}"
-            for name, value in before.items()
-            if now.get(name) != value
+            f"{name} is {now.get(name)} and was {value}" for name, value in before.items() if now.get(name) != value
         )
 
     # In this order: another process may delete the file in between.

@@ -35,9 +35,7 @@ def train_byte_pairs(texts: Iterable[str], num_tokens: int) -> Ranks:
     # Must be that of the encoding, or learned tokens would not occur.
     tokenizer.pre_tokenizer = _pre_tokenizer()
     trainer = BpeTrainer(
-        vocab_size=num_tokens,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=num_tokens, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     byte_of = {char: byte for byte, char in enumerate(_printable_bytes())}
@@ -78,9 +76,7 @@ def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[
     names = sorted(special_tokens, key=special_tokens.__getitem__)
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in names])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN} $A",
-        pair=f"{BEGIN} $A {BEGIN}:1 $B:1",
-        special_tokens=[(BEGIN, special_tokens[BEGIN])],
+        single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN}:1 $B:1", special_tokens=[(BEGIN, special_tokens[BEGIN])]
     )
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -90,10 +86,7 @@ def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    return {
-        "tokenizer_config.json": json.dumps(settings, indent=2),
-        "tokenizer.json": tokenizer.to_str(pretty=True),
-    }
+    return {"tokenizer_config.json": json.dumps(settings, indent=2), "tokenizer.json": tokenizer.to_str(pretty=True)}
 
 
 def _pairs_of(token: bytes, ranks: Ranks) -> list[tuple[bytes, bytes]]:

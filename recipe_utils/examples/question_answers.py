@@ -86,9 +86,7 @@ def dataset_of(name: str, collect: Callable[[], Pairs]) -> Callable[..., Dataset
     return dataset
 
 
-def _tokens_and_labels(
-    transform: SFTTransform, train_on_input: bool, question: str, answer: str
-) -> dict[str, Any]:
+def _tokens_and_labels(transform: SFTTransform, train_on_input: bool, question: str, answer: str) -> dict[str, Any]:
     messages = [
         Message(role="user", content=question, masked=not train_on_input),
         Message(role="assistant", content=answer, masked=False),

@@ -99,14 +99,8 @@ def _collect(docstrings_path: str) -> list[list[dict[str, str]]]:
         if name in code_of and len(answer) <= _MAX_CHARACTERS:
             messages = [
                 {"role": "user", "content": question},
-                {
-                    "role": "assistant",
-                    "reasoning_content": code_of[name].strip(),
-                    "content": answer.strip(),
-                },
+                {"role": "assistant", "reasoning_content": code_of[name].strip(), "content": answer.strip()},
             ]
             turns[name.rpartition(".")[0]].append(messages)
-    parts = (
-        each[i : i + _MAX_TURNS] for each in turns.values() for i in range(0, len(each), _MAX_TURNS)
-    )
+    parts = (each[i : i + _MAX_TURNS] for each in turns.values() for i in range(0, len(each), _MAX_TURNS))
     return [[message for turn in part for message in turn] for part in parts if len(part) > 1]

@@ -15,14 +15,7 @@ from typing import Any
 from torchtune.models.llama3 import Llama3Tokenizer
 
 from recipe_utils.examples.build_once import build_once
-from recipe_utils.examples.byte_pairs import (
-    BEGIN,
-    END,
-    PAD,
-    hugging_face_files,
-    tiktoken_file,
-    train_byte_pairs,
-)
+from recipe_utils.examples.byte_pairs import BEGIN, END, PAD, hugging_face_files, tiktoken_file, train_byte_pairs
 from recipe_utils.examples.question_answers import Pairs, dataset_of, pairs_in_file
 from recipe_utils.examples.stdlib_sources import definitions, library_dir, library_sources
 from recipe_utils.files import write_atomically

@@ -18,10 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
@@ -116,9 +113,7 @@ def main() -> None:
             raise ConfigError(f"torch={torch.__version__}: {text}")
         logging.disable(logging.WARNING)
         names = dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
-        os.environ.update(
-            names, **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(given.ranks))
-        )
+        os.environ.update(names, **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(given.ranks)))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.ranks)
         try:
             forecast(recipe, cfg, given)

@@ -78,10 +78,7 @@ class FakeTraining:
                 custom_sharded_layers=settings.teacher_custom_sharded_layers,
                 quantizer=None,
             )
-            make_frozen, of_frozen = (
-                partial(config.instantiate, cfg.teacher_model),
-                HiddenAtTargets(),
-            )
+            make_frozen, of_frozen = (partial(config.instantiate, cfg.teacher_model), HiddenAtTargets())
             teacher = build("teacher_model", build_on_meta, make_frozen, modules)
         limits = limits_of(whole, self.ranks.device, False, self.ranks.dims.tp, teacher)
         tokens: Any = SimpleNamespace(pad_id=0, max_seq_len=cfg.tokenizer.get("max_seq_len"))

@@ -39,9 +39,7 @@ class PartMask:
         self.group = group
 
 
-def heads_of_row(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of_row(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Exchanges the tokens of this rank's part for heads of the whole row, in one collective.
 
     Takes q [s, h, d], k and v [s, g, d]; returns [c * s, h / c, d] and twice [c * s, g' / c, d]. The
@@ -58,9 +56,7 @@ def heads_of_row(
     received = _all_to_all(torch.cat(parts, dim=2).transpose(0, 1), group)
     row = received.transpose(0, 1).flatten(0, 1)  # token i of the row is on rank i % c
     of_row = row.split([part.size(2) for part in parts], dim=1)
-    q, k, v = (
-        own.unflatten(1, (-1, each.size(2))) for own, each in zip(of_row, (q, k, v), strict=True)
-    )
+    q, k, v = (own.unflatten(1, (-1, each.size(2))) for own, each in zip(of_row, (q, k, v), strict=True))
     return q, k, v
 
 

@@ -2,8 +2,4 @@
 
 from recipe_utils import exported
 
-__getattr__ = exported(
-    {
-        "LinearCrossEntropyLoss": "recipe_utils.losses.cross_entropy",
-    }
-)
+__getattr__ = exported({"LinearCrossEntropyLoss": "recipe_utils.losses.cross_entropy"})

@@ -80,9 +80,7 @@ def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
         def unembed(hidden: Tensor) -> Any:
             if not targets_in_forward:
                 return logits_of(hidden)
-            sums: Any = loss_fn(
-                decoder.output, decoder.norm(hidden), targets_in_forward.pop(), backward_in_parts
-            )
+            sums: Any = loss_fn(decoder.output, decoder.norm(hidden), targets_in_forward.pop(), backward_in_parts)
             if isinstance(sums, Tensor) and sums.dim() == 0:
                 return torch.stack([sums])  # not a view, for which FSDP2 warns
             return sums
@@ -131,8 +129,7 @@ class SummedLoss:
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
         if isinstance(loss_fn, nn.NLLLoss):
             raise ValueError(
-                "loss: NLLLoss takes log-probabilities, and a model returns logits; set it to "
-                "torch.nn.CrossEntropyLoss"
+                "loss: NLLLoss takes log-probabilities, and a model returns logits; set it to torch.nn.CrossEntropyLoss"
             )
         reduction = getattr(loss_fn, "reduction", "mean")
         if reduction not in ("mean", "sum"):

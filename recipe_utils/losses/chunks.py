@@ -44,9 +44,7 @@ class ChunkedLoss(nn.Module):
 
     takes_hidden_states = True
 
-    def __init__(
-        self, tokens_per_chunk: int, num_output_chunks: int, ignore_index: int, key: str
-    ) -> None:
+    def __init__(self, tokens_per_chunk: int, num_output_chunks: int, ignore_index: int, key: str) -> None:
         super().__init__()
         sizes = {"tokens_per_chunk": tokens_per_chunk, "num_output_chunks": num_output_chunks}
         for name, size in sizes.items():
@@ -102,9 +100,7 @@ def compiled_for_all_lengths(function: Callable[..., Any], backend: Any) -> Call
         # The compiler would specialize on 0 and 1 rows, and on the sizes of tensors that vectors are slices of.
         if len(logits) < 2:
             return function(logits, *others)
-        return compiled(
-            logits, *(e.clone() if isinstance(e, Tensor) and e.dim() == 1 else e for e in others)
-        )
+        return compiled(logits, *(e.clone() if isinstance(e, Tensor) and e.dim() == 1 else e for e in others))
 
     return call
 

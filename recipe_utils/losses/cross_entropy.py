@@ -6,12 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules.tied_linear import TiedLinear
 
-from recipe_utils.losses.chunks import (
-    ChunkedLoss,
-    add_by_sample,
-    compiled_for_all_lengths,
-    losses_by_target,
-)
+from recipe_utils.losses.chunks import ChunkedLoss, add_by_sample, compiled_for_all_lengths, losses_by_target
 from recipe_utils.update_steps.step import Targets
 
 
@@ -24,9 +19,7 @@ class LinearCrossEntropyLoss(ChunkedLoss):
 
     sums_by_sample = True
 
-    def __init__(
-        self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8, ignore_index: int = -100
-    ) -> None:
+    def __init__(self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8, ignore_index: int = -100) -> None:
         super().__init__(tokens_per_chunk, num_output_chunks, ignore_index, "loss")
         self._cross_entropy = _cross_entropy
 
@@ -35,11 +28,7 @@ class LinearCrossEntropyLoss(ChunkedLoss):
         self._cross_entropy = compiled_for_all_lengths(_cross_entropy, backend)
 
     def forward(
-        self,
-        output: nn.Module | TiedLinear,
-        hidden: Tensor,
-        targets: Targets,
-        backward_in_parts: bool = False,
+        self, output: nn.Module | TiedLinear, hidden: Tensor, targets: Targets, backward_in_parts: bool = False
     ) -> Tensor:
         """Returns the loss summed over the targets [nats], shape [], at least fp32; 0 without targets.
 
@@ -52,9 +41,7 @@ class LinearCrossEntropyLoss(ChunkedLoss):
             weights = weights[targets.sample_positions]
         by_target = losses_by_target(targets, hidden)
 
-        def chunk_loss(
-            logits: Tensor, rows: slice, needs_gradient: bool
-        ) -> tuple[Tensor, Tensor | None]:
+        def chunk_loss(logits: Tensor, rows: slice, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
             given = [logits]
             del logits  # a second reference would keep them alive longer
             of_rows = None if weights is None else weights[rows]

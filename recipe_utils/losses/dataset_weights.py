@@ -33,7 +33,9 @@ class LossWeightSettings:
         with suppress(ValueError):  # a problem of ``loss`` by itself
             path = str(loss.get("_component_"))
             if not hasattr(component_at(path), "sums_by_sample"):
-                text = f"{path} cannot weight targets; set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
+                text = (
+                    f"{path} cannot weight targets; set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
+                )
         yield from refused_weights(text, dataset=dataset)
         entries = dataset if isinstance(dataset, list) else []
         if not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
@@ -53,9 +55,7 @@ class LossWeightSettings:
         return given * (number.sum() / (given * number).sum().clamp(min=1e-300))
 
 
-def refused_weights(
-    text: str = "this recipe weights no datasets; remove it", **datasets: Any
-) -> Iterator[Problem]:
+def refused_weights(text: str = "this recipe weights no datasets; remove it", **datasets: Any) -> Iterator[Problem]:
     """Yields each ``loss_weight`` that is wrong, in entries of datasets by config key.
 
     With ``text``, the reason why weights have no effect, any but 1 is wrong.
@@ -69,18 +69,14 @@ def refused_weights(
                 yield Problem(f"{key}.{index}.loss_weight", reason, weight)
 
 
-def losses_by_dataset(
-    sums: Tensor, totals: Mapping[str, int], prefix: str = ""
-) -> dict[str, Tensor]:
+def losses_by_dataset(sums: Tensor, totals: Mapping[str, int], prefix: str = "") -> dict[str, Tensor]:
     """Returns sums [k] of named datasets with targets as ``loss/NAME``, times N / n of ``totals``.
 
     Divided by all N target tokens, they are means over the dataset's n.
     """
     names = [name for name in totals if name.startswith(OF_DATASET)]
     return {
-        f"{prefix}loss/{name.removeprefix(OF_DATASET)}": part
-        * totals["target_tokens"]
-        / totals[name]
+        f"{prefix}loss/{name.removeprefix(OF_DATASET)}": part * totals["target_tokens"] / totals[name]
         for name, part in zip(names, sums, strict=False)
         if totals[name]
     }

@@ -25,13 +25,7 @@ from recipe_utils.models.adapters.qat import simulate_quantization
 from recipe_utils.models.attention.packed_attention import missing_for_triton
 from recipe_utils.models.kernels import fuse_norms_and_rope
 from recipe_utils.models.pipeline.schedule import PipelineSettings, stages_of_rank
-from recipe_utils.models.pipeline.stages import (
-    Stages,
-    WholeModel,
-    cut_to_stage,
-    layers_of_stages,
-    ties_output,
-)
+from recipe_utils.models.pipeline.stages import Stages, WholeModel, cut_to_stage, layers_of_stages, ties_output
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import Ranks, resolve_device
 from recipe_utils.settings.components import Component
@@ -153,9 +147,7 @@ class ModelSettings(PipelineSettings):
             except Exception as error:
                 yield self._problem("dtype", f"{error}; set it to fp32")
         if self.tensor_parallel_dim > 1 and self.tensor_parallel_plan is None:
-            text = (
-                "set tensor_parallel_plan, too, such as torchtune.models.llama3.base_llama_tp_plan"
-            )
+            text = "set tensor_parallel_plan, too, such as torchtune.models.llama3.base_llama_tp_plan"
             yield self._problem("tensor_parallel_dim", text)
         if self.tensor_parallel_dim > 1 and self.quantizer is not None:
             text = "a quantizer needs whole weights; set tensor_parallel_dim=1"
@@ -164,10 +156,7 @@ class ModelSettings(PipelineSettings):
     def _problems_of_kernels(self, device: torch.device) -> Iterator[Problem]:
         kernel = self.packed_attention
         if kernel in ("varlen", "flex") and device.type != "cuda":
-            text = (
-                f"it needs device=cuda; on device={device.type} leave it out, or set "
-                "packed_attention=by_document"
-            )
+            text = f"it needs device=cuda; on device={device.type} leave it out, or set packed_attention=by_document"
             yield self._problem("packed_attention", text)
         missing = missing_for_triton()
         by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
@@ -295,9 +284,7 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
     if hasattr(model, "proof"):
         reason = f"{type(decoder.model).__name__} of transformers cannot be split"
     elif isinstance(decoder.output, TiedLinear):
-        reason = (
-            "torchtune's plans cannot split the weight that output layer and tok_embeddings share"
-        )
+        reason = "torchtune's plans cannot split the weight that output layer and tok_embeddings share"
     elif adapters.modules:
         reason = "torchtune's plans cannot split LoRA's layers"
     if tp_degree > 1 and reason:
@@ -326,15 +313,11 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
     if recomputes and hasattr(model, "recompute_layers"):
         model.recompute_layers(settings.ac_option or 1)  # type: ignore[operator]
     elif settings.enable_activation_checkpointing:
-        training.set_activation_checkpointing(
-            model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
-        )
+        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     elif settings.ac_mode is not None:
         apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
         for module in model.modules():
-            if isinstance(
-                module, CheckpointWrapper
-            ):  # torchtune's would draw other masks of dropout
+            if isinstance(module, CheckpointWrapper):  # torchtune's would draw other masks of dropout
                 module.checkpoint_fn.keywords["preserve_rng_state"] = True
     if is_sharded or is_cast:
         # On a single rank FSDP2 would copy frozen weights at each all-gather, so they stay outside of it.

@@ -19,9 +19,7 @@ class DoublePrecision(TorchFunctionMode):
     def __init__(self, only_casts: bool = False) -> None:
         self._only_casts = only_casts
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.float:
             func = torch.Tensor.double

@@ -17,12 +17,7 @@ from torchtune.modules.peft import DoRALinear, disable_adapter
 from recipe_utils.models.construct import ModelSettings, build_model
 from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
 from recipe_utils.models.pipeline.stages import Stages
-from recipe_utils.models.weights import (
-    check_weights,
-    crc32_of_weights,
-    fingerprint_of_config,
-    load_weights,
-)
+from recipe_utils.models.weights import check_weights, crc32_of_weights, fingerprint_of_config, load_weights
 from recipe_utils.optim.optimizer import trained_parameters
 from recipe_utils.parallel.fsdp import local, reshard
 from recipe_utils.parallel.ranks import Ranks
@@ -106,9 +101,7 @@ def build_frozen_model(
     ConfigErrors. With ``is_offloaded`` weights are on the device only during forwards.
     """
     # Without a backward there is nothing to interleave.
-    modules = replace(
-        modules, pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points
-    )
+    modules = replace(modules, pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points)
     with naming(keys[0]):
         model = build_model(make_model, prepare, modules, ranks)
     with naming(keys[1]):

@@ -18,15 +18,12 @@ def check_same_tokens(own: Any, other: Any, names: tuple[str, str]) -> bool:
     if len(paths) < 2 or not all(path.is_file() for path in paths):
         return False
     tokens, others = (
-        {index: token for token, index in Tokenizer.from_file(str(path)).get_vocab().items()}
-        for path in paths
+        {index: token for token, index in Tokenizer.from_file(str(path)).get_vocab().items()} for path in paths
     )
     for index in sorted(tokens.keys() & others.keys()):
         pair = tokens[index], others[index]
         # A special token without a meaning yet, but not the word "reserved" itself
-        if pair[0] != pair[1] and not any(
-            t[:1] in ("<", "[") and "reserved" in t.lower() for t in pair
-        ):
+        if pair[0] != pair[1] and not any(t[:1] in ("<", "[") and "reserved" in t.lower() for t in pair):
             raise ValueError(
                 f"{paths[1]}: token {index} is {pair[0]!r} in the {names[0]}'s and {pair[1]!r} in the "
                 f"{names[1]}'s; both must share one tokenizer, since they are compared token by token"

@@ -20,12 +20,7 @@ from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import describe_mismatch
-from recipe_utils.models.adapters.lora import (
-    check_origin,
-    find_adapters,
-    fingerprint_of_frozen,
-    initial_adapters,
-)
+from recipe_utils.models.adapters.lora import check_origin, find_adapters, fingerprint_of_frozen, initial_adapters
 from recipe_utils.models.construct import ModelSettings
 from recipe_utils.models.pipeline.stages import Stages, adapters_of
 from recipe_utils.parallel.fsdp import local
@@ -36,9 +31,7 @@ from recipe_utils.settings.problems import naming
 _log = get_logger("INFO")
 
 
-def load_model(
-    model: nn.Module, checkpointer: Any, settings: Any, ranks: Ranks, seed: int
-) -> dict[str, str]:
+def load_model(model: nn.Module, checkpointer: Any, settings: Any, ranks: Ranks, seed: int) -> dict[str, str]:
     """Loads a model's weights with a checkpointer; see :func:`load_weights`.
 
     Returns fingerprints of the frozen weights. Raises ConfigError if the weights cannot be read or do not fit the model.
@@ -86,11 +79,7 @@ def differences_from_config(model: nn.Module, folder: str | Path | None) -> Iter
 
 
 def load_weights(
-    model: nn.Module,
-    checkpoint: dict[str, Any],
-    settings: ModelSettings,
-    device: torch.device,
-    seed: int = 0,
+    model: nn.Module, checkpoint: dict[str, Any], settings: ModelSettings, device: torch.device, seed: int = 0
 ) -> dict[str, str]:
     """Materializes a meta model on ``device`` with a checkpoint's weights and, if it has adapters, theirs.
 
@@ -185,11 +174,7 @@ def crc32_of_weights(weights: Mapping[str, Tensor], group: dist.ProcessGroup) ->
 
 
 def gather_weights(
-    model: nn.Module,
-    device: torch.device,
-    keeps: bool,
-    group: dist.ProcessGroup,
-    only: Collection[str] | None = None,
+    model: nn.Module, device: torch.device, keeps: bool, group: dist.ProcessGroup, only: Collection[str] | None = None
 ) -> dict[str, Tensor]:
     """Returns all weights, unsharded, on the CPU of rank 0 in the whole model's order; empty on other ranks.
 
@@ -221,9 +206,7 @@ def gather_weights(
     return {name: weights[name] for name in order if name in weights}
 
 
-def _shard_like(
-    like: Tensor, name: str, full: Tensor, device: torch.device, scaler_block_size: int
-) -> Tensor:
+def _shard_like(like: Tensor, name: str, full: Tensor, device: torch.device, scaler_block_size: int) -> Tensor:
     """Returns this rank's part of ``full`` [shape of ``like``], with the sharding and precision of ``like``.
 
     With a ``scaler_block_size`` above 0 it is in NF4.
@@ -233,9 +216,7 @@ def _shard_like(
         whole = full.to(device, dtype, copy=True)
         return to_nf4(whole, scaler_block_size=scaler_block_size) if scaler_block_size else whole
     # distribute_tensor does not support tensors sharded by both tensor parallelism and FSDP2.
-    shape, offset = compute_local_shape_and_global_offset(
-        full.shape, like.device_mesh, like.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(full.shape, like.device_mesh, like.placements)
     if tuple(shape) != tuple(like.to_local().shape):
         raise ValueError(
             f"tensor_parallel_dim: {name} {tuple(full.shape)} does not divide over the mesh "

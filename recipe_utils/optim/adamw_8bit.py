@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
-from torchao.optim.quant_utils import (
-    create_dynamic_map,
-    dequant_with_qmap,
-    quantize_8bit_with_qmap,
-    scale_tensor,
-)
+from torchao.optim.quant_utils import create_dynamic_map, dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
 
 from recipe_utils.compiler import configure_compiler
 from recipe_utils.parallel.fsdp import local, sharded_as
@@ -75,12 +70,7 @@ class AdamW8bit(Optimizer):
                 state = self.state[p]
                 if not state:
                     state |= _new_state(p, group["fused"])
-                numbers = (
-                    torch.tensor(group["lr"]),
-                    *group["betas"],
-                    group["eps"],
-                    group["weight_decay"],
-                )
+                numbers = (torch.tensor(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
                 tensors = [local(each) for each in (p, p.grad, *state.values())]
                 if local(p).numel() == 0:  # a rank without rows counts the step only
                     tensors[3:] = tensors[:1] * 2
@@ -96,15 +86,10 @@ def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
     if p.ndim < 2 or p.numel() < _MIN_ELEMENTS:
         dtype = torch.promote_types(own.dtype, torch.float32)
         return {"step": step} | {
-            name: sharded_as(p, torch.zeros_like(own, dtype=dtype))
-            for name in ("exp_avg", "exp_avg_sq")
+            name: sharded_as(p, torch.zeros_like(own, dtype=dtype)) for name in ("exp_avg", "exp_avg_sq")
         }
-    if isinstance(p, DTensor) and any(
-        isinstance(s, Shard) and s.dim % p.ndim == p.ndim - 1 for s in p.placements
-    ):
-        raise ValueError(
-            "optimizer=AdamW8bit: a parameter is sharded within rows; set tensor_parallel_dim=1"
-        )
+    if isinstance(p, DTensor) and any(isinstance(s, Shard) and s.dim % p.ndim == p.ndim - 1 for s in p.placements):
+        raise ValueError("optimizer=AdamW8bit: a parameter is sharded within rows; set tensor_parallel_dim=1")
     state = {"step": step}
     row = torch.zeros(own.size(-1), device=own.device)  # all rows have the same state
     for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):

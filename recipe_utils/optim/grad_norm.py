@@ -65,10 +65,7 @@ def clip_grad_norm_(
 
 
 def clip_grad_norm_by_part_(
-    model: nn.Module,
-    parts: Sequence[str],
-    max_norm: float | None = None,
-    pipeline: OverStages | None = None,
+    model: nn.Module, parts: Sequence[str], max_norm: float | None = None, pipeline: OverStages | None = None
 ) -> Tensor | None:
     """Clips the gradients of each part of a model. Returns the norm of all before clipping [].
 

@@ -23,10 +23,7 @@ class NonfiniteGuard:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer | OptimizerInBackward,
-        device: torch.device,
-        settings: OptimizerSettings,
+        self, optimizer: Optimizer | OptimizerInBackward, device: torch.device, settings: OptimizerSettings
     ) -> None:
         self.problem = ""
         """Reason why training must stop; empty if it need not."""
@@ -36,9 +33,7 @@ class NonfiniteGuard:
         has_inner = bool(inner_optimizers(optimizer))
         self._is_fused = not has_inner and all(g.get("fused") for g in optimizer.param_groups)
         self._num_steps = 0
-        self._num_skipped, self._num_in_a_row, self._most_in_a_row = torch.zeros(
-            3, dtype=torch.int64, device=device
-        )
+        self._num_skipped, self._num_in_a_row, self._most_in_a_row = torch.zeros(3, dtype=torch.int64, device=device)
 
     def should_step(self, grad_norm: Tensor | None) -> bool:
         """Returns False if ``grad_norm`` [] is NaN or infinite.

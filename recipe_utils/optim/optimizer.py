@@ -36,9 +36,7 @@ class OptimizerSettings(DataSettings):
 
     optimizer: Annotated[dict[str, Any], MadeWith(num_positional=1)]
     """A ``torch.optim``-style optimizer. ``fused: True`` skips non-finite gradients without a device synchronization."""
-    lr_scheduler: (
-        Annotated[dict[str, Any], MadeWith(1, ("num_training_steps", "last_epoch"))] | None
-    ) = None
+    lr_scheduler: Annotated[dict[str, Any], MadeWith(1, ("num_training_steps", "last_epoch"))] | None = None
     """Learning-rate schedule, stepped once per optimizer step; null keeps the rate constant."""
     loraplus_lr_ratio: Positive | None = None
     """LoRA+: learning rate of LoRA's B and DoRA's magnitudes over that of A; null is 1."""
@@ -91,12 +89,7 @@ class OptimizerSettings(DataSettings):
         for key, value, allowed, text in (
             ("clip_grad_norm", self.clip_grad_norm, None, "the gradients never exist all at once"),
             ("loraplus_lr_ratio", self.loraplus_lr_ratio, None, "there is one learning rate"),
-            (
-                "microbatching",
-                self.microbatching,
-                "in_order",
-                f"{every}, and steps may have several",
-            ),
+            ("microbatching", self.microbatching, "in_order", f"{every}, and steps may have several"),
             ("gradient_accumulation_steps", steps, 1, every),
         ):
             if value != allowed:
@@ -111,9 +104,7 @@ class OptimizerInBackward(OptimizerInBackwardWrapper):
     An update step must have one microbatch. Gradients cannot be clipped or checked.
     """
 
-    def __init__(
-        self, model: nn.Module, make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    ) -> None:
+    def __init__(self, model: nn.Module, make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:
         trained = trained_parameters(model)
         optimizers = {parameter: make_optimizer([parameter]) for parameter in trained.values()}
         super().__init__({name: optimizers[p] for name, p in trained.items()})
@@ -149,9 +140,7 @@ def make_optimizer(cfg: DictConfig, groups: Any) -> Optimizer:
     return optimizer
 
 
-def build_optimizer(
-    cfg: DictConfig, model: nn.Module, settings: OptimizerSettings
-) -> Optimizer | OptimizerInBackward:
+def build_optimizer(cfg: DictConfig, model: nn.Module, settings: OptimizerSettings) -> Optimizer | OptimizerInBackward:
     """Builds an optimizer of the trained parameters of a model that is wrapped and on its device."""
     if settings.optimizer_in_bwd:
         groups_of = lambda each: settings.groups(dict(zip("p", each, strict=True)))  # noqa: E731
@@ -160,10 +149,7 @@ def build_optimizer(
 
 
 def check_optimizer(
-    cfg: DictConfig,
-    cfg_schedule: DictConfig | None,
-    settings: OptimizerSettings,
-    model: nn.Module,
+    cfg: DictConfig, cfg_schedule: DictConfig | None, settings: OptimizerSettings, model: nn.Module
 ) -> None:
     """Builds an optimizer and a schedule of a matrix and a vector, to refuse arguments before weights are read.
 
@@ -184,12 +170,8 @@ def check_optimizer(
     schedule = config.instantiate(cfg_schedule, optimizer, num_training_steps=1, last_epoch=-1)
     inner = [group for each in inner_optimizers(optimizer) for group in each.param_groups]
     if schedule is not None and {*map(id, inner)} - {*map(id, optimizer.param_groups)}:
-        text = (
-            "its inner optimizers have groups of their own, whose rates lr_scheduler does not set"
-        )
-        raise ValueError(
-            f"optimizer._component_={type(optimizer).__name__}: {text}; let them share their groups"
-        )
+        text = "its inner optimizers have groups of their own, whose rates lr_scheduler does not set"
+        raise ValueError(f"optimizer._component_={type(optimizer).__name__}: {text}; let them share their groups")
 
 
 def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:
@@ -200,10 +182,7 @@ def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimi
 
 
 def build_lr_scheduler(
-    cfg: DictConfig | None,
-    optimizer: Optimizer | OptimizerInBackward,
-    num_steps: int,
-    global_step: int,
+    cfg: DictConfig | None, optimizer: Optimizer | OptimizerInBackward, num_steps: int, global_step: int
 ) -> Any:
     """Builds a learning-rate schedule over update steps; None if ``cfg`` is None (constant rate).
 
@@ -211,18 +190,13 @@ def build_lr_scheduler(
     """
     num_warmup_steps = 0 if cfg is None else cfg.get("num_warmup_steps", 0)
     if num_warmup_steps >= num_steps:
-        text = (
-            f"num_warmup_steps={num_warmup_steps}: the training has only {num_steps} update steps"
-        )
+        text = f"num_warmup_steps={num_warmup_steps}: the training has only {num_steps} update steps"
         log_rank_zero(_log, f"lr_scheduler.{text}", logging.WARNING)
     if global_step > 0:  # the resumed training may have had no schedule
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
     scheduler = config.instantiate(
-        cfg,
-        single_optimizers(optimizer)[0],
-        num_training_steps=num_steps,
-        last_epoch=global_step - 1,
+        cfg, single_optimizers(optimizer)[0], num_training_steps=num_steps, last_epoch=global_step - 1
     )
     if scheduler is not None and isinstance(optimizer, OptimizerInBackward):
         optimizer.set_lr_scheduler(scheduler)  # the other optimizers follow the first

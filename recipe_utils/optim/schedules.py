@@ -104,9 +104,7 @@ class ScheduleSettings:
         """Sets the weight decay of the groups that have one."""
         for group in optimizer.param_groups:
             if "decays_from" in group and group["decays_from"] > 0:
-                group["weight_decay"] = half_cosine(
-                    group["decays_from"], self.weight_decay_end, global_step, num_steps
-                )
+                group["weight_decay"] = half_cosine(group["decays_from"], self.weight_decay_end, global_step, num_steps)
 
     def groups_by_depth(
         self,

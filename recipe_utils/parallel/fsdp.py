@@ -38,8 +38,7 @@ def shard_model(
     def is_unit(name: str, module: nn.Module) -> bool:
         # Layers of other pipeline stages have no parameters.
         return any(True for _ in module.parameters()) and (
-            id(module) in units
-            or training.get_shard_conditions(name, module, names_to_match=custom_sharded_layers)
+            id(module) in units or training.get_shard_conditions(name, module, names_to_match=custom_sharded_layers)
         )
 
     options: dict[str, Any] = {

@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torchtune.training import get_distributed_backend
 
-_IS_GONE = re.compile(
-    "Connection (closed|reset) by peer|Broken pipe|got 0 bytes|process exit(ed|ing)"
-)
+_IS_GONE = re.compile("Connection (closed|reset) by peer|Broken pipe|got 0 bytes|process exit(ed|ing)")
 """Errors of gloo, TCPStore and NCCL after the end of a rank. Not timeouts: the rank may only be slow."""
 _POLL_SECONDS = 0.001
 _PARENT_POLL_SECONDS = 1.0
@@ -129,10 +127,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 
 def ratios(
-    sums: Mapping[str, Tensor],
-    totals: Mapping[str, int],
-    counts: Mapping[str, str] | str,
-    dp_degree: int,
+    sums: Mapping[str, Tensor], totals: Mapping[str, int], counts: Mapping[str, str] | str, dp_degree: int
 ) -> dict[str, Tensor]:
     """Returns sums over all ranks divided by counts, with one all-reduce.
 
@@ -141,9 +136,7 @@ def ratios(
     """
     means = mean_over_ranks(torch.stack([*sums.values()])) * dp_degree
     count_of = dict.fromkeys(sums, counts) if isinstance(counts, str) else counts
-    return {
-        name: mean / max(totals[count_of[name]], 1) for name, mean in zip(sums, means, strict=True)
-    }
+    return {name: mean / max(totals[count_of[name]], 1) for name, mean in zip(sums, means, strict=True)}
 
 
 def agree_on_length(length: int, group: dist.ProcessGroup) -> int:

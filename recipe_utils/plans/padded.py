@@ -7,9 +7,7 @@ from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.rounds import Microbatches, longest_first
 
 
-def plan_in_order(
-    lengths: Sequence[int], num_ranks: int = 1, *, batch_size: int
-) -> list[Microbatches]:
+def plan_in_order(lengths: Sequence[int], num_ranks: int = 1, *, batch_size: int) -> list[Microbatches]:
     """Groups samples in order, ``batch_size`` at a time, as the stock recipes do; ranks take turns.
 
     Returns the microbatches of each rank, which contain each position in ``lengths`` exactly once.

@@ -28,10 +28,7 @@ METRICS = {
     "padding_fraction": "padding [fraction of positions]",
 }
 X_AXES = {"num_tokens_seen": "target tokens", "step": "update steps"}
-PANELS = [
-    *((name, "num_tokens_seen") for name in ("loss", "val_loss")),
-    *((name, "step") for name in METRICS),
-]
+PANELS = [*((name, "num_tokens_seen") for name in ("loss", "val_loss")), *((name, "step") for name in METRICS)]
 
 
 def curve(metrics: Sequence[Mapping[str, Any]], name: str, over: str) -> list[tuple[Any, Any]]:

@@ -46,9 +46,7 @@ class ReferenceCache:
         group: a CPU (gloo) group of all ranks.
     """
 
-    def __init__(
-        self, folder: Path, context: Mapping[str, Any], group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, folder: Path, context: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
         text = json.dumps(context, sort_keys=True, default=str)
         self._path = folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.pairs"
         self._is_zero = group is None or dist.get_rank(group) == 0

@@ -14,12 +14,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
 
 from recipe_utils.preference.rows import SIDES, messages_of
 from recipe_utils.text.conversations.files import FileRows
-from recipe_utils.text.conversations.messages import (
-    content_as_text,
-    conversation_of,
-    in_openai_format,
-    read_tools,
-)
+from recipe_utils.text.conversations.messages import content_as_text, conversation_of, in_openai_format, read_tools
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.text.torchtune_messages import lost_keys

@@ -43,11 +43,7 @@ class LinearLogProbs(ChunkedLoss):
         self._arithmetic = (read, gradient)
 
     def forward(
-        self,
-        output: nn.Module | TiedLinear,
-        hidden: Tensor,
-        targets: Targets,
-        backward_in_parts: bool = False,
+        self, output: nn.Module | TiedLinear, hidden: Tensor, targets: Targets, backward_in_parts: bool = False
     ) -> Tensor:
         """Returns the targets' log-probabilities [n] in nats, at least fp32.
 
@@ -88,12 +84,7 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        tokens_per_chunk: int,
-        arithmetic: _Arithmetic,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tokens_per_chunk: int, arithmetic: _Arithmetic
     ) -> Tensor:
         """Returns log-probabilities [n] for hidden [n, d], weight [v, d], labels [n]."""
         read, ctx.gradient = arithmetic

@@ -18,11 +18,7 @@ from torchtune.modules.tied_linear import TiedLinear
 from torchtune.rlhf.loss import DPOLoss
 
 from recipe_utils.losses.chunks import add_by_sample
-from recipe_utils.preference.log_probs import (
-    LinearLogProbs,
-    num_targets_of_answers,
-    sums_of_answers,
-)
+from recipe_utils.preference.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
 from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.update_steps.step import Targets
 
@@ -55,9 +51,7 @@ class IPOLoss(nn.Module):
         self.tau = tau
         self.normalizes_length = normalizes_length
 
-    def forward(
-        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
-    ) -> Losses:
+    def forward(self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Losses:
         """Returns losses and rewards; see the module."""
         chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
         losses = (chosen - rejected - 1 / (2 * self.tau)).square()
@@ -78,8 +72,7 @@ class RobustDPOLoss(DPOLoss):
     def __init__(self, beta: float = 0.1, label_smoothing: float = 0.1) -> None:
         if not 0 <= label_smoothing < 0.5:
             raise ValueError(
-                f"loss.label_smoothing={label_smoothing}: it must be at least 0 and below 0.5, where labels "
-                "are random"
+                f"loss.label_smoothing={label_smoothing}: it must be at least 0 and below 0.5, where labels are random"
             )
         # ((1 - n) * loss - n * loss of swapped answers) / (1 - 2 n) is DPOLoss with this label_smoothing.
         super().__init__(beta, -label_smoothing / (1 - 2 * label_smoothing))
@@ -113,9 +106,7 @@ class SimPOLoss(nn.Module):
         self.beta = beta
         self.gamma = gamma
 
-    def forward(
-        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
-    ) -> Losses:
+    def forward(self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Losses:
         """Returns losses and rewards, without the reference."""
         chosen, rejected = self.beta * chosen, self.beta * rejected
         losses = -F.logsigmoid(chosen - rejected - self.gamma)
@@ -145,11 +136,7 @@ class PreferenceLoss(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(
-        self,
-        output: nn.Module | TiedLinear,
-        hidden: Tensor,
-        targets: Targets,
-        backward_in_parts: bool = False,
+        self, output: nn.Module | TiedLinear, hidden: Tensor, targets: Targets, backward_in_parts: bool = False
     ) -> Tensor:
         """Returns sums of ``METRICS``, [8] in fp64, or log-probabilities [2, p] of both answers [nats].
 

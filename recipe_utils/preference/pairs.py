@@ -23,18 +23,9 @@ from recipe_utils.settings.problems import Problem
 from recipe_utils.text.collator import RowCollator, check_sample
 from recipe_utils.text.documents import tree
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.rows import (
-    packed,
-    padded,
-    piece_of,
-)
+from recipe_utils.text.rows import packed, padded, piece_of
 from recipe_utils.text.trees import Piece
-from recipe_utils.update_steps.samples import (
-    Sample,
-    SkippedSampleError,
-    check_keys,
-    whole_numbers,
-)
+from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_keys, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, Pairs
 
@@ -57,10 +48,7 @@ class PairSettings(DataSettings):
     def problems(self) -> Iterator[Problem]:
         """Yields values of the data keys that pairs do not support."""
         if self.prefix_sharing and not self.is_packed:
-            text = (
-                f"microbatching={self.microbatching} gives each side a row of its own; set "
-                "microbatching=packed"
-            )
+            text = f"microbatching={self.microbatching} gives each side a row of its own; set microbatching=packed"
             yield Problem("prefix_sharing", text, True)
         if self.collate_fn != DataSettings.collate_fn:
             text = "pairs are collated in one way only; remove the key"
@@ -132,9 +120,7 @@ class PairCollator(RowCollator):
 
     def __init__(self, settings: PairSettings, tokenizer: Any, limits: ModelLimits) -> None:
         trees = ("prefix_sharing=True", "set prefix_sharing=False")
-        super().__init__(
-            settings, tokenizer, limits, 2, trees if settings.shares_prefixes else None
-        )
+        super().__init__(settings, tokenizer, limits, 2, trees if settings.shares_prefixes else None)
         self.layout = "packed" if settings.is_packed else "padded"
         """Layout of rows; the rounding of log-probabilities depends on it."""
         if settings.shares_prefixes:
@@ -203,9 +189,7 @@ class PairCollator(RowCollator):
             segments = list(map(_segments_of, sides[::2], sides[1::2], shared))
             pieces = [*map(_piece_of, segments), *(piece_of(each, IGNORE_INDEX) for each in others)]
             row = packed(pieces, IGNORE_INDEX, self.pad_id, self.row_multiple)
-            numbers = [
-                int((each[1] != IGNORE_INDEX).sum()) for of_pair in segments for each in of_pair
-            ]
+            numbers = [int((each[1] != IGNORE_INDEX).sum()) for of_pair in segments for each in of_pair]
             num_targets = torch.tensor(numbers, dtype=torch.long).view(-1, 3)
             return _with_pairs(row, samples, num_targets)
         pad = partial(padded_collate_sft, padding_idx=self.pad_id, ignore_idx=IGNORE_INDEX)

@@ -84,9 +84,7 @@ class Reference:
         checkpointer = config.instantiate(component)
         has_adapters = bool(find_adapters(whole).modules)
         if checkpointer is not None and has_adapters:
-            raise ValueError(
-                "the reference of a model with adapters is what training starts from; leave it out"
-            )
+            raise ValueError("the reference of a model with adapters is what training starts from; leave it out")
         check_same_tokens(policy_checkpointer, checkpointer, ("policy", "reference"))
         self._whole, self._checkpointer = whole, checkpointer or policy_checkpointer
 
@@ -199,9 +197,7 @@ class Reference:
             found = self._checked_outputs(self._model, microbatches)
         yield [m.with_teacher(found.get(index)) for index, m in enumerate(microbatches)]
 
-    def _checked_outputs(
-        self, model: FrozenModel, microbatches: Sequence[Microbatch]
-    ) -> dict[int, Tensor]:
+    def _checked_outputs(self, model: FrozenModel, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
         """Returns log-probabilities [2, p] by index; empty on ranks without the last stage.
 
         Raises NonfiniteError for NaN or infinite ones where this costs no extra device synchronization:

@@ -79,9 +79,7 @@ def split_entry(entry: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any
 def may_mean_subset(entry: Mapping[Any, Any]) -> bool:
     """Returns True if torchtune would take an entry's ``name`` for a subset of a hub's dataset."""
     is_unclear = entry.keys() & {"name", "subset", "data_files"} == {"name"}
-    return (
-        is_unclear and "name" in split_entry(entry)[1] and _passes_on(_parameters_of(entry) or {})
-    )
+    return is_unclear and "name" in split_entry(entry)[1] and _passes_on(_parameters_of(entry) or {})
 
 
 def _parameters_of(component: Mapping[Any, Any]) -> Mapping[str, inspect.Parameter] | None:
@@ -140,19 +138,13 @@ def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[Probl
     yield from _check_arguments(key, made, arguments, made_with)
 
 
-def _check_arguments(
-    key: str, made: Any, arguments: Mapping[str, Any], made_with: MadeWith
-) -> Iterator[Problem]:
+def _check_arguments(key: str, made: Any, arguments: Mapping[str, Any], made_with: MadeWith) -> Iterator[Problem]:
     try:
         parameters = inspect.signature(made).parameters
     except (TypeError, ValueError):  # some C callables have no signature
         return
     kinds = {p.kind for p in parameters.values()}
-    by_name = {
-        name: p
-        for name, p in parameters.items()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
+    by_name = {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     from_recipe = [*list(parameters)[: made_with.num_positional], *made_with.keywords]
     hints = _hints(made)
     name_of_made = getattr(made, "__name__", str(made))

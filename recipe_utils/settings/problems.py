@@ -45,9 +45,7 @@ class ConfigError(ValueError):
     """Error with all problems of a config, one per line."""
 
     def __init__(self, *problems: Problem | str) -> None:
-        self.problems: tuple[Problem, ...] = tuple(
-            _parsed(p) if isinstance(p, str) else p for p in problems
-        )
+        self.problems: tuple[Problem, ...] = tuple(_parsed(p) if isinstance(p, str) else p for p in problems)
         noun = "problem" if len(problems) == 1 else "problems"
         lines = "".join(f"\n  - {problem}" for problem in self.problems)
         super().__init__(f"{len(problems)} {noun} in the config:{lines}")
@@ -113,11 +111,7 @@ def _is_of_libraries(error: Exception) -> bool:
     frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
     packages = [name.partition(".")[0] for name in frames if name]
     packages = [name for name in packages if name not in sys.stdlib_module_names]
-    return (
-        bool(packages)
-        and packages[-1] in _LIBRARIES
-        and {*packages} <= {*_LIBRARIES, "recipe_utils"}
-    )
+    return bool(packages) and packages[-1] in _LIBRARIES and {*packages} <= {*_LIBRARIES, "recipe_utils"}
 
 
 def build(key: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -112,9 +112,7 @@ def _expand(parent: Any, key: Any, is_path: bool) -> None:
             _expand(value, name, is_path or name in paths)
 
 
-def _resolve(
-    cfg: DictConfig, known: Mapping[str, FieldInfo]
-) -> tuple[dict[str, Any], list[Problem]]:
+def _resolve(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> tuple[dict[str, Any], list[Problem]]:
     values: dict[str, Any] = {}
     problems = []
     for key in map(str, cfg):
@@ -148,10 +146,7 @@ def _check_names(given: Any, known: Mapping[str, FieldInfo]) -> Iterator[Problem
 
 
 def _problems_of_values(
-    error: ValidationError,
-    values: Mapping[str, Any],
-    known: Mapping[str, FieldInfo],
-    reported: set[str],
+    error: ValidationError, values: Mapping[str, Any], known: Mapping[str, FieldInfo], reported: set[str]
 ) -> Iterator[Problem]:
     """Yields the first problem of each value that does not match type or bounds of its key."""
     for each in error.errors():

@@ -30,19 +30,13 @@ class Removed(NamedTuple):
 
 
 _TEACHER_CACHE = "it stored a teacher's outputs before training; the teacher runs in every update step: remove it"
-_SPIKES = (
-    "it skipped update steps with a gradient norm far above the median; set clip_grad_norm instead"
-)
+_SPIKES = "it skipped update steps with a gradient norm far above the median; set clip_grad_norm instead"
 REMOVED: Mapping[str, Removed] = {
-    "dataset.max_epochs": Removed(
-        "it bounded passes over a dataset; the log shows them, set weight"
-    ),
+    "dataset.max_epochs": Removed("it bounded passes over a dataset; the log shows them, set weight"),
     "dataset.weight.0": Removed(
         "weights by update step; set one number, and resume with resume_with_other_data=True to change it"
     ),
-    "global_batch_size.0": Removed(
-        "sizes by update step; set one number, such as the last one", changes_losses=True
-    ),
+    "global_batch_size.0": Removed("sizes by update step; set one number, such as the last one", changes_losses=True),
     "microbatch_overhead_slots": Removed(
         "it was the cost of one more microbatch, which is now a constant of the device; take it out"
     ),
@@ -126,9 +120,5 @@ def removed_of_run(config: Mapping[str, Any]) -> Iterator[str]:
             given |= {f"{key}.{name}": part for name, part in value.items()}
     for name in sorted(given.keys() & REMOVED.keys()):
         value, changes = given[name], REMOVED[name].changes_losses
-        if (
-            value in changes
-            if isinstance(changes, tuple)
-            else changes and value not in (None, False)
-        ):
+        if value in changes if isinstance(changes, tuple) else changes and value not in (None, False):
             yield f"{name}={value}"

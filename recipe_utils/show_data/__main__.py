@@ -85,9 +85,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
         collator.take_trees()
     checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip")
     yield from _statistics(checked, collator)
-    order: Any = epoch_permutation(len(checked), 0, settings.shuffle, settings.data_seed)[
-        :num_samples
-    ]
+    order: Any = epoch_permutation(len(checked), 0, settings.shuffle, settings.data_seed)[:num_samples]
     if checked.mixture is not None and checked.mixture.weights is not None:
         mixed = MixtureOrder(checked.mixture, settings, settings.samples_per_update_step(1))
         if problems := [*mixed.problems("dataset")]:
@@ -165,9 +163,7 @@ def _marked(tokenizer: Any, tokens: list[int], are_targets: list[bool]) -> str:
 def main() -> None:
     """Prints the report of the command line; exits with 2 and the problems of a wrong config."""
     how = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "recipe_utils.show_data", description=__doc__, formatter_class=how
-    )
+    parser = argparse.ArgumentParser("recipe_utils.show_data", description=__doc__, formatter_class=how)
     parser.add_argument("recipe", help="name of a recipe, or path of your copy")
     parser.add_argument("--config", required=True, help="YAML file, or name of a config")
     parser.add_argument("--num_samples", type=int, default=3, help="samples to print")

@@ -14,22 +14,11 @@ from torchtune.utils import get_logger, log_rank_zero
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.rows import (
-    OF_LOADER,
-    collate_dummy,
-    collate_microbatch,
-    collate_packed_microbatch,
-)
+from recipe_utils.text.rows import OF_LOADER, collate_dummy, collate_microbatch, collate_packed_microbatch
 from recipe_utils.text.trees import OF_TREES, merge, split_trees
 from recipe_utils.training.parts.search import FIRST_TOKENS, MOST_TOKENS
 from recipe_utils.update_steps.objective import Collator
-from recipe_utils.update_steps.samples import (
-    Sample,
-    SampleError,
-    SkippedSampleError,
-    check_keys,
-    whole_numbers,
-)
+from recipe_utils.update_steps.samples import Sample, SampleError, SkippedSampleError, check_keys, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch
 
@@ -69,9 +58,7 @@ class RowCollator(Collator):
         self.stop_tokens: Sequence[int] = getattr(tokenizer, "stop_tokens", None) or ()
         self._end_ids = {getattr(tokenizer, "eos_id", None), *self.stop_tokens} - {None}
         if (self.max_seq_len or 0) > limits.max_seq_len:
-            text = (
-                f"longer samples than {limits.limits_length} max_seq_len={limits.max_seq_len} fail"
-            )
+            text = f"longer samples than {limits.limits_length} max_seq_len={limits.max_seq_len} fail"
             text += f"; set it to {limits.max_seq_len} to truncate them"
             raise ConfigError(Problem("tokenizer.max_seq_len", text, self.max_seq_len))
         if settings.max_ranks_per_row > 1:
@@ -157,13 +144,7 @@ class TextCollator(RowCollator):
     and tokens of trees that are not computed again."""
     fingerprint_keys = ("tokens", "labels")
 
-    def __init__(
-        self,
-        settings: DataSettings,
-        tokenizer: Any,
-        ignore_index: int,
-        limits: ModelLimits,
-    ) -> None:
+    def __init__(self, settings: DataSettings, tokenizer: Any, ignore_index: int, limits: ModelLimits) -> None:
         super().__init__(settings, tokenizer, limits)
         self._ignore_index = ignore_index
         self._has_own_positions = settings.collate_fn == DataSettings.collate_fn
@@ -174,9 +155,7 @@ class TextCollator(RowCollator):
         """Also accepts samples with ``sequences``. Raises ConfigError if their rows are not supported."""
         instead = "or dataset.split_turns=True"
         if not self.settings.is_packed:
-            text = (
-                "sequences that share a beginning need rows of documents; set microbatching=packed"
-            )
+            text = "sequences that share a beginning need rows of documents; set microbatching=packed"
             value = self.settings.microbatching
             raise ConfigError(Problem("microbatching", f"{text}, {instead}", value))
         self._trees = ("split_turns=shared", "set dataset.split_turns=True")
@@ -184,9 +163,7 @@ class TextCollator(RowCollator):
 
     def _set(self, settings: DataSettings) -> None:
         super()._set(settings)
-        self._shares = (
-            settings.is_packed and settings.max_ranks_per_row == 1 and self.limits.shares_beginnings
-        )
+        self._shares = settings.is_packed and settings.max_ranks_per_row == 1 and self.limits.shares_beginnings
         if (self._shares or self._trees) and "shared_tokens" not in self.counts:
             self.counts = (*self.counts, "shared_tokens")
         if self._trees is None:
@@ -286,9 +263,7 @@ class TextCollator(RowCollator):
                 text = f"rows contain only text; {', '.join(sorted(map(str, ignored)))} of samples is ignored"
                 log_rank_zero(_log, f"microbatching=packed: {text}", logging.WARNING)
             return collate_packed_microbatch(samples, ignore, pad, self.row_multiple, self._shares)
-        collate_fn = partial(
-            component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore
-        )
+        collate_fn = partial(component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore)
         return collate_microbatch(samples, collate_fn, ignore, self.limits.merges_rows)
 
     def dummy(self, sample: Sample) -> Microbatch:
@@ -305,9 +280,7 @@ def _number(settings: DataSettings) -> int | None:
     return bound
 
 
-def check_sample(
-    sample: Sample, name: str, ignore_index: int, limits: ModelLimits
-) -> tuple[np.ndarray, np.ndarray]:
+def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimits) -> tuple[np.ndarray, np.ndarray]:
     """Returns tokens and labels, [n] int64 each, after checking that they can be trained on.
 
     Raises:
@@ -320,9 +293,7 @@ def check_sample(
     if num_tokens == 0:
         raise SampleError(f"{name}: it has no tokens; filter empty samples out of the dataset")
     if num_tokens != num_labels:
-        raise SampleError(
-            f"{name}: {num_labels} labels for {num_tokens} tokens; each token needs one"
-        )
+        raise SampleError(f"{name}: {num_labels} labels for {num_tokens} tokens; each token needs one")
     if num_tokens > limits.max_seq_len:
         raise SampleError(
             f"{name}: {num_tokens} tokens are more than {limits.limits_length} "

@@ -77,9 +77,7 @@ class Documents(Sequence[Sequence[Document]]):
         synchronization.
         """
         num_rows, row_length = self.shape
-        positions = torch.arange(
-            num_rows * row_length, dtype=torch.int32, device=self.boundaries.device
-        )
+        positions = torch.arange(num_rows * row_length, dtype=torch.int32, device=self.boundaries.device)
         segments = torch.searchsorted(self.boundaries[1:], positions, right=True, out_int32=True)
         if self.ends is not None:
             return self.ends[segments].view(self.shape)

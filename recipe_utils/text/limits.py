@@ -113,10 +113,7 @@ class ModelLimits(NamedTuple):
     @property
     def merges_rows(self) -> bool:
         """Returns True if the rows of a packed dataset can become one row of any length."""
-        return all(
-            each.other_attention is None and each.num_row_lengths() is None
-            for each in self.attentions
-        )
+        return all(each.other_attention is None and each.num_row_lengths() is None for each in self.attentions)
 
     @property
     def shares_beginnings(self) -> bool:
@@ -136,10 +133,7 @@ class ModelLimits(NamedTuple):
         return (max_tokens or 0) + most_samples * self.max_seq_len + (self.row_multiple or 0)
 
     def multiple_of_packed_rows(
-        self,
-        row_length: int | None,
-        trees: tuple[str, str] | None = None,
-        max_ranks_per_row: int = 1,
+        self, row_length: int | None, trees: tuple[str, str] | None = None, max_ranks_per_row: int = 1
     ) -> int | None:
         """Returns the divisor of all lengths of packed rows [positions]; None for any length.
 

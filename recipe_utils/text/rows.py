@@ -26,10 +26,7 @@ CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 
 
 def packed(
-    pieces: Sequence[Piece],
-    ignore_index: int,
-    padding_idx: int = 0,
-    row_multiple: int | None = None,
+    pieces: Sequence[Piece], ignore_index: int, padding_idx: int = 0, row_multiple: int | None = None
 ) -> Microbatch:
     """Makes a microbatch of one row, padded to a multiple of ``row_multiple`` with one more document."""
     columns = [piece.columns for piece in pieces]
@@ -54,18 +51,14 @@ def padded(samples: Sequence[Sample], collate_fn: CollateFn, ignore_index: int) 
     return _with_targets(inputs, labels, sum(len(s["tokens"]) for s in samples), ignore_index)
 
 
-def _microbatch(
-    rows: Tensor, documents: Sequence[Sequence[Document]], num_real: int, ignore_index: int
-) -> Microbatch:
+def _microbatch(rows: Tensor, documents: Sequence[Sequence[Document]], num_real: int, ignore_index: int) -> Microbatch:
     """Makes a microbatch of tokens, labels and positions [3, b, s] of rows of documents."""
     tokens, labels, positions = rows
     inputs = {"tokens": tokens, "input_pos": positions, "document_lengths": Documents(documents)}
     return _with_targets(inputs, labels, num_real, ignore_index)
 
 
-def _with_targets(
-    inputs: dict[str, Any], labels: Tensor, num_real: int, ignore_index: int
-) -> Microbatch:
+def _with_targets(inputs: dict[str, Any], labels: Tensor, num_real: int, ignore_index: int) -> Microbatch:
     """Makes a microbatch; ``labels`` [b, s] are those of the next positions."""
     positions = (labels.flatten() != ignore_index).nonzero().squeeze(1)
     counts = {"target_tokens": len(positions), "real_tokens": num_real, "positions": labels.numel()}
@@ -76,10 +69,7 @@ def _with_targets(
 
 
 def collate_microbatch(
-    samples: Sequence[Sample],
-    collate_fn: CollateFn,
-    ignore_index: int,
-    merge_packed_rows: bool = False,
+    samples: Sequence[Sample], collate_fn: CollateFn, ignore_index: int, merge_packed_rows: bool = False
 ) -> Microbatch:
     """Makes a microbatch of padded rows, or of the rows of a packed dataset.
 
@@ -152,17 +142,14 @@ def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Pi
     # The second part of a document that the dataset cut in two has later positions.
     positions = sample.get("input_pos", torch.arange(num_tokens))
     tokens, labels, positions = (
-        torch.as_tensor(each)[:num_tokens]
-        for each in (sample["tokens"], sample["labels"], positions)
+        torch.as_tensor(each)[:num_tokens] for each in (sample["tokens"], sample["labels"], positions)
     )
     labels = labels.roll(-1)
     labels[torch.tensor(list(map(length_of, lengths))).cumsum(0) - 1] = ignore_index
     return Piece(torch.stack([tokens, labels, positions]), lengths)
 
 
-def _with_positions(
-    microbatch: Microbatch, samples: Sequence[Sample], lengths: Sequence[int]
-) -> Microbatch:
+def _with_positions(microbatch: Microbatch, samples: Sequence[Sample], lengths: Sequence[int]) -> Microbatch:
     """Adds the sample of each target, if samples have a position; ``lengths`` are in positions of rows."""
     if "step_position" not in samples[0]:
         return microbatch
@@ -171,9 +158,7 @@ def _with_positions(
     return replace(microbatch, targets=microbatch.targets._replace(sample_positions=numbers))
 
 
-def collate_dummy(
-    sample: Sample, collate: Callable[..., Microbatch], ignore_index: int
-) -> Microbatch:
+def collate_dummy(sample: Sample, collate: Callable[..., Microbatch], ignore_index: int) -> Microbatch:
     """Makes a dummy microbatch: a sample whose targets are all ignored.
 
     Its loss is zero, with a graph through every parameter. Plain text and trees are cut to one token;

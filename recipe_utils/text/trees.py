@@ -40,9 +40,7 @@ class Piece(NamedTuple):
 class _Segment:
     """Tokens and next labels [n] of a segment, what follows, and the positions of all that."""
 
-    def __init__(
-        self, tokens: np.ndarray, nexts: np.ndarray, below: "Sequence[_Segment]" = ()
-    ) -> None:
+    def __init__(self, tokens: np.ndarray, nexts: np.ndarray, below: "Sequence[_Segment]" = ()) -> None:
         self.tokens, self.nexts, self.below = tokens, nexts, list(below)
         self.reach: int = len(tokens) + sum(each.reach for each in below)
 
@@ -94,19 +92,12 @@ def merge(sequences: Sequence[Sample], max_tokens: int | None, ignore_index: int
 def split_trees(sample: Sample) -> list[Sample]:
     """Returns a sample for each tree of a sample."""
     ends = np.cumsum(list(map(length_of, sample["documents"])))[:-1]
-    parts: dict[str, Any] = {
-        key: np.split(sample[key], ends) for key in ("tokens", "labels", "input_pos")
-    }
+    parts: dict[str, Any] = {key: np.split(sample[key], ends) for key in ("tokens", "labels", "input_pos")}
     parts |= {key: [[each] for each in sample[key]] for key in ("documents", "num_shared")}
-    return [
-        {**sample, **{key: values[i] for key, values in parts.items()}}
-        for i in range(len(sample["documents"]))
-    ]
+    return [{**sample, **{key: values[i] for key, values in parts.items()}} for i in range(len(sample["documents"]))]
 
 
-def _path(
-    root: _Segment, tokens: np.ndarray, nexts: np.ndarray, ignore_index: int
-) -> list[tuple[_Segment, int]]:
+def _path(root: _Segment, tokens: np.ndarray, nexts: np.ndarray, ignore_index: int) -> list[tuple[_Segment, int]]:
     """Returns the segments that a sequence shares from the root on, and how many positions of each."""
     path, start, segment = list[tuple[_Segment, int]](), 0, root
     while segment.below and start < len(tokens):
@@ -185,9 +176,7 @@ def _in_order(root: _Segment) -> tuple[np.ndarray, Document]:
 # ---- Samples of a row ---------------------------------------------------------------------------
 
 
-def share_beginnings(
-    pieces: Sequence[Piece], ignore_index: int
-) -> tuple[Sequence[int], Sequence[Piece], int]:
+def share_beginnings(pieces: Sequence[Piece], ignore_index: int) -> tuple[Sequence[int], Sequence[Piece], int]:
     """Makes one tree of pieces that begin with the same tokens without targets, if it saves a tenth of all.
 
     Returns the order of the pieces, the pieces in this order (the first of a tree has its document, the

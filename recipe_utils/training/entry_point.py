@@ -23,12 +23,7 @@ from recipe_utils.cli.launcher import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE
 from recipe_utils.cli.registry import USER_SIGNALS
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.parallel.process_group import (
-    end_with_parent,
-    loss_of_rank,
-    print_final_error,
-    world_size_from_env,
-)
+from recipe_utils.parallel.process_group import end_with_parent, loss_of_rank, print_final_error, world_size_from_env
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.training.log import set_up_screen
 from recipe_utils.training.parts.budget import RowsDoNotFitError

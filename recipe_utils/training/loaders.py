@@ -29,12 +29,7 @@ def validates_dataset(settings: Any) -> bool:
 
 
 def build_loaders(
-    cfg: DictConfig,
-    load: Callable[..., Any],
-    collator: Any,
-    settings: Any,
-    ranks: Ranks,
-    loss_fn: Any = None,
+    cfg: DictConfig, load: Callable[..., Any], collator: Any, settings: Any, ranks: Ranks, loss_fn: Any = None
 ) -> tuple[UpdateStepLoader, UpdateStepLoader | None]:
     """Builds the loaders of ``dataset`` and, if training validates, of ``dataset_val``.
 

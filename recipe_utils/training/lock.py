@@ -36,9 +36,7 @@ class FolderLock:
             self._lock.acquire(blocking=False)
         except Timeout as error:
             is_known = self._holder.exists()  # not while it is written
-            raise LockedError(
-                self._holder.read_text() if is_known else "another process"
-            ) from error
+            raise LockedError(self._holder.read_text() if is_known else "another process") from error
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         self._holder.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
 
@@ -66,9 +64,7 @@ def lock_folder(settings: RunSettings, ranks: Ranks, log: Log) -> Iterator[None]
                 problem = f"another run writes to it ({error}); wait for its end, stop it, or set another folder"
             except OSError as error:
                 if folder.is_dir():  # no reason not to train
-                    log.warn(
-                        f"output_dir={folder}: it cannot be locked ({error}); run one at a time"
-                    )
+                    log.warn(f"output_dir={folder}: it cannot be locked ({error}); run one at a time")
                 else:
                     problem = f"it cannot be created ({error}); set another folder"
         problem = gather_objects(problem, ranks.cpu_group)[0]

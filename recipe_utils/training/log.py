@@ -49,9 +49,7 @@ class Log:
         """Opens the metrics file at the position of the run."""
         if self._is_shown:
             try:
-                self.add(
-                    METRICS_FILE, MetricsFile(self._folder / METRICS_FILE, global_step, run_id)
-                )
+                self.add(METRICS_FILE, MetricsFile(self._folder / METRICS_FILE, global_step, run_id))
             except OSError as error:
                 self._report(METRICS_FILE, error)
 
@@ -197,16 +195,11 @@ def progress_bar(total: int, initial: int, shown: bool) -> Iterator[tqdm]:
     """Shows the progress of all update steps. ``TQDM_DISABLE=1`` hides it, too."""
     layout = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
     hidden = {} if shown else {"disable": True}
-    with (
-        logging_redirect_tqdm([get_logger()]),
-        tqdm(total=total, initial=initial, bar_format=layout, **hidden) as bar,
-    ):
+    with logging_redirect_tqdm([get_logger()]), tqdm(total=total, initial=initial, bar_format=layout, **hidden) as bar:
         yield bar
 
 
-def bar_text(
-    epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size: int, peak_bytes: int = 0
-) -> str:
+def bar_text(epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size: int, peak_bytes: int = 0) -> str:
     """Returns a bar's text.
 
     Such as ``epoch 1 of 3 | loss 5.732 | norm 0.84 | lr 1.2e-4 | 12.3k tok/s | 41.2 GiB | val 5.81``.

@@ -83,9 +83,7 @@ class Resume:
             self._check_that_nothing_is_lost()
             return None
         with suppress(CheckpointError):  # a corrupt one is skipped when it is loaded
-            if used := ", ".join(
-                removed_of_run(read_as(TrainingState, path / "state.json").config)
-            ):
+            if used := ", ".join(removed_of_run(read_as(TrainingState, path / "state.json").config)):
                 raise ConfigError(
                     f"resume_from_checkpoint: the run of {path} had {used}, which is removed, so its losses "
                     "would change; end it with the version that it began with (0.5)"
@@ -120,9 +118,7 @@ class Resume:
             return self._resume(self._load(parts, state), state)
         self.log.info(f"Run {state.run_id} starts in {folder}")
         if self.settings.resume_from_checkpoint == "auto":
-            self.log.info(
-                f"resume_from_checkpoint=auto: no checkpoint in {folder}; starts from scratch"
-            )
+            self.log.info(f"resume_from_checkpoint=auto: no checkpoint in {folder}; starts from scratch")
         return state
 
     @property
@@ -176,9 +172,7 @@ class Resume:
                     parts.model,
                     parts.optimizer,
                     recipe=self.recipe,
-                    data_fingerprint=(
-                        None if self.settings.resume_with_other_data else now.data_fingerprint
-                    ),
+                    data_fingerprint=(None if self.settings.resume_with_other_data else now.data_fingerprint),
                     frozen=now.frozen,
                     config=self.config,
                     other_model=self.settings.resume_with_other_model,
@@ -189,8 +183,7 @@ class Resume:
                 self.path = self._find_checkpoint(older_than=self.path)
                 if self.path is None:
                     raise DamagedError(
-                        f"{error}; there is no older one. resume_from_checkpoint=False starts from "
-                        "scratch"
+                        f"{error}; there is no older one. resume_from_checkpoint=False starts from scratch"
                     ) from error
                 self.log.warn(f"{error}; skipped")
         num_samples = parts.loader.order.samples_per_epoch
@@ -208,16 +201,13 @@ class Resume:
             self.log.warn(f"seed={now.seed}: the checkpoint was saved with {saved.seed}")
             training.set_seed(now.seed)  # instead of the checkpoint's random states
         self.log.info(
-            f"Resumes from {self.path}: run {run_id}, epoch {saved.epoch + 1}, after update step "
-            f"{saved.global_step}"
+            f"Resumes from {self.path}: run {run_id}, epoch {saved.epoch + 1}, after update step {saved.global_step}"
         )
         then, current = _movable(saved.config), _movable(now.config)
         for key, (before, after) in differences(then, current, "its default").items():
             if key.partition(".")[0] not in _WITHOUT_INFLUENCE:
                 self.log.info(f"{key}: {before} in the checkpoint, {after} from now on")
-        kept = {
-            name: getattr(now, name) for name in ("seed", "data_fingerprint", "config", "frozen")
-        }
+        kept = {name: getattr(now, name) for name in ("seed", "data_fingerprint", "config", "frozen")}
         return replace(saved, run_id=run_id, **kept)
 
     def _find_checkpoint(self, older_than: Path | None = None) -> Path | None:
@@ -253,17 +243,14 @@ class Resume:
             )
         if self.settings.resume_from_checkpoint is True:
             raise ConfigError(
-                f"{key}: there is no checkpoint in {folder}; set resume_from_checkpoint=auto to "
-                "start without one"
+                f"{key}: there is no checkpoint in {folder}; set resume_from_checkpoint=auto to start without one"
             )
 
 
 def _movable(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a config whose paths below ``output_dir``, which may have been moved, are relative to it."""
     folder = json.dumps(f"{config.get('output_dir')}/")[:-1]
-    relative: dict[str, Any] = json.loads(
-        json.dumps(dict(config)).replace(folder, '"${output_dir}/')
-    )
+    relative: dict[str, Any] = json.loads(json.dumps(dict(config)).replace(folder, '"${output_dir}/'))
     return relative
 
 
@@ -286,9 +273,7 @@ def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
             )
 
 
-def norms_of_frozen_rows(
-    model: nn.Module, tokens: Sequence[int], device: torch.device
-) -> Iterator[str]:
+def norms_of_frozen_rows(model: nn.Module, tokens: Sequence[int], device: torch.device) -> Iterator[str]:
     """Yields the norms of the embeddings of stop tokens, if they are frozen. All ranks of a stage together."""
     for part in model.values() if isinstance(model, Stages) else [getattr(model, "decoder", model)]:
         weight = getattr(getattr(part, "tok_embeddings", None), "weight", None)
@@ -300,7 +285,5 @@ def norms_of_frozen_rows(
         norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
         if norms.is_meta:
             continue
-        rows = ", ".join(
-            f"{each}: {norms[each].item():.3g}" for each in tokens if each < len(norms)
-        )
+        rows = ", ".join(f"{each}: {norms[each].item():.3g}" for each in tokens if each < len(norms))
         yield f"Stop tokens: norm of their frozen embeddings {rows}; median of all {norms.median().item():.3g}"

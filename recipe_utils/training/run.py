@@ -147,11 +147,7 @@ class Run:
         return self.state.global_step
 
     def steps(
-        self,
-        loader: UpdateStepLoader,
-        counted: str,
-        validate: _Validate | None = None,
-        answer: _Answer | None = None,
+        self, loader: UpdateStepLoader, counted: str, validate: _Validate | None = None, answer: _Answer | None = None
     ) -> Iterator[UpdateStep]:
         """Yields the remaining update steps of all epochs until a stop. Rank 0 shows a progress bar.
 
@@ -211,13 +207,7 @@ class Run:
                 bar.set_description_str(text, refresh=False)  # bar.update shows it
                 bar.update(1)
 
-    def finish(
-        self,
-        step: UpdateStep,
-        metrics: Mapping[str, Tensor],
-        grad_norm: Tensor | None,
-        **more: Any,
-    ) -> None:
+    def finish(self, step: UpdateStep, metrics: Mapping[str, Tensor], grad_norm: Tensor | None, **more: Any) -> None:
         """Logs, validates, samples, exports, saves and stops, as due after an enqueued update step.
 
         The last one is always followed by a validation.
@@ -298,11 +288,7 @@ class Run:
         return {"epoch": state.epoch, seen: getattr(state, seen)}
 
     def _log_step(
-        self,
-        step: UpdateStep,
-        sums: Mapping[str, Tensor],
-        grad_norm: Tensor | None,
-        more: Mapping[str, Any],
+        self, step: UpdateStep, sums: Mapping[str, Tensor], grad_norm: Tensor | None, more: Mapping[str, Any]
     ) -> None:
         """Logs metrics, which on an accelerator are read after the next update step is enqueued."""
         metrics: dict[str, Any] = {"lr": self._lr, "grad_norm": grad_norm}
@@ -384,9 +370,7 @@ class Run:
                 text = f"Up to {most} samples of an update step were computed by several ranks each"
                 self._log.info(text)
         elif saves.last_export is None:
-            self._log.info(
-                f"All {state.epoch} epochs are complete; set epochs={state.epoch + 1} to train longer"
-            )
+            self._log.info(f"All {state.epoch} epochs are complete; set epochs={state.epoch + 1} to train longer")
         if self.sample_losses is not None:
             self.sample_losses.write_held()
             if self._ranks.is_zero:

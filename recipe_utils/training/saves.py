@@ -37,12 +37,7 @@ class Saves:
     """Training state that is saved and exported; set before the first save."""
 
     def __init__(
-        self,
-        settings: RunSettings,
-        config: Mapping[str, Any],
-        ranks: Ranks,
-        group: dist.ProcessGroup,
-        log: Log,
+        self, settings: RunSettings, config: Mapping[str, Any], ranks: Ranks, group: dist.ProcessGroup, log: Log
     ) -> None:
         self._settings, self._ranks, self._group, self._log = settings, ranks, group, log
         dtype = settings.export_dtype or config.get("dtype")
@@ -91,9 +86,7 @@ class Saves:
         error = None
         if nonfinite := [key for key, weight in weights.items() if not weight.isfinite().all()]:
             num_nonfinite = f"{len(nonfinite)} of {len(weights)} weights"
-            error = (
-                f"{name}: not exported, {num_nonfinite} are NaN or infinite ({nonfinite[0]}, ...)"
-            )
+            error = f"{name}: not exported, {num_nonfinite} are NaN or infinite ({nonfinite[0]}, ...)"
         elif ranks.is_zero:
             try:
                 contents, lost = contents_of_export(weights, adapters, self._export_dtype)
@@ -128,10 +121,7 @@ class Saves:
             return
         if outcome.error is not None:
             kept = "the previous one is kept" if self.has_checkpoint else "there is none before"
-            self._log.warn(
-                f"update step {outcome.global_step}: no checkpoint could be saved "
-                f"({outcome.error}); {kept}"
-            )
+            self._log.warn(f"update step {outcome.global_step}: no checkpoint could be saved ({outcome.error}); {kept}")
             self.num_failed += 1
         else:
             self.has_checkpoint = True
@@ -148,9 +138,7 @@ def remove_old_exports(folder: Path, keep_last_n: int, log: Log) -> None:
             log.warn(f"keep_last_n_exports={keep_last_n}: {error}")
 
 
-def log_model(
-    folder: Path, output_dir: Path, config: Mapping[str, Any], device: str, log: Log
-) -> None:
+def log_model(folder: Path, output_dir: Path, config: Mapping[str, Any], device: str, log: Log) -> None:
     """Logs validation results, the exported folder, and a command that samples from the model."""
     path, metrics = output_dir / "generation.yaml", output_dir / "logs" / METRICS_FILE
     try:

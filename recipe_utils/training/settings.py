@@ -81,9 +81,7 @@ class RunSettings(RankSettings):
     resume_with_other_model: bool = False
     """Resumes even if ``model`` differs, provided that the weights fit."""
 
-    def due(
-        self, global_step: int, is_last_of_epoch: bool, unsaved_minutes: float, is_last: bool
-    ) -> Due:
+    def due(self, global_step: int, is_last_of_epoch: bool, unsaved_minutes: float, is_last: bool) -> Due:
         """Returns what is due after update step ``global_step``; ``is_last`` is True at the end.
 
         Epochs end with an export and a checkpoint of their own. ``unsaved_minutes`` is the time since

@@ -23,9 +23,7 @@ _log = get_logger("INFO")
 
 _NUM_REMARKED = 100
 """Maximum number of samples that are read for remarks."""
-_PLACE = re.compile(
-    r"^sample \d+ of [^:]*: ((line|row) \d+ of [^:]*: )?((chosen|rejected): )?(turn \d+ \(\w+\): )?"
-)
+_PLACE = re.compile(r"^sample \d+ of [^:]*: ((line|row) \d+ of [^:]*: )?((chosen|rejected): )?(turn \d+ \(\w+\): )?")
 _MAX_SECONDS = 10.0
 """Time after which no further sample is read for remarks."""
 
@@ -49,9 +47,7 @@ class Probe(NamedTuple):
     """Tokens of all of them that are not computed again."""
 
 
-def probe(
-    dataset: CheckedDataset, collator: Collator, lengths: Sequence[int], has_remarks: bool
-) -> Probe:
+def probe(dataset: CheckedDataset, collator: Collator, lengths: Sequence[int], has_remarks: bool) -> Probe:
     """Reads some samples once, and further ones until one can be trained on.
 
     Args:
@@ -122,17 +118,11 @@ def probe(
     if not has_targets and not stops:
         advice = ""
         if "labels" in collator.fingerprint_keys:
-            advice = (
-                "; check its labels, what masks them (train_on_input), and tokenizer.max_seq_len"
-            )
-        raise ValueError(
-            f"none of its {num_samples} samples can be trained on (the last: {problem}){advice}"
-        )
+            advice = "; check its labels, what masks them (train_on_input), and tokenizer.max_seq_len"
+        raise ValueError(f"none of its {num_samples} samples can be trained on (the last: {problem}){advice}")
     for name, number in without_targets.items():
         if number == num_read[name] and name:  # half of each update step may be for nothing
-            remarks[f"of {name}, which has no {collator.counts[0].replace('_', ' ')} there"] = (
-                number
-            )
+            remarks[f"of {name}, which has no {collator.counts[0].replace('_', ' ')} there"] = number
         elif number:
             remarks[f"{f'of {name}, ' if name else ''}no target"] = number
     found = {} if stops else remarks, len(remarked), lengths, num_targets, num_shared
@@ -180,16 +170,12 @@ def log_start(loader: "UpdateStepLoader", epochs: int) -> None:
     name, is_uneven = loader.dataset.name, least < loader.samples_per_rank
     if is_uneven:
         listed = f"{', '.join(map(str, others))} and" if len(others) < 8 else f"{others[0]} or"
-        _log.info(
-            f"global_batch_size={size}: {len(loader.shares)} ranks take {listed} {least} samples"
-        )
+        _log.info(f"global_batch_size={size}: {len(loader.shares)} ranks take {listed} {least} samples")
     found, num_ranks, per_epoch = loader.probe, loader.ranks.dp_degree, loader.steps_per_epoch
     text = f"Data: {len(loader.dataset):,} samples"
     if lengths := found.lengths:
         mean, longest = sum(lengths) / len(lengths), max(lengths)
-        text += (
-            f"; {len(lengths)} of them read: {mean:,.0f} tokens in the mean, {longest:,} at most"
-        )
+        text += f"; {len(lengths)} of them read: {mean:,.0f} tokens in the mean, {longest:,} at most"
         text += f", {found.num_targets / len(lengths):,.0f} targets" * bool(found.num_targets)
         if found.num_shared:
             fewer = sum(lengths) / (sum(lengths) - found.num_shared)

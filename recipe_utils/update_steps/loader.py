@@ -32,13 +32,7 @@ from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError, naming
 from recipe_utils.text.mixture import Mixture, MixtureOrder
 from recipe_utils.training.start import check_draws, content_hashes, probe
-from recipe_utils.update_steps.collectives import (
-    RankCounts,
-    Row,
-    StepCollectives,
-    group_samples,
-    reporting_failure,
-)
+from recipe_utils.update_steps.collectives import RankCounts, Row, StepCollectives, group_samples, reporting_failure
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.order import (
     Order,
@@ -130,10 +124,7 @@ class UpdateStepLoader:
     """
 
     def _prepare(
-        self,
-        first: int,
-        indices_per_step: Sequence[list[Any]],
-        closed: threading.Event,
+        self, first: int, indices_per_step: Sequence[list[Any]], closed: threading.Event
     ) -> Iterator[UpdateStep]:
         """Yields update steps with these samples of this rank; ``first`` is the index of the first."""
         ranks, fill, names = self.ranks, self._fill, self.collator.counts
@@ -150,9 +141,7 @@ class UpdateStepLoader:
                 samples = next(loaded)
                 if dummy is None and (ranks.dp_degree > 1 or fill is not None):
                     # Before the ranks agree on the step: nothing may fail after that.
-                    dummy = collator.dummy(
-                        samples[0] if samples else self.dataset[self.probe.example]
-                    )
+                    dummy = collator.dummy(samples[0] if samples else self.dataset[self.probe.example])
                 rows = [] if exchanges else group_samples(samples, length_of, plan)
             if exchanges:
                 rows = exchange(samples)
@@ -265,9 +254,7 @@ class UpdateStepLoader:
             return order
         num_samples = len(self.dataset)
         with naming("last_update_step"):
-            num_steps = num_update_steps(
-                num_samples, size, settings.last_update_step, settings.max_steps_per_epoch
-            )
+            num_steps = num_update_steps(num_samples, size, settings.last_update_step, settings.max_steps_per_epoch)
         return ShuffledOrder(num_samples, size, num_steps, settings.shuffle, settings.data_seed)
 
     @property
@@ -307,9 +294,7 @@ class UpdateStepLoader:
         """
         first = samples_consumed // self.global_batch_size
         steps = range(first, self.steps_per_epoch)
-        return self.of_samples(
-            self._indices(partial(self.order.samples, epoch), steps, epoch), first
-        )
+        return self.of_samples(self._indices(partial(self.order.samples, epoch), steps, epoch), first)
 
     def bound_rows(self, max_tokens: int) -> None:
         """Plans further update steps with at most ``max_tokens`` per microbatch, the same on all ranks."""
@@ -335,13 +320,9 @@ class UpdateStepLoader:
     def _indices(self, items: Callable[[int], Any], steps: range, epoch: int = 0) -> UpdateSteps:
         """Returns this rank's samples of update steps; ``items`` returns those of all ranks."""
         place = self.ranks.dp_rank, self.ranks.dp_degree, getattr(self.collator, "block", 1)
-        return UpdateSteps(
-            steps, lambda step: update_step_indices(items(step), epoch, step, *place)
-        )
+        return UpdateSteps(steps, lambda step: update_step_indices(items(step), epoch, step, *place))
 
-    def of_samples(
-        self, indices_per_step: Sequence[list[Any]], first: int = 0
-    ) -> Prefetched[UpdateStep]:
+    def of_samples(self, indices_per_step: Sequence[list[Any]], first: int = 0) -> Prefetched[UpdateStep]:
         """Returns update steps of given samples; see :meth:`epoch`.
 
         Args:

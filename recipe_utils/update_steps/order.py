@@ -56,9 +56,7 @@ class UpdateSteps(Sequence[list[StepIndex]]):
         return self._indices_of(self._steps[which])
 
 
-def epoch_permutation(
-    num_samples: int, epoch: int, shuffle: bool, seed: int = 0, is_lazy: bool = False
-) -> Any:
+def epoch_permutation(num_samples: int, epoch: int, shuffle: bool, seed: int = 0, is_lazy: bool = False) -> Any:
     """Returns the dataset indices of an epoch in order, [num_samples] int64.
 
     Up to :data:`.NUM_IN_MEMORY` samples, a tensor with the order of
@@ -76,10 +74,7 @@ def epoch_permutation(
 
 
 def num_update_steps(
-    num_samples: int,
-    global_batch_size: int,
-    last_update_step: str,
-    max_steps_per_epoch: int | None = None,
+    num_samples: int, global_batch_size: int, last_update_step: str, max_steps_per_epoch: int | None = None
 ) -> int:
     """Returns the number of update steps in an epoch; raises ValueError if there is none.
 
@@ -116,18 +111,11 @@ class ShuffledOrder(Order):
     """
 
     def __init__(
-        self,
-        num_samples: int,
-        global_batch_size: int,
-        steps_per_epoch: int,
-        shuffle: bool,
-        seed: int = 0,
+        self, num_samples: int, global_batch_size: int, steps_per_epoch: int, shuffle: bool, seed: int = 0
     ) -> None:
         self.samples_per_epoch, self._size = num_samples, global_batch_size
         self.steps_per_epoch = steps_per_epoch
-        self._permutation = lru_cache(maxsize=1)(
-            lambda epoch: epoch_permutation(num_samples, epoch, shuffle, seed)
-        )
+        self._permutation = lru_cache(maxsize=1)(lambda epoch: epoch_permutation(num_samples, epoch, shuffle, seed))
 
     def samples(self, epoch: int, step: int) -> Any:
         """Returns the dataset indices of an update step; the last one of an epoch may have fewer."""

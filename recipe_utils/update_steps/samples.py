@@ -46,9 +46,7 @@ _NUM_NAMED = 20
 def check_keys(sample: Any, keys: Sequence[str], name: str) -> None:
     """Raises a SampleError unless ``sample`` is a mapping with all keys."""
     if not isinstance(sample, Mapping):
-        raise SampleError(
-            f"{name}: it is a {type(sample).__name__}, not a mapping with {', '.join(keys)}"
-        )
+        raise SampleError(f"{name}: it is a {type(sample).__name__}, not a mapping with {', '.join(keys)}")
     for key in keys:
         if key not in sample:
             raise SampleError(f"{name}: it has no '{key}', only {sorted(map(str, sample))}")
@@ -81,11 +79,7 @@ class CheckedDataset(Dataset[Sample]):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        name: str,
-        prepare: Callable[[Sample, str], Sample],
-        skips_bad: bool = False,
+        self, dataset: Any, name: str, prepare: Callable[[Sample, str], Sample], skips_bad: bool = False
     ) -> None:
         self.dataset = dataset
         self.name = name
@@ -191,9 +185,7 @@ class CheckedDataset(Dataset[Sample]):
 
 
 def load_dataset(
-    cfg: DictConfig | ListConfig,
-    tokenizer: Any = None,
-    check: Callable[[Any], None] | None = None,
+    cfg: DictConfig | ListConfig, tokenizer: Any = None, check: Callable[[Any], None] | None = None
 ) -> Any:
     """Instantiates a dataset from a component, or from a list of components.
 
@@ -237,12 +229,8 @@ def _instantiate(cfg: DictConfig, *given: Any) -> Any:
         causes = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
             causes.append(cause)  # type: ignore[arg-type]
-        reason = (
-            "; ".join(dict.fromkeys(str(each) for each in causes[1:] if str(each))) or "it is empty"
-        )
-        raise ValueError(
-            f"{cfg.get('data_files') or cfg.get('source')} cannot be read: {reason}"
-        ) from error
+        reason = "; ".join(dict.fromkeys(str(each) for each in causes[1:] if str(each))) or "it is empty"
+        raise ValueError(f"{cfg.get('data_files') or cfg.get('source')} cannot be read: {reason}") from error
     try:
         len(dataset)
     except TypeError:

@@ -144,8 +144,7 @@ class DataSettings(RankSettings):
             yield problem(text)
         elif self.max_tokens_per_microbatch is None:
             text = (
-                "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens "
-                "that fit on one"
+                "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens that fit on one"
             )
             yield problem(text)
         if self.balance_over_ranks is False:
@@ -166,10 +165,7 @@ class DataSettings(RankSettings):
         num_neighbors = math.gcd(dims.dp_degree, most)
         num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbors)
         if num_neighbors < most:
-            text = (
-                f"{dims.dp_degree} data-parallel ranks cannot be grouped by {most}; set it to "
-                f"{num_neighbors}"
-            )
+            text = f"{dims.dp_degree} data-parallel ranks cannot be grouped by {most}; set it to {num_neighbors}"
             yield Problem("max_ranks_per_row", text, most)
         elif num_local < most:
             text = (

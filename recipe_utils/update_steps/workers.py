@@ -23,9 +23,7 @@ class WorkerDiedError(RuntimeError):
     """Raised if a DataLoader worker died at a single batch; contains the cause and the samples."""
 
 
-def load_batches(
-    dataset: Dataset[Any], batches: Sequence[list[Any]], num_workers: int = 0
-) -> Iterator[list[Any]]:
+def load_batches(dataset: Dataset[Any], batches: Sequence[list[Any]], num_workers: int = 0) -> Iterator[list[Any]]:
     """Yields the samples of each batch; each worker loads whole batches, a few of them ahead.
 
     A killed worker (for instance without memory) does not end the training: after a warning a new

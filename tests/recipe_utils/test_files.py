@@ -9,13 +9,7 @@ import torch
 from distributed_runs import fork_context
 from safetensors.torch import load_file
 
-from recipe_utils.files import (
-    CheckpointError,
-    TensorFile,
-    dtype_name,
-    write_atomically,
-    write_tensors,
-)
+from recipe_utils.files import CheckpointError, TensorFile, dtype_name, write_atomically, write_tensors
 
 TENSORS = {
     "scalar": torch.tensor(3.5),

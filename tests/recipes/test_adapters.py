@@ -104,10 +104,7 @@ def adapters_of_each_rank(found, base, seed, dtype, draw=adapters.fresh_adapters
 ADAPTERS = "recipe_utils.models.adapters"
 MUTANTS = {
     "dora's norm not detached": (f"{ADAPTERS}.adapted_linear._forward_dora", norm_in_the_graph),
-    "dora's norm kept over steps": (
-        "torch.optim.Optimizer.register_step_post_hook",
-        lambda *_: None,
-    ),
+    "dora's norm kept over steps": ("torch.optim.Optimizer.register_step_post_hook", lambda *_: None),
     "adapters drawn by each rank": (f"{ADAPTERS}.adapters.fresh_adapters", adapters_of_each_rank),
     "base not frozen": ("recipe_utils.models.construct.freeze_base", lambda _: None),
 }
@@ -162,9 +159,7 @@ def test_fresh_adapters_are_bitwise_alike_on_every_layout_and_change_nothing(kin
     config["model"] = {**KINDS[kind], "use_dora": False}
     plain = run_distributed(run_recipe, 2, config)[0]
     config["model"] = KINDS[kind]
-    assert losses(run_distributed(run_recipe, 2, config)[0]) == pytest.approx(
-        losses(plain), abs=1e-6
-    )
+    assert losses(run_distributed(run_recipe, 2, config)[0]) == pytest.approx(losses(plain), abs=1e-6)
 
 
 @pytest.mark.slow
@@ -193,12 +188,7 @@ def test_loraplus_is_a_higher_rate_for_b_and_magnitudes(tiny_config, tmp_path):
 @pytest.mark.slow
 def test_an_optimizer_in_the_backward_steps_adapters_alike(tiny_config):
     config = curve_config(
-        tiny_config,
-        model=DORA,
-        clip_grad_norm=None,
-        batch_size=8,
-        gradient_accumulation_steps=1,
-        global_batch_size=...,
+        tiny_config, model=DORA, clip_grad_norm=None, batch_size=8, gradient_accumulation_steps=1, global_batch_size=...
     )
     plain = run_distributed(run_recipe, 1, config)[0]
     in_backward = run_distributed(run_recipe, 1, {**config, "optimizer_in_bwd": True})[0]
@@ -267,10 +257,7 @@ def test_adapters_are_not_resumed_as_or_beside_others(saved_after_4, tmp_path, w
 # ---- Refusals and warnings ----------------------------------------------------------------------
 
 WIDE = KINDS["qlora"]
-QUANTIZER = {
-    "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
-    "groupsize": 16,
-}
+QUANTIZER = {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer", "groupsize": 16}
 
 
 REFUSED = {  # by the number of ranks

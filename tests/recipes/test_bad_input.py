@@ -24,10 +24,7 @@ def data(**more):
         ({"checkpoint_files": ["gone.pt"]}, "No file with name: gone.pt"),
         ({"checkpoint_dir": "/nowhere"}, "/nowhere is not a valid directory"),
         (
-            {
-                "checkpoint_dir": "/nowhere",
-                "_component_": "torchtune.training.FullModelHFCheckpointer",
-            },
+            {"checkpoint_dir": "/nowhere", "_component_": "torchtune.training.FullModelHFCheckpointer"},
             "[Errno 2] No such file or directory: '/nowhere/config.json'",
         ),
     ],
@@ -46,9 +43,7 @@ def test_missing_files_of_a_checkpoint_are_reported(changes, expected, tiny_conf
         ("weights.safetensors", "truncated", "incomplete metadata, file not fully covered"),
     ],
 )
-def test_unreadable_weights_are_reported_with_the_reason(
-    name, damage, reason, tiny_config, tmp_path
-):
+def test_unreadable_weights_are_reported_with_the_reason(name, damage, reason, tiny_config, tmp_path):
     path = tmp_path / "weights" / name
     path.parent.mkdir()
     if damage == "truncated":
@@ -75,9 +70,7 @@ def test_an_unwritable_or_missing_output_directory_is_reported(tiny_config, tmp_
 
 def test_a_refused_config_creates_no_folder(tiny_dpo_config, tmp_path):
     folders = {"output_dir": f"{tmp_path}/new/out", "reference_cache_dir": f"{tmp_path}/new/cache"}
-    assert "batch_size=0" in refusal(
-        tiny_dpo_config(**folders, reference="cached", batch_size=0), DPO
-    )
+    assert "batch_size=0" in refusal(tiny_dpo_config(**folders, reference="cached", batch_size=0), DPO)
     assert not (tmp_path / "new").exists()
 
 
@@ -123,9 +116,7 @@ def train_into_error(config):
         ({"tokens": [1, -1, 2], "labels": [1, 2, 3]}, "token -1 is outside", 0),
     ],
 )
-def test_a_bad_sample_is_reported_before_its_update_step(
-    bad, expected, num_workers, tiny_config, tmp_path
-):
+def test_a_bad_sample_is_reported_before_its_update_step(bad, expected, num_workers, tiny_config, tmp_path):
     config = tiny_config(**data(replace={"5": bad}), num_workers=num_workers)
     (text,) = run_distributed(train_into_error, 1, config)
     assert f"sample 5 of dataset: {expected}" in text

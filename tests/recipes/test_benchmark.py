@@ -179,12 +179,7 @@ def test_all_baselines_train_the_same_adapters_with_the_same_losses(tmp_path):
         "model_type": "LLAMA3_2",
         "output_dir": f"{tmp_path}/out",
     }
-    peers = {
-        "stock": STOCK,
-        "packed": PACKED,
-        "full": {**PACKED, "model": tiny.MODEL},
-        "limit": LIMIT,
-    }
+    peers = {"stock": STOCK, "packed": PACKED, "full": {**PACKED, "model": tiny.MODEL}, "limit": LIMIT}
     of_recipe = {"model": tiny.adapted(tiny.MODEL, use_dora=True), "checkpointer": checkpointer}
     *_, results = run_here(tmp_path, peers, of_recipe)
     found = deviations(results)
@@ -204,11 +199,7 @@ def test_all_baselines_train_the_same_pairs_and_compute_shared_tokens_once(tmp_p
         "shared_cached": {**PACKED, "reference": "cached", "precompute_reference": True},
     }
     *_, results = run_here(
-        tmp_path,
-        peers,
-        {"dataset": pairs, "loss": loss},
-        update_step_recipe="full_dpo_update_step",
-        num_update_steps=2,
+        tmp_path, peers, {"dataset": pairs, "loss": loss}, update_step_recipe="full_dpo_update_step", num_update_steps=2
     )
     found = deviations(results)
     assert list(found) == list(peers)
@@ -222,9 +213,7 @@ def test_all_baselines_train_the_same_pairs_and_compute_shared_tokens_once(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "kd_ratio"),
-    [(tiny.MODEL, 1.0), (tiny.adapted(tiny.MODEL), 0.7)],
-    ids=["divergence_alone", "adapters"],
+    ("model", "kd_ratio"), [(tiny.MODEL, 1.0), (tiny.adapted(tiny.MODEL), 0.7)], ids=["divergence_alone", "adapters"]
 )
 def test_all_baselines_learn_from_the_same_teacher(model, kd_ratio, tmp_path):
     peers = {"stock": STOCK, "packed": PACKED}
@@ -235,9 +224,7 @@ def test_all_baselines_learn_from_the_same_teacher(model, kd_ratio, tmp_path):
         "teacher_checkpointer": fresh_checkpointer(tmp_path, tiny.TEACHER_MODEL, seed=1),
         "kd_ratio": kd_ratio,
     }
-    screen, _, results = run_here(
-        tmp_path, peers, of_recipe, update_step_recipe="knowledge_distillation_update_step"
-    )
+    screen, _, results = run_here(tmp_path, peers, of_recipe, update_step_recipe="knowledge_distillation_update_step")
     assert "The loss deviation is that of the first update step" in screen
     found = deviations(results)
     assert list(found) == list(peers)
@@ -262,9 +249,7 @@ def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path,
     changes = {"num_update_steps": 30, "num_rounds": 9}
     config_path, folder = write_configs(tmp_path, {"in_order": IN_ORDER}, **changes)
     process = Popen(
-        [TUNE, "run", RECIPE, "--config", str(config_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        [TUNE, "run", RECIPE, "--config", str(config_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     started.append(process)
     printed = b""
@@ -283,10 +268,7 @@ def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path,
     ("changes", "expected"),
     [
         ({"baseline": "stoc", "num_rounds": 0}, ["num_rounds=0: it must be at least 1"]),
-        (
-            {"baseline": "stoc"},
-            ["baseline=stoc: no entry of peers has this name; set it to one of"],
-        ),
+        ({"baseline": "stoc"}, ["baseline=stoc: no entry of peers has this name; set it to one of"]),
         ({"peers": {}}, ["peers: there are none"]),
         ({"overrides": {"optimizer_in_bwd": True}}, ["overrides.optimizer_in_bwd=True"]),
         (
@@ -300,11 +282,7 @@ def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path,
     ],
 )
 def test_problems_of_a_config_are_reported(changes, expected, tmp_path):
-    peers = {
-        "stock": {"kind": "stok"},
-        "ours": {"kind": "update_step", "microbatchng": "in_order"},
-        "limit": LIMIT,
-    }
+    peers = {"stock": {"kind": "stok"}, "ours": {"kind": "update_step", "microbatchng": "in_order"}, "limit": LIMIT}
     config_path, _ = write_configs(tmp_path, **{"peers": peers, **changes})
     code, screen = tune_run_here(RECIPE, config_path)
     assert code == 2

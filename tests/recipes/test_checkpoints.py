@@ -75,9 +75,7 @@ WRAPPER = {"optimizer": {"_component_": "tiny.MuonAndAdamW"}}
     [(1, {"enable_async_checkpointing": True}), (2, {}), slow(2, WRAPPER)],
     ids=["1-async", "2-sync", "2-wrapper"],
 )
-def test_it_resumes_bitwise_from_the_middle_and_from_the_end_of_an_epoch(
-    world_size, changes, tiny_config
-):
+def test_it_resumes_bitwise_from_the_middle_and_from_the_end_of_an_epoch(world_size, changes, tiny_config):
     config = config_of(tiny_config, **changes)
     uninterrupted = losses(run_distributed(run_recipe, world_size, config)[0])
     assert [step for step, _ in uninterrupted] == list(range(1, 11))
@@ -177,9 +175,7 @@ def run_until_signalled(config, at_step, on_rank, *signals):
     ],
     ids=["prefetch", "async", "pipeline"],
 )
-def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(
-    changes, signals, tiny_config
-):
+def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(changes, signals, tiny_config):
     config = config_of(tiny_config, save_every_n_steps=..., **changes)
     whole = writing_to(f"{config['output_dir']}_whole", config)
     uninterrupted = losses(run_distributed(run_recipe, 2, whole)[0])
@@ -200,9 +196,7 @@ def test_a_dataset_that_draws_beside_training_is_refused(key, tiny_config):
 
 
 def test_draws_of_a_dataset_are_repeated_after_a_resume_and_on_other_ranks(tiny_config):
-    config = config_of(
-        tiny_config, dataset=DRAWING, save_every_n_steps=..., num_workers=1, epochs=1
-    )
+    config = config_of(tiny_config, dataset=DRAWING, save_every_n_steps=..., num_workers=1, epochs=1)
     whole = writing_to(f"{config['output_dir']}_whole", {**config, "num_workers": 2})
     uninterrupted = losses(run_distributed(run_recipe, 2, whole)[0])
     logged = losses(run_distributed(run_until_signalled, 2, config, 2, 1)[0])
@@ -215,9 +209,7 @@ def test_draws_of_a_dataset_are_repeated_after_a_resume_and_on_other_ranks(tiny_
 def test_a_stop_saves_although_the_next_update_step_cannot_be_prepared(tiny_config):
     """Sample 20 belongs to update step 3 (not shuffled), which is prepared during update step 2."""
     bad = {"20": {"tokens": [], "labels": []}}
-    config = config_of(
-        tiny_config, save_every_n_steps=..., shuffle=False, dataset={**DATA, "replace": bad}
-    )
+    config = config_of(tiny_config, save_every_n_steps=..., shuffle=False, dataset={**DATA, "replace": bad})
     assert len(run_distributed(run_until_signalled, 2, config, 2, 1)[0]) == 2
     assert saved(config) == ["step_2"]
 
@@ -242,12 +234,8 @@ def run_with_clock(config, seconds_per_step):
     ],
     ids=["minutes", "minutes-and-steps", "long"],
 )
-def test_it_saves_every_so_many_minutes_of_rank_0_on_all_ranks(
-    prefetch, changes, expected, tiny_config
-):
-    config = config_of(
-        tiny_config, **{"save_every_n_steps": ..., "prefetch_update_steps": prefetch, **changes}
-    )
+def test_it_saves_every_so_many_minutes_of_rank_0_on_all_ranks(prefetch, changes, expected, tiny_config):
+    config = config_of(tiny_config, **{"save_every_n_steps": ..., "prefetch_update_steps": prefetch, **changes})
     run_distributed(run_with_clock, 2, config, 20)
     assert saved(config) == sorted(f"step_{step}" for step in expected)
 
@@ -279,9 +267,7 @@ def test_a_full_disk_is_reported_and_training_continues_with_the_last_complete_c
     world_size, enable_async_checkpointing, tiny_config
 ):
     config = config_of(tiny_config, enable_async_checkpointing=enable_async_checkpointing)
-    ranks = run_distributed(
-        run_with_full_disk, world_size, config, "save", 6, world_size - 1, 50_000
-    )
+    ranks = run_distributed(run_with_full_disk, world_size, config, "save", 6, world_size - 1, 50_000)
     logged, warnings = ranks[0]
     assert len(logged) == 10
     (warning,) = [text for text in warnings if "no checkpoint could be saved" in text]
@@ -297,9 +283,7 @@ def test_an_export_that_cannot_be_written_is_made_by_resuming(tiny_config, tmp_p
     config = config_of(tiny_config, save_every_n_steps=...)
     uninterrupted = writing_to(tmp_path / "whole", config)
     run_distributed(run_recipe, 2, uninterrupted)
-    errors = run_distributed(
-        run_with_full_disk, 2, config, "export", 10, 0, 50_000, expect_failures=True
-    )
+    errors = run_distributed(run_with_full_disk, 2, config, "export", 10, 0, 50_000, expect_failures=True)
     for error in errors:
         assert "out/epoch_1: it could not be exported (" in error
         assert "resume_from_checkpoint=True exports the trained model" in error
@@ -311,9 +295,7 @@ def test_an_export_that_cannot_be_written_is_made_by_resuming(tiny_config, tmp_p
 
 @pytest.mark.slow
 def test_an_export_within_an_epoch_is_the_model_after_its_step(tiny_config, tmp_path):
-    config = config_of(
-        tiny_config, save_every_n_steps=..., export_every_n_steps=2, lr_scheduler=...
-    )
+    config = config_of(tiny_config, save_every_n_steps=..., export_every_n_steps=2, lr_scheduler=...)
     run_distributed(run_recipe, 2, config)
     # Step 10 ends an epoch, which is exported as such.
     assert sorted(path.name for path in tmp_path.glob("out/e*")) == [

@@ -142,9 +142,7 @@ def test_terms_and_neighbors_are_those_of_one_process(layout, tiny_config, curve
 @pytest.mark.slow
 def test_a_last_update_step_of_one_image_has_no_koleo_loss(tiny_config):
     data = {"dataset": {"_component_": "tiny.tiny_images", "num_images": 33}}
-    configs = [
-        config_of(tiny_config, **data, koleo_group_size=size, batch_size=4) for size in (2, None)
-    ]
+    configs = [config_of(tiny_config, **data, koleo_group_size=size, batch_size=4) for size in (2, None)]
     ((one, *_),) = run_distributed(run_all, 1, configs[:1], True)
     alone = one[0][-1]
     assert alone["koleo_loss"] == 0
@@ -201,9 +199,7 @@ def undisturbed_and_resumed(config, folder):
 @pytest.mark.parametrize("layout", ["fsdp-2", "pp-2"])
 def test_a_resume_is_bitwise_with_all_teachers(layout, tiny_config, tmp_path):
     world_size, dims = LAYOUTS[layout]
-    config = config_of(
-        tiny_config, **SCHEDULED, **HELD_OUT, **dims, epochs=2, max_steps_per_epoch=2, batch_size=4
-    )
+    config = config_of(tiny_config, **SCHEDULED, **HELD_OUT, **dims, epochs=2, max_steps_per_epoch=2, batch_size=4)
     results = run_distributed(undisturbed_and_resumed, world_size, config, str(tmp_path))
     for whole, _, second in results:
         models = {name.partition(".")[0] for name in whole[1]}
@@ -244,9 +240,7 @@ def test_changed_options_of_groups_are_applied_at_a_resume(tiny_config, tmp_path
 @pytest.mark.slow
 def test_another_layout_resumes_the_checkpoint_of_one_process(tiny_config, tmp_path):
     short = {"epochs": 2, "max_steps_per_epoch": 2, "batch_size": 4}
-    config = config_of(
-        tiny_config, **{**SCHEDULED, "optimizer": {**SGD, "weight_decay": 0.04}, **short}
-    )
+    config = config_of(tiny_config, **{**SCHEDULED, "optimizer": {**SGD, "weight_decay": 0.04}, **short})
     whole = writing_to(tmp_path / "whole", config)
     ((_, expected),) = run_distributed(run_in_float64, 1, whole)
     config = writing_to(tmp_path / "stopped", config)
@@ -271,9 +265,7 @@ def run_with_a_spoilt_step(config, spoilt):
     with set_up(config, DINO) as recipe:
         sums, update = recipe.sums, recipe.update
         changed = []
-        recipe.sums = lambda microbatch: (
-            sums(microbatch) * (math.nan if recipe.run.global_step + 1 == spoilt else 1.0)
-        )
+        recipe.sums = lambda microbatch: sums(microbatch) * (math.nan if recipe.run.global_step + 1 == spoilt else 1.0)
 
         def watched(step):
             before = everything(recipe)

@@ -42,16 +42,11 @@ def gradients_and_metrics(configs, mutate=None):
     """Returns gradients and logged metrics of each config; :mod:`distributed_runs` undoes ``mutate``."""
     if mutate is not None:
         mutate()
-    return [
-        (run_recipe_recording_gradients(config, DINO), list(ListLogger.logged))
-        for config in configs
-    ]
+    return [(run_recipe_recording_gradients(config, DINO), list(ListLogger.logged)) for config in configs]
 
 
 def assert_is_one_batch(of_ranks, expected):
-    for step, (metrics, gradients) in enumerate(
-        zip(expected.metrics, expected.gradients, strict=True)
-    ):
+    for step, (metrics, gradients) in enumerate(zip(expected.metrics, expected.gradients, strict=True)):
         assert set().union(*(found[step] for found, _ in of_ranks)) == gradients.keys()
         for found, _ in of_ranks:
             assert error(found[step], gradients) < TOLERANCE
@@ -179,9 +174,7 @@ def test_a_wrong_computation_is_noticed(name, tiny_config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "without", ["dino", "ibot", "koleo", "gram", "drop path", "rescaled positions"]
-)
+@pytest.mark.parametrize("without", ["dino", "ibot", "koleo", "gram", "drop path", "rescaled positions"])
 def test_every_part_changes_the_reference(without):
     expected = reference(2, num_steps=1).gradients[0]
     assert error(reference(2, num_steps=1, without=without).gradients[0], expected) > 1e-2

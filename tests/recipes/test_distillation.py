@@ -76,10 +76,7 @@ def curve_config(tiny_kd_config, **changes):
 
 @pytest.mark.parametrize(
     ("loss", "world_size"),
-    [
-        ("recipe_utils.losses.LinearCrossEntropyLoss", 2),
-        slow("torchtune.modules.loss.CEWithChunkedOutputLoss", 1),
-    ],
+    [("recipe_utils.losses.LinearCrossEntropyLoss", 2), slow("torchtune.modules.loss.CEWithChunkedOutputLoss", 1)],
 )
 def test_a_ratio_of_zero_is_fine_tuning_bitwise_and_opens_no_file_of_a_teacher(
     loss, world_size, tiny_kd_config, tiny_config
@@ -97,10 +94,7 @@ def test_a_ratio_of_zero_is_fine_tuning_bitwise_and_opens_no_file_of_a_teacher(
 
 def test_a_student_that_is_its_teacher_has_a_divergence_and_a_gradient_of_zero(tiny_kd_config):
     config = tiny_kd_config(
-        teacher_sizes=tiny.MODEL,
-        kd_loss=OURS,
-        kd_ratio=1.0,
-        optimizer={"_component_": "torch.optim.SGD", "lr": 0.0},
+        teacher_sizes=tiny.MODEL, kd_loss=OURS, kd_ratio=1.0, optimizer={"_component_": "torch.optim.SGD", "lr": 0.0}
     )
     config["teacher_checkpointer"] = config["checkpointer"]
     for metrics in run(config):
@@ -154,9 +148,7 @@ def test_compiled_layers_and_loss_give_the_same_curve(tiny_kd_config, curve):
     assert_same(figures(logged), curve, rel=2e-4)
 
 
-def test_of_one_microbatch_stock_losses_are_ours_plus_the_teacher_s_entropy(
-    tiny_kd_config, tmp_path
-):
+def test_of_one_microbatch_stock_losses_are_ours_plus_the_teacher_s_entropy(tiny_kd_config, tmp_path):
     config = tiny_kd_config(
         model=tiny.adapted(tiny.MODEL),
         loss=STOCK_LOSS,
@@ -200,9 +192,7 @@ def test_a_teacher_of_another_tokenizer_is_refused(tiny_kd_config, tmp_path):
     vocabulary = {f"token {i}": i for i in range(tiny.VOCAB_SIZE)}
     for key in ("checkpointer", "teacher_checkpointer"):
         (tmp_path / key).mkdir()
-        Tokenizer(WordLevel(vocabulary, unk_token="token 0")).save(
-            f"{tmp_path}/{key}/tokenizer.json"
-        )
+        Tokenizer(WordLevel(vocabulary, unk_token="token 0")).save(f"{tmp_path}/{key}/tokenizer.json")
         vocabulary |= {"token 5": 6, "token 6": 5}
         for file in config[key]["checkpoint_files"]:
             shutil.copy(Path(config[key]["checkpoint_dir"], file), tmp_path / key)
@@ -227,9 +217,7 @@ def test_a_teacher_s_nan_is_named(tiny_kd_config, tmp_path):
     torch.save(weights, tmp_path / "teacher.pt")
     given = {"checkpoint_dir": str(tmp_path), "checkpoint_files": ["teacher.pt"]}
     config["teacher_checkpointer"] = {**config["teacher_checkpointer"], **given}
-    with pytest.raises(
-        NonfiniteError, match="teacher_checkpointer: the teacher's hidden states are"
-    ):
+    with pytest.raises(NonfiniteError, match="teacher_checkpointer: the teacher's hidden states are"):
         run(config)
 
 
@@ -252,9 +240,7 @@ def test_images_are_inputs_of_both_models_or_of_none(tiny_kd_config, tmp_path):
     (metrics,) = run(both)
     assert abs(metrics["kd_loss"]) < 1e-6
     assert metrics["teacher_entropy"] > 1
-    with pytest.raises(
-        ConfigError, match="teacher_model: a TransformerDecoder does not take the inputs of"
-    ):
+    with pytest.raises(ConfigError, match="teacher_model: a TransformerDecoder does not take the inputs of"):
         run(config)
 
 
@@ -262,9 +248,7 @@ def count_gloo_groups(config):
     groups = []
     make = process_group.new_cpu_group
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(
-            process_group, "new_cpu_group", lambda *args: groups.append(make(*args)) or groups[-1]
-        )
+        patches.setattr(process_group, "new_cpu_group", lambda *args: groups.append(make(*args)) or groups[-1])
         run(config)
     return len(groups)
 

@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from gradient_rows import (
-    RECOMPUTED,
-    Row,
-    assert_exact,
-    error_of_mutant,
-    on_ranks,
-    spanning,
-)
+from gradient_rows import RECOMPUTED, Row, assert_exact, error_of_mutant, on_ranks, spanning
 from recipe_runs import KD, recipe_class, slow
 
 from recipe_utils.distillation import losses as distillation
@@ -76,9 +69,7 @@ def a_mean_per_microbatch(patches):
     recipe = recipe_class(KD)
     sums = recipe.sums
     patches.setattr(UpdateStep, "scale", lambda step, _: 1 / len(step.microbatches))
-    patches.setattr(
-        recipe, "sums", lambda self, m: sums(self, m) / max(len(m.targets.positions), 1)
-    )
+    patches.setattr(recipe, "sums", lambda self, m: sums(self, m) / max(len(m.targets.positions), 1))
 
 
 def outputs_of_another_microbatch(patches):
@@ -89,9 +80,7 @@ def outputs_of_another_microbatch(patches):
         sizes = [len(microbatch.targets.positions) for microbatch in microbatches]
         pad = torch.nn.functional.pad
         others = zip(sizes, found[1:] + found[:1], strict=True)
-        return {
-            i: pad(other[:n], (0, 0, 0, n - len(other[:n]))) for i, (n, other) in enumerate(others)
-        }
+        return {i: pad(other[:n], (0, 0, 0, n - len(other[:n]))) for i, (n, other) in enumerate(others)}
 
     patches.setattr(FrozenModel, "outputs", rotated)
 
@@ -112,9 +101,7 @@ def targets_counted_before_they_are_shifted(patches):
 
 def a_temperature_of_the_student_alone(patches):
     logits_like = distillation.TeacherHidden.logits_like
-    patches.setattr(
-        distillation.TeacherHidden, "logits_like", lambda *args: logits_like(*args[:-1], 1.0)
-    )
+    patches.setattr(distillation.TeacherHidden, "logits_like", lambda *args: logits_like(*args[:-1], 1.0))
 
 
 def a_teacher_that_drops_out(patches):
@@ -147,9 +134,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "mutate", [a_mean_per_microbatch, *map(slow, list(MUTANTS)[1:])], ids=lambda m: m.__name__
-)
+@pytest.mark.parametrize("mutate", [a_mean_per_microbatch, *map(slow, list(MUTANTS)[1:])], ids=lambda m: m.__name__)
 def test_a_wrong_recipe_misses_the_big_batch(mutate, weights_folder, tmp_path):
     row = ONE._replace(model="untied/gemma2") if mutate is a_tail_without_its_cap else ONE
     assert error_of_mutant(mutate, row, weights_folder, tmp_path) > MUTANTS[mutate]

@@ -56,15 +56,11 @@ def test_metrics_on_even_steps_are_those_of_the_stock_recipe(world_size, tiny_dp
 
 def test_adapters_on_even_steps_are_those_of_the_stock_recipe(tiny_dpo_config, tmp_path):
     sizes = tiny.adapted(tiny.UNTIED_MODEL)
-    config = tiny_dpo_config(
-        model=sizes, dataset={**PAIRS, "num_pairs": 24}, gradient_accumulation_steps=4
-    )
+    config = tiny_dpo_config(model=sizes, dataset={**PAIRS, "num_pairs": 24}, gradient_accumulation_steps=4)
     config["checkpointer"]["checkpoint_files"] = ["untied.pt"]
     config = with_adapters(config, tmp_path)
     given = config["checkpointer"]["adapter_checkpoint"]
-    start = torch.load(
-        given, weights_only=True
-    )  # with B = 0, which torchtune's reference lacks, too
+    start = torch.load(given, weights_only=True)  # with B = 0, which torchtune's reference lacks, too
     torch.save({name: w * ("lora_b" not in name) for name, w in start.items()}, given)
     (expected,) = run_distributed(run_stock_recipe, 1, config, "lora_dpo")
     logged = run({**config, "microbatching": "packed"})
@@ -147,12 +143,8 @@ def test_in_a_held_out_step_metrics_are_of_all_pairs(tiny_dpo_config):
 WITH_DEAD = {"_component_": "tiny.pairs_some_of_which_teach_nothing", "num_pairs": 24}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "microbatching"), [(1, "packed"), slow(2, "in_order"), slow(2, "packed")]
-)
-def test_pairs_without_targets_are_skipped_named_once_and_counted(
-    world_size, microbatching, tiny_dpo_config
-):
+@pytest.mark.parametrize(("world_size", "microbatching"), [(1, "packed"), slow(2, "in_order"), slow(2, "packed")])
+def test_pairs_without_targets_are_skipped_named_once_and_counted(world_size, microbatching, tiny_dpo_config):
     config = config_of(tiny_dpo_config, dataset=WITH_DEAD, microbatching=microbatching)
     ranks = run_distributed(run_recipe_keeping_warnings, world_size, config, DPO)
     logged, _ = ranks[0]

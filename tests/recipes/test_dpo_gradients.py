@@ -4,15 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from gradient_rows import (
-    CACHED,
-    OFFLOADED,
-    RECOMPUTED,
-    Row,
-    assert_exact,
-    error_of_mutant,
-    on_ranks,
-)
+from gradient_rows import CACHED, OFFLOADED, RECOMPUTED, Row, assert_exact, error_of_mutant, on_ranks
 from recipe_runs import DPO, recipe_class, slow
 
 from recipe_utils.models import frozen as frozen_model
@@ -137,15 +129,11 @@ MUTANTS = {
     shared_targets_counted_for_chosen_alone: ONE._replace(objective="dpo + sft"),
     one_more_token_shared: ONE,
     pairs_of_one_rank: ONE._replace(layout="fsdp-2"),
-    dummy_counted_as_a_pair: ONE._replace(
-        layout="fsdp-4", changes={**APART, "max_tokens_per_microbatch": 100}
-    ),
+    dummy_counted_as_a_pair: ONE._replace(layout="fsdp-4", changes={**APART, "max_tokens_per_microbatch": 100}),
     reference_that_follows: Row("pp-2", "tied lora", "in_order", 2, None, "robust"),
 }
 
 
-@pytest.mark.parametrize(
-    "mutate", [rejected_sees_chosen, *map(slow, list(MUTANTS)[1:])], ids=lambda m: m.__name__
-)
+@pytest.mark.parametrize("mutate", [rejected_sees_chosen, *map(slow, list(MUTANTS)[1:])], ids=lambda m: m.__name__)
 def test_a_wrong_recipe_misses_the_pairs(mutate, weights_folder, tmp_path):
     assert error_of_mutant(mutate, MUTANTS[mutate], weights_folder, tmp_path) > 0.05

@@ -88,9 +88,7 @@ def losses_of_all(configs):
 
 @pytest.mark.parametrize("plan", ["packed", slow("least_padding")])
 def test_where_the_policy_is_the_reference_rewards_are_exactly_zero(plan, tiny_dpo_config):
-    config = tiny_dpo_config(
-        ref_checkpointer=None, microbatching=plan, gradient_accumulation_steps=4
-    )
+    config = tiny_dpo_config(ref_checkpointer=None, microbatching=plan, gradient_accumulation_steps=4)
     first, *_, last = run_recipe(config, DPO)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-12)
     for name in ("chosen", "rejected", "margins", "accuracies"):
@@ -193,9 +191,7 @@ def test_a_killed_pass_before_training_resumes_with_the_same_rows(cached_config,
 
 def test_a_pair_that_the_pass_before_training_did_not_see_is_named(cached_config, monkeypatch):
     monkeypatch.setattr(UpdateStepLoader, "one_pass", lambda self, _: (1, self.of_samples([[0]])))
-    with pytest.raises(
-        CheckpointError, match=r"reference_cache_dir=.*: pair \d+ of dataset is not in"
-    ):
+    with pytest.raises(CheckpointError, match=r"reference_cache_dir=.*: pair \d+ of dataset is not in"):
         losses_of(cached_config())
 
 
@@ -210,9 +206,7 @@ def test_a_resumed_training_has_the_same_reference(tiny_dpo_config):
     losses_of(config)
     other = {**config["ref_checkpointer"], "checkpoint_files": ["weights.pt"]}
     with pytest.raises(CheckpointError, match=r"^ref_checkpointer: .*other frozen weights"):
-        run_recipe(
-            {**config, "ref_checkpointer": other, "resume_from_checkpoint": True, "epochs": 2}, DPO
-        )
+        run_recipe({**config, "ref_checkpointer": other, "resume_from_checkpoint": True, "epochs": 2}, DPO)
 
 
 @pytest.mark.parametrize(
@@ -261,9 +255,7 @@ def test_log_probabilities_that_are_not_finite_name_the_pair(tiny_dpo_config, tm
 
 
 def test_a_loss_without_reference_builds_none(tiny_dpo_config):
-    config = tiny_dpo_config(
-        loss={"_component_": "recipe_utils.preference.SimPOLoss"}, reference="offload"
-    )
+    config = tiny_dpo_config(loss={"_component_": "recipe_utils.preference.SimPOLoss"}, reference="offload")
     config["ref_checkpointer"]["checkpoint_files"] = ["ref_deep.pt"]  # never read
     logged, warnings = run_recipe_keeping_warnings(config, DPO)
     assert len(logged) == len(ListLogger.logged)

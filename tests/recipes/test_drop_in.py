@@ -46,12 +46,8 @@ QAT = configs_of("qat_distributed")
 DEV = ["dev/8B_full_experimental.yaml"]  # torchtune's catalogue does not list it
 STOCK = [*FULL, *LORA, *QAT_LORA, *QAT, *DEV]
 PREFERENCES = configs_of("full_dpo_distributed", "lora_dpo_distributed", "lora_dpo_single_device")
-DISTILLATION = configs_of(
-    "knowledge_distillation_single_device", "knowledge_distillation_distributed"
-)
-TRANSLATED = {
-    "dev/11B_lora_multi_dataset.yaml": "llama3_2_vision/11B_lora_multi_dataset_update_step"
-}
+DISTILLATION = configs_of("knowledge_distillation_single_device", "knowledge_distillation_distributed")
+TRANSLATED = {"dev/11B_lora_multi_dataset.yaml": "llama3_2_vision/11B_lora_multi_dataset_update_step"}
 """Stock config -> this project's; its recipe is not registered in torchtune's command line."""
 EVERY = [*STOCK, *PREFERENCES, *DISTILLATION]
 
@@ -128,13 +124,7 @@ def test_a_translated_config_trains_the_same(stock, monkeypatch, tmp_path):
     for key in ("model", "loss", "lr_scheduler", "optimizer", "tokenizer"):  # defaults left out
         given = {k: v for k, v in ours[key].items() if k != "path"}
         assert given.items() <= theirs[key].items(), key
-    for key in (
-        "batch_size",
-        "clip_grad_norm",
-        "compile",
-        "enable_activation_checkpointing",
-        "max_steps_per_epoch",
-    ):
+    for key in ("batch_size", "clip_grad_norm", "compile", "enable_activation_checkpointing", "max_steps_per_epoch"):
         assert ours[key] == theirs[key], key
     assert ours["collate_fn"] == theirs["dataloader"]["collate_fn"]
     found = [(each["subset"], each["weight"]) for each in ours["dataset"]]

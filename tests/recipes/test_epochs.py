@@ -4,13 +4,7 @@ import pytest
 import tiny
 from big_batch import big_batch, steps_of
 from distributed_runs import run_distributed
-from recipe_runs import (
-    STEP_OF_8,
-    cosine,
-    run_recipe,
-    run_recipe_keeping_warnings,
-    run_recipe_recording_gradients,
-)
+from recipe_runs import STEP_OF_8, cosine, run_recipe, run_recipe_keeping_warnings, run_recipe_recording_gradients
 
 
 def data(num_samples, **more):
@@ -25,9 +19,7 @@ def num_targets(samples):
 @pytest.mark.parametrize(("world_size", "num_samples"), [(1, 21), (2, 21), (4, 19), (4, 2)])
 def test_each_epoch_trains_on_every_sample_once(world_size, num_samples, tiny_config):
     """There may be fewer samples than ranks."""
-    config = tiny_config(
-        dataset=data(num_samples), epochs=2, batch_size=2, gradient_accumulation_steps=2
-    )
+    config = tiny_config(dataset=data(num_samples), epochs=2, batch_size=2, gradient_accumulation_steps=2)
     samples = tiny.make_samples(num_samples)
     steps = [step for epoch in range(2) for step in steps_of(samples, 4 * world_size, epoch)]
     logged = run_distributed(run_recipe, world_size, config)[0]

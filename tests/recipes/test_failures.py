@@ -40,9 +40,7 @@ def run_on_samples(config, samples):
 @PLANS
 def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(microbatching, tiny_config):
     """Unshuffled, sample 9 belongs to rank 1 in update step 2."""
-    config = tiny_config(
-        dataset={"_component_": "tiny.samples_dataset"}, shuffle=False, microbatching=microbatching
-    )
+    config = tiny_config(dataset={"_component_": "tiny.samples_dataset"}, shuffle=False, microbatching=microbatching)
     samples = tiny.make_samples(32)
     samples[9] = BAD_SAMPLES[0]
     good, bad = run_distributed(
@@ -55,15 +53,9 @@ def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(microbatching,
 
 @pytest.mark.parametrize(
     ("microbatching", "world_size", "num_workers"),
-    [
-        ("packed", 2, 0),
-        pytest.param("in_order", 1, 0, marks=SLOW),
-        pytest.param("in_order", 2, 1, marks=SLOW),
-    ],
+    [("packed", 2, 0), pytest.param("in_order", 1, 0, marks=SLOW), pytest.param("in_order", 2, 1, marks=SLOW)],
 )
-def test_skipping_bad_samples_trains_on_the_others_alone(
-    microbatching, world_size, num_workers, tiny_config
-):
+def test_skipping_bad_samples_trains_on_the_others_alone(microbatching, world_size, num_workers, tiny_config):
     """Not shuffled, all 8 samples of update step 2 are bad, and some of steps 1 and 3."""
     bad = [0, 3, *range(8, 16), 20]
     samples = tiny.make_samples(24)
@@ -83,8 +75,7 @@ def test_skipping_bad_samples_trains_on_the_others_alone(
     good = [[samples[i] for i in range(first, first + 8) if i not in bad] for first in (0, 16)]
     logged = results[0][0]
     assert [metrics["num_tokens"] for metrics in logged] == [
-        sum(label != tiny.IGNORE for sample in step for label in sample["labels"][1:])
-        for step in good
+        sum(label != tiny.IGNORE for sample in step for label in sample["labels"][1:]) for step in good
     ]
     loss, _ = big_batch(tiny.tiny_model(), good[0])
     assert logged[0]["loss"] == pytest.approx(loss, rel=1e-5)
@@ -148,10 +139,7 @@ def test_a_worker_that_is_killed_on_one_rank_changes_no_loss(microbatching, tiny
     """Unshuffled, sample 9 belongs to rank 1 in update step 2."""
     data = {"_component_": "tiny.killing_dataset", "num_samples": 32, "index": 9}
     config = tiny_config(
-        dataset={**data, "folder": str(tmp_path)},
-        shuffle=False,
-        microbatching=microbatching,
-        num_workers=1,
+        dataset={**data, "folder": str(tmp_path)}, shuffle=False, microbatching=microbatching, num_workers=1
     )
     undisturbed = {**config, "num_workers": 0}
     disturbed = run_distributed(run_recipe_keeping_warnings, 2, config)

@@ -128,9 +128,7 @@ def a_mean_of_means(patches):
     recipe = recipe_class()
     sums = recipe.sums
     patches.setattr(UpdateStep, "scale", lambda *_: 1 / 8)
-    patches.setattr(
-        recipe, "sums", lambda self, m: sums(self, m) / max(m.counts["target_tokens"], 1)
-    )
+    patches.setattr(recipe, "sums", lambda self, m: sums(self, m) / max(m.counts["target_tokens"], 1))
 
 
 def scale_of_one_rank(patches):
@@ -147,9 +145,7 @@ def documents_seen_by_each_other(patches):
 def a_microbatch_left_out(patches):
     run = pipeline.Pipeline.forward_backward
     patches.setattr(
-        pipeline.Pipeline,
-        "forward_backward",
-        lambda self, microbatches, *rest: run(self, microbatches[1:], *rest),
+        pipeline.Pipeline, "forward_backward", lambda self, microbatches, *rest: run(self, microbatches[1:], *rest)
     )
 
 
@@ -255,9 +251,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize(
-    "mutate",
-    [*list(MUTANTS)[:4], *map(slow, list(MUTANTS)[4:])],
-    ids=lambda mutate: mutate.__name__,
+    "mutate", [*list(MUTANTS)[:4], *map(slow, list(MUTANTS)[4:])], ids=lambda mutate: mutate.__name__
 )
 def test_a_wrong_recipe_misses_the_big_batch(mutate, weights_folder, tmp_path):
     assert error_of_mutant(mutate, MUTANTS[mutate], weights_folder, tmp_path) > 1e-2

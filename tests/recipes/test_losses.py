@@ -28,14 +28,9 @@ def one_process_losses(module_config):
 
 @pytest.mark.parametrize(
     ("world_size", "changes"),
-    [
-        (1, {"batch_size": 4, "microbatching": "packed"}),
-        slow(4, {"batch_size": 1, "data_parallel_replicate_dim": 2}),
-    ],
+    [(1, {"batch_size": 4, "microbatching": "packed"}), slow(4, {"batch_size": 1, "data_parallel_replicate_dim": 2})],
 )
-def test_the_same_global_batch_gives_the_same_losses(
-    world_size, changes, tiny_config, one_process_losses
-):
+def test_the_same_global_batch_gives_the_same_losses(world_size, changes, tiny_config, one_process_losses):
     same = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_steps": ...}
     logged = run_distributed(run_recipe, world_size, tiny_config(**same, **changes))[0]
     assert len(one_process_losses) == 10
@@ -46,11 +41,7 @@ def test_the_same_global_batch_gives_the_same_losses(
 def test_compiled_packed_rows_of_one_length_give_the_same_losses(tiny_config, one_process_losses):
     """Some samples are longer than the budget: each of those has a row of twice the length."""
     config = tiny_config(
-        dataset=DATA,
-        batch_size=4,
-        gradient_accumulation_steps=4,
-        microbatching="packed",
-        max_tokens_per_microbatch=39,
+        dataset=DATA, batch_size=4, gradient_accumulation_steps=4, microbatching="packed", max_tokens_per_microbatch=39
     )
     (logged,) = run_distributed(run_compiled_recipe, 1, config)
     assert losses(logged) == pytest.approx(one_process_losses, rel=1e-5)
@@ -72,9 +63,7 @@ def run_counting_compilations(config):
 
 
 @pytest.mark.slow
-def test_compiled_packed_rows_of_few_lengths_are_compiled_for_the_first_and_then_for_any(
-    tiny_config,
-):
+def test_compiled_packed_rows_of_few_lengths_are_compiled_for_the_first_and_then_for_any(tiny_config):
     """None is compiled after the first two update steps and the first validation, for any lengths."""
     config = tiny_config(
         optimizer={"_component_": "torch.optim.SGD", "lr": 0.1},  # AdamW makes much of a last digit
@@ -96,17 +85,11 @@ def test_compiled_packed_rows_of_few_lengths_are_compiled_for_the_first_and_then
 @pytest.mark.parametrize("clip_grad_norm", [slow(None), 0.5])
 def test_losses_are_those_of_the_stock_recipe(clip_grad_norm, tiny_config):
     config = tiny_config(
-        dataset=DATA,
-        loss=STOCK_LOSS,
-        batch_size=4,
-        gradient_accumulation_steps=4,
-        clip_grad_norm=clip_grad_norm,
+        dataset=DATA, loss=STOCK_LOSS, batch_size=4, gradient_accumulation_steps=4, clip_grad_norm=clip_grad_norm
     )
     stock = losses(run_distributed(run_stock_recipe, 1, config)[0])
     own_loss = {"_component_": "recipe_utils.losses.LinearCrossEntropyLoss"}
-    ((with_stock_loss, with_own_loss),) = run_distributed(
-        run_recipes, 1, [config, {**config, "loss": own_loss}]
-    )
+    ((with_stock_loss, with_own_loss),) = run_distributed(run_recipes, 1, [config, {**config, "loss": own_loss}])
     assert len(stock) == 10
     assert losses(with_stock_loss) == pytest.approx(stock, rel=1e-4)
     assert losses(with_own_loss) == pytest.approx(stock, rel=1e-4)

@@ -11,16 +11,7 @@ import tiny
 from arrays import LAYOUTS
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
-from recipe_runs import (
-    DPO,
-    KD,
-    SFT,
-    losses,
-    run_recipe,
-    slow,
-    tiny_config,
-    writing_to,
-)  # fmt: skip
+from recipe_runs import DPO, KD, SFT, losses, run_recipe, slow, tiny_config, writing_to  # fmt: skip
 
 from recipe_utils.training.parts.budget import RowsDoNotFitError
 
@@ -79,9 +70,7 @@ def test_a_budget_that_is_found_gives_the_losses_of_a_fixed_one(row, weights_fol
     results = run_distributed(run_auto, world_size, auto, recipe, *limits)
     logged = results[0][0]
     assert losses(logged) == pytest.approx(losses(expected), rel=1e-6)
-    validated, fixed = (
-        [m["val_loss"] for m in each if "val_loss" in m] for each in (logged, expected)
-    )
+    validated, fixed = ([m["val_loss"] for m in each if "val_loss" in m] for each in (logged, expected))
     assert validated == pytest.approx(fixed, rel=1e-6)
     budgets = [m["max_tokens_per_microbatch"] for m in logged if "loss" in m]
     assert budgets[0] == live_meter.FIRST_TOKENS < budgets[-1]
@@ -105,9 +94,7 @@ def test_a_resume_begins_with_the_budget_that_was_found(weights_folder, tmp_path
         state = json.loads((folder / f"step_{step}/state.json").read_text())
         found, _ = run_distributed(run, 1, resuming_in(folder, config), SFT, 600 * KIB)[0]
         expected = [m for m in logged if m["step"] > step]
-        budgets, whole = (
-            [m["max_tokens_per_microbatch"] for m in each] for each in (found, expected)
-        )
+        budgets, whole = ([m["max_tokens_per_microbatch"] for m in each] for each in (found, expected))
         is_elsewhere = run is run_auto_elsewhere
         tokens = live_meter.FIRST_TOKENS if is_elsewhere else state["token_budget"]["tokens"]
         assert budgets[0] == tokens
@@ -148,9 +135,7 @@ def test_a_resume_with_the_tokens_that_an_error_names_has_the_same_losses(weight
         (limited(20) | {"microbatching": "in_order", "max_tokens_per_microbatch": ...}, "set microbatching=packed"),
     ],
 )  # fmt: skip
-def test_an_update_step_that_runs_out_of_memory_ends_with_what_to_set(
-    changes, text, weights_folder, tmp_path
-):
+def test_an_update_step_that_runs_out_of_memory_ends_with_what_to_set(changes, text, weights_folder, tmp_path):
     """It fails in FSDP2's backward, in the optimizer's step, for one long sample, or with ``in_order``."""
     config = writing_to(tmp_path, tiny_config(weights_folder, **{**BOUND, **changes}))
     with pytest.raises(RowsDoNotFitError, match="rank 0 ran out of memory in update step") as error:

@@ -13,10 +13,7 @@ from recipe_utils.training.log import read_metrics
 
 TIMES = {"time", "data_wait_seconds", "tokens_per_second_per_gpu", "real_tokens_per_second_per_gpu"}
 TIMES |= {"pairs_per_second_per_gpu", "teacher_seconds"}
-VAL = {
-    "dataset_val": {"_component_": "tiny.tiny_dataset", "num_samples": 8, "seed": 5},
-    "run_val_every_n_steps": 2,
-}
+VAL = {"dataset_val": {"_component_": "tiny.tiny_dataset", "num_samples": 8, "seed": 5}, "run_val_every_n_steps": 2}
 
 
 def without_times(lines):
@@ -39,9 +36,7 @@ def test_a_resumed_run_has_the_metrics_of_an_uninterrupted_one(reads_late, recip
     expected = metrics_of(config)
     first = 1 if recipe == DPO else 0
     assert [line["step"] for line in expected] == [*range(first, 7)]
-    assert [line["loss"] for line in expected if "loss" in line] == [
-        m["loss"] for m in logged if "loss" in m
-    ]
+    assert [line["loss"] for line in expected if "loss" in line] == [m["loss"] for m in logged if "loss" in m]
     if recipe != DPO:
         assert expected[-1]["num_tokens_seen"] == sum(m.get("num_tokens", 0) for m in logged)
     if reads_late:  # as on an accelerator
@@ -132,9 +127,7 @@ def test_tensorboard_gets_the_metrics(tiny_config, tmp_path):
 
 def test_metrics_are_plotted(tmp_path):
     pytest.importorskip("matplotlib")
-    metrics = [
-        {"step": i, "num_tokens_seen": 10 * i, "loss": 9.0 - i, "lr": 0.1} for i in (1, 2, 3)
-    ]
+    metrics = [{"step": i, "num_tokens_seen": 10 * i, "loss": 9.0 - i, "lr": 0.1} for i in (1, 2, 3)]
     metrics[1] |= {"val_loss": 5.0, "loss": None}
     assert curve(metrics, "loss", "num_tokens_seen") == [(10, 8.0), (30, 6.0)]
     assert curve(metrics, "val_loss", "step") == [(2, 5.0)]

@@ -67,11 +67,7 @@ def num_reads_while_training(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    "loss",
-    [
-        "recipe_utils.losses.LinearCrossEntropyLoss",
-        "torchtune.modules.loss.CEWithChunkedOutputLoss",
-    ],
+    "loss", ["recipe_utils.losses.LinearCrossEntropyLoss", "torchtune.modules.loss.CEWithChunkedOutputLoss"]
 )
 def test_an_update_step_does_not_wait_for_the_device(loss, world_size, tiny_config):
     config = tiny_config(
@@ -86,13 +82,7 @@ def test_an_update_step_does_not_wait_for_the_device(loss, world_size, tiny_conf
 class Reads(TorchFunctionMode):
     """Names of functions that read a tensor's values on the host."""
 
-    WAITING = (
-        "item",
-        "tolist",
-        "nonzero",
-        "numpy",
-        *(f"__{n}__" for n in ("bool", "int", "float")),
-    )
+    WAITING = ("item", "tolist", "nonzero", "numpy", *(f"__{n}__" for n in ("bool", "int", "float")))
 
     def __init__(self):
         super().__init__()
@@ -106,9 +96,7 @@ class Reads(TorchFunctionMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("log_every_n_steps", [1, 2])
-def test_metrics_are_read_after_the_next_update_step_is_enqueued(
-    log_every_n_steps, recipe_and_config
-):
+def test_metrics_are_read_after_the_next_update_step_is_enqueued(log_every_n_steps, recipe_and_config):
     """Between two update steps only metrics of an earlier one are read; at an epoch's end, all are."""
     recipe, make = recipe_and_config
     every = log_every_n_steps

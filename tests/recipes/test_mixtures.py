@@ -23,9 +23,7 @@ def mixed(first):
 
 
 @pytest.mark.parametrize("recipe", [SFT, slow(DPO), slow(KD), slow(DINO)])
-def test_each_kind_of_data_is_mixed_alike_on_one_and_two_ranks(
-    recipe, tiny_config, tiny_dpo_config, tiny_kd_config
-):
+def test_each_kind_of_data_is_mixed_alike_on_one_and_two_ranks(recipe, tiny_config, tiny_dpo_config, tiny_kd_config):
     if recipe == DINO:
         config = step_of_16(tiny_config, dataset=mixed(IMAGES), batch_size=4, epochs=2)
     else:
@@ -63,6 +61,4 @@ def test_a_list_with_names_alone_is_concatenated(tiny_config):
     named = [{**DATA, "name": "large"}, {**DATA, "num_samples": 7, "seed": 1, "name": "small"}]
     named = [{key: value for key, value in each.items() if key != "weight"} for each in named]
     plain = [{key: value for key, value in each.items() if key != "name"} for each in named]
-    assert losses(run_recipe(tiny_config(dataset=named))) == losses(
-        run_recipe(tiny_config(dataset=plain))
-    )
+    assert losses(run_recipe(tiny_config(dataset=named))) == losses(run_recipe(tiny_config(dataset=plain)))

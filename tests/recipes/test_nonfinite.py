@@ -76,17 +76,9 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "fused", "factor", "reads_late"),
-    [
-        (1, True, NAN, True),
-        (1, False, INF, False),
-        (2, True, INF, False),
-        (2, False, NAN, True),
-        (2, True, NAN, True),
-    ],
+    [(1, True, NAN, True), (1, False, INF, False), (2, True, INF, False), (2, False, NAN, True), (2, True, NAN, True)],
 )
-def test_a_skipped_step_changes_nothing_on_any_rank(
-    world_size, fused, factor, reads_late, make_config
-):
+def test_a_skipped_step_changes_nothing_on_any_rank(world_size, fused, factor, reads_late, make_config):
     config = make_config(fused, on_nonfinite="skip", clip_grad_norm=1.0)
     (logged, warnings, changed), *others = run(world_size, config, [3, 6], factor, reads_late)
     assert changed == [True, True, False, True, True, False]

@@ -14,17 +14,12 @@ from recipe_utils.benchmark.gpu import Stage, random_recipe
 from recipe_utils.training.parts.meter import METERS
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)]),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])]
 BATCH = {"batch_size": 2, "gradient_accumulation_steps": 2}
 
 
 def trained_losses(stage, name, **keys):
-    recipe, cfg = random_recipe(
-        stage, name, {"dtype": "fp32", "weights_dtype": None, **BATCH, **keys}
-    )
+    recipe, cfg = random_recipe(stage, name, {"dtype": "fp32", "weights_dtype": None, **BATCH, **keys})
     with recipe.run:
         recipe.setup(cfg)
         recipe.train()

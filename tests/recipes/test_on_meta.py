@@ -144,18 +144,14 @@ def arrivals(monkeypatch):
         monkeypatch.setattr(module, "resolve_device", torch.device)
     monkeypatch.setattr(build, "shard_model", Gathered)
     for module in (document_mask, sizes):
-        monkeypatch.setattr(
-            module, "attention_of", lambda model, _, *o: attention_of(model, CUDA, *o)
-        )
+        monkeypatch.setattr(module, "attention_of", lambda model, _, *o: attention_of(model, CUDA, *o))
     monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     # torch 2.15 queries the driver for the library that computes it.
     capability = "_cudnn_version_and_major_capability"
     monkeypatch.setattr(varlen, capability, lambda _: (None, 9), raising=False)
     monkeypatch.setattr("torchtune.training.validate_no_params_on_meta_device", lambda _: None)
-    monkeypatch.setattr(
-        "torchtune.training.get_dtype", lambda *_, **__: None
-    )  # a CPU may lack bf16
+    monkeypatch.setattr("torchtune.training.get_dtype", lambda *_, **__: None)  # a CPU may lack bf16
     optim = sys.modules[torch.optim.Optimizer.__module__]
     monkeypatch.setattr(optim, "_get_fused_kernels_supported_devices", lambda: ["cpu", "meta"])
     rope_init = Llama3ScaledRoPE.rope_init
@@ -200,12 +196,7 @@ CACHED = {"reference": "cached"}
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 99}
 PACKED_DATASET = {"dataset": {**DATA, "packed": True}}
 NAMED = {"dataset": [{**DATA, "name": "a", "loss_weight": 2}, {**DATA, "name": "b"}]}
-JS = {
-    "kd_loss": {
-        "_component_": "recipe_utils.distillation.LinearDistillationLoss",
-        "divergence": "js",
-    }
-}
+JS = {"kd_loss": {"_component_": "recipe_utils.distillation.LinearDistillationLoss", "divergence": "js"}}
 SIMPO = {"loss": {"_component_": "recipe_utils.preference.SimPOLoss"}, "sft_loss_weight": 0.1}
 
 

@@ -43,9 +43,7 @@ def figures(logged):
 
 def assert_same_curve(logged, expected, rel=1e-5):
     assert [figure[:2] for figure in logged] == [figure[:2] for figure in expected]
-    assert [value for *_, value in logged] == pytest.approx(
-        [value for *_, value in expected], rel=rel
-    )
+    assert [value for *_, value in logged] == pytest.approx([value for *_, value in expected], rel=rel)
 
 
 MODELS = {"tied": tiny.DEEP_MODEL, "untied": tiny.DEEP_UNTIED_MODEL}
@@ -129,8 +127,7 @@ def refusals(configs):
 
 def test_impossible_pipelines_are_refused_with_what_to_set_instead(tiny_config):
     configs = [
-        curve_config(tiny_config, **{"sizes": tiny.DEEP_MODEL, **PP_2, **changes})
-        for changes, _ in BAD.values()
+        curve_config(tiny_config, **{"sizes": tiny.DEEP_MODEL, **PP_2, **changes}) for changes, _ in BAD.values()
     ]
     for texts in run_distributed(refusals, 2, configs):
         for (_, expected), text in zip(BAD.values(), texts, strict=True):

@@ -33,9 +33,6 @@ def test_two_active_steps_record_exactly_two_update_steps(accumulation, tiny_con
     (trace,) = tmp_path.glob("profile/iteration_4/*.pt.trace.json.gz")
     with gzip.open(trace) as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
-    assert {name for name in names if name.startswith("ProfilerStep")} == {
-        "ProfilerStep#2",
-        "ProfilerStep#3",
-    }
+    assert {name for name in names if name.startswith("ProfilerStep")} == {"ProfilerStep#2", "ProfilerStep#3"}
     assert sum(name.startswith("Optimizer.step#") for name in names) == 2
     assert names.count("aten::embedding_dense_backward") == 2 * accumulation

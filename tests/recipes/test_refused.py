@@ -252,13 +252,8 @@ def test_a_wrong_config_is_refused_by_key(
     recipe, overrides, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path, monkeypatch
 ):
     for checkpointer in (FullModelTorchTuneCheckpointer, DINOv3Checkpointer):
-        monkeypatch.setattr(
-            checkpointer, "load_checkpoint", lambda *_: pytest.fail("reads weights")
-        )
-    kd_loss = {
-        "_component_": "recipe_utils.distillation.LinearDistillationLoss",
-        "temperature": 2.0,
-    }
+        monkeypatch.setattr(checkpointer, "load_checkpoint", lambda *_: pytest.fail("reads weights"))
+    kd_loss = {"_component_": "recipe_utils.distillation.LinearDistillationLoss", "temperature": 2.0}
     config = {
         SFT: tiny_config,
         LORA: lambda: tiny_config(model=tiny.adapted(tiny.MODEL)),
@@ -276,10 +271,7 @@ def test_a_wrong_config_is_refused_by_key(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            {"ema_momentum": 2, "seeds": 3, "gram_over": "batch"},
-            {"ema_momentum=2", "seeds", "gram_over=batch"},
-        ),
+        ({"ema_momentum": 2, "seeds": 3, "gram_over": "batch"}, {"ema_momentum=2", "seeds", "gram_over=batch"}),
         ({"batch_size": 6, "ema_momentum": 1.0}, {"ema_momentum=1.0", "global_batch_size=16"}),
     ],
     ids=["keys", "combinations"],

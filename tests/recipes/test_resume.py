@@ -10,17 +10,7 @@ import torch
 from arrays import LAYOUTS
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
-from recipe_runs import (
-    DPO,
-    KD,
-    SFT,
-    STEP_OF_8,
-    cosine,
-    exported_model,
-    run_recipe,
-    slow,
-    writing_to,
-)  # fmt: skip
+from recipe_runs import DPO, KD, SFT, STEP_OF_8, cosine, exported_model, run_recipe, slow, writing_to  # fmt: skip
 
 MAKE = {SFT: "tiny_config", DPO: "tiny_dpo_config", KD: "tiny_kd_config"}
 IN_ORDER = {"in order": (2, {"microbatching": "in_order", "batch_size": 1})}
@@ -33,10 +23,7 @@ DISTILLED = {
     "run_val_every_n_steps": 2,
     "model": tiny.DEEP_MODEL,
     "teacher_sizes": tiny.TEACHER_MODEL,
-    "kd_loss": {
-        "_component_": "recipe_utils.distillation.LinearDistillationLoss",
-        "temperature": 2.0,
-    },
+    "kd_loss": {"_component_": "recipe_utils.distillation.LinearDistillationLoss", "temperature": 2.0},
 }
 STAGES = {**SAMPLES, "model": tiny.DEEP_MODEL, "microbatching": "in_order", "batch_size": 1}
 ADAPTED = {**SAMPLES, "clip_grad_norm": 0.05}

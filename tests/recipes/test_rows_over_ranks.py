@@ -46,9 +46,7 @@ def trained(tiny_config):
 
 def curve(logged):
     """Returns losses and validation losses by update step."""
-    return [
-        (m["step"], name, m[name]) for m in logged for name in ("loss", "val_loss") if name in m
-    ]
+    return [(m["step"], name, m[name]) for m in logged for name in ("loss", "val_loss") if name in m]
 
 
 def assert_same_curve(found, expected):

@@ -10,16 +10,7 @@ import pytest
 import torch
 from decoder_types import tiny_config_of
 from distributed_runs import run_distributed
-from recipe_runs import (
-    DPO,
-    losses,
-    refusal,
-    run_compiled_recipe,
-    run_recipe,
-    run_recipe_keeping_warnings,
-    set_up,
-    slow,
-)
+from recipe_runs import DPO, losses, refusal, run_compiled_recipe, run_recipe, run_recipe_keeping_warnings, set_up, slow
 from tiny_transformers import save_tiny
 
 from recipe_utils.models.attention import chains
@@ -82,9 +73,7 @@ def test_compiled_layers_have_the_same_losses(tiny_config, tmp_path):
 def test_dropout_of_a_folder_is_warned_of(tiny_config, tmp_path):
     config = tiny_config(**save_tiny(tmp_path / "gpt2", "gpt2"), max_steps_per_epoch=1)
     _, warnings = run_recipe_keeping_warnings(config)
-    assert any(
-        "dropout=0.1: dropout depends on microbatches and ranks" in text for text in warnings
-    )
+    assert any("dropout=0.1: dropout depends on microbatches and ranks" in text for text in warnings)
 
 
 # ---- What is proved ------------------------------------------------------------------------------
@@ -97,9 +86,7 @@ def test_what_cannot_be_split_is_refused_by_name(tiny_config, tiny_dpo_config, t
         *run_distributed(refusal, 2, of_pairs, DPO),
         *run_distributed(refusal, 2, tiny_config(**of_all, **TP_2, tensor_parallel_plan=TP_PLAN)),
     ]
-    for text, key in zip(
-        texts, ["pipeline_parallel_dim"] * 2 + ["tensor_parallel_dim"] * 2, strict=True
-    ):
+    for text, key in zip(texts, ["pipeline_parallel_dim"] * 2 + ["tensor_parallel_dim"] * 2, strict=True):
         assert key in text
         assert "GPT2LMHeadModel" in text
         assert text.strip().endswith(f"set {key}=1")

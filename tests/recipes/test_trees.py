@@ -51,9 +51,7 @@ def test_what_cannot_have_trees_is_refused_before_weights_load(tiny_config, tmp_
     assert "microbatching=least_padding: sequences that share a beginning need rows of doc" in text
     keys["microbatching"] = "packed"
     text = refusal(tiny_config(**keys, **save_tiny(tmp_path / "bloom", "bloom")))
-    assert (
-        "split_turns=shared: BloomForCausalLM does not compute trees as it computes their" in text
-    )
+    assert "split_turns=shared: BloomForCausalLM does not compute trees as it computes their" in text
 
 
 def a_wrong_ancestor(patches):

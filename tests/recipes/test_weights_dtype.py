@@ -70,10 +70,7 @@ def reference(sizes, steps_of_ranks, sums_each_microbatch=False, accumulate=torc
     found = []
     for steps in zip(*steps_of_ranks, strict=True):  # one update step on each rank
         scale = steps[0].scale("target_tokens")
-        of_ranks = [
-            [bf16_gradients(model, microbatch, scale) for microbatch in step.microbatches]
-            for step in steps
-        ]
+        of_ranks = [[bf16_gradients(model, microbatch, scale) for microbatch in step.microbatches] for step in steps]
         total = {}
         for name in of_ranks[0][0]:
             parts = [[g[name].to(accumulate) for g in of_rank] for of_rank in of_ranks]
@@ -204,11 +201,7 @@ KINDS = {  # processes, recipe and config
     "lora_recomputed": (2, SFT, {"model": WIDE_ADAPTED, "enable_activation_checkpointing": True}),
     "dpo": (2, DPO, {}),
     "distillation": (2, KD, {}),
-    "pp_tied": (
-        2,
-        SFT,
-        {"model": tiny.DEEP_MODEL, **PP_2, **SPLIT_BACKWARD, "gradient_accumulation_steps": 4},
-    ),
+    "pp_tied": (2, SFT, {"model": tiny.DEEP_MODEL, **PP_2, **SPLIT_BACKWARD, "gradient_accumulation_steps": 4}),
     "pp_of_lora": (2, SFT, {"model": WIDE_ADAPTED, **PP_2}),
     "fsdp_and_tp": (4, SFT, {"model": tiny.UNTIED_MODEL, **TWO_RANKS["tp"]}),
 }

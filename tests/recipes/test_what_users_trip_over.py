@@ -42,11 +42,7 @@ def trained(module_config, tmp_path_factory):
     found = {}
     for lr_scheduler in (None, SCHEDULE):
         config = module_config(
-            optimizer=ADAMW,
-            lr_scheduler=lr_scheduler,
-            data_seed=3,
-            save_every_n_steps=4,
-            keep_last_n_checkpoints=None,
+            optimizer=ADAMW, lr_scheduler=lr_scheduler, data_seed=3, save_every_n_steps=4, keep_last_n_checkpoints=None
         )
         whole = losses(run_recipe(config))
         checkpoint = tmp_path_factory.mktemp("trained") / "step_4"
@@ -114,9 +110,7 @@ def test_a_run_that_is_refused_leaves_an_earlier_one_s_checkpoints_where_they_ar
         ("eps", 0.1, False),
     ],
 )
-def test_changed_arguments_of_the_optimizer_are_those_of_the_config(
-    key, value, has_schedule, trained, resumed
-):
+def test_changed_arguments_of_the_optimizer_are_those_of_the_config(key, value, has_schedule, trained, resumed):
     config = resumed(has_schedule, optimizer={**ADAMW, key: value})
     with keep_messages() as messages, set_up(config) as made:
         (group,) = made.optimizer.param_groups
@@ -164,9 +158,7 @@ def test_another_model_of_equal_shapes_is_refused_with_both_values(trained, resu
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_without_a_seed_a_resumed_training_has_the_seed_of_the_checkpoint(
-    seed, tiny_config, tmp_path
-):
+def test_without_a_seed_a_resumed_training_has_the_seed_of_the_checkpoint(seed, tiny_config, tmp_path):
     model = tiny.adapted(tiny.MODEL, lora_dropout=0.5)
     config = tiny_config(model=model, seed=seed, save_every_n_steps=7)
     uninterrupted = losses(run_recipe(config))
@@ -212,8 +204,7 @@ def test_the_order_of_samples_follows_its_own_seed(tiny_config):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "changes"),
-    [(SFT, {}), (SFT, {"save_every_n_steps": 3}), slow(DPO, {}), slow(KD, {})],
+    ("recipe", "changes"), [(SFT, {}), (SFT, {"save_every_n_steps": 3}), slow(DPO, {}), slow(KD, {})]
 )
 def test_gradients_that_are_not_finite_stop_before_anything_is_exported(
     recipe, changes, tiny_config, tiny_dpo_config, tiny_kd_config
@@ -319,10 +310,7 @@ def test_components_that_the_command_line_sets_to_null_are_absent(tiny_config):
         "dataset_val": {"_component_": "tiny.tiny_dataset", "num_samples": 8},
     }
     found = []
-    for nulls in (
-        {key: {**component, "_component_": None} for key, component in given.items()},
-        dict.fromkeys(given),
-    ):
+    for nulls in ({key: {**component, "_component_": None} for key, component in given.items()}, dict.fromkeys(given)):
         config = tiny_config(**nulls)
         assert run_recipe(config) == []
         found.append(read_metrics(Path(config["output_dir"], "logs", "metrics.jsonl")))

@@ -40,9 +40,7 @@ def types_of(recipe):
     """Returns the type column of the table of keys, by key, with null where that is the default."""
     columns = r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|"
     rows = re.findall(columns, key_table(settings_of(recipe)), re.M)
-    return {
-        key: words.split(" or ") + ["null"] * (default == "null") for key, words, default in rows
-    }
+    return {key: words.split(" or ") + ["null"] * (default == "null") for key, words, default in rows}
 
 
 TYPES = {recipe: types_of(recipe) for recipe in RECIPES}

@@ -10,12 +10,7 @@ from recipe_utils.update_steps.order import epoch_permutation
 
 TOLERANCE = 1e-10
 NUM_SAMPLES = 19  # no multiple of 16: the last update step holds 3 samples
-DATA = {
-    "_component_": "tiny.tiny_dataset",
-    "num_samples": NUM_SAMPLES,
-    "num_without_targets": 3,
-    "mask_prompts": False,
-}
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": NUM_SAMPLES, "num_without_targets": 3, "mask_prompts": False}
 STEP_OF_16 = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_steps": ...}
 """Config keys of shuffled update steps of 16 samples, with uneven numbers of targets or none."""
 MIXED = [

@@ -87,9 +87,7 @@ def step_of_16(tiny_config: Any, **changes: Any) -> dict[str, Any]:
     }
 
 
-def reference(
-    group_size: int | None, num_steps: int | None = None, without: str | None = None
-) -> Reference:
+def reference(group_size: int | None, num_steps: int | None = None, without: str | None = None) -> Reference:
     """Returns the first ``num_steps`` update steps of an epoch (None: all of them).
 
     ``group_size`` is KoLeo's; None for all images of an update step. ``without`` omits a term of ``WEIGHTS``,
@@ -108,10 +106,7 @@ def reference(
     all_metrics, all_gradients = [], []
     for step, start in enumerate([*range(0, NUM_IMAGES, IMAGES_PER_STEP)][:num_steps]):
         window = order[start : start + IMAGES_PER_STEP]
-        samples = [
-            views[StepIndex(index, 0, step, position, len(window))]
-            for position, index in enumerate(window)
-        ]
+        samples = [views[StepIndex(index, 0, step, position, len(window))] for position, index in enumerate(window)]
         for sample in samples:
             if without == "drop path":
                 sample["draws"] = [None] * len(sample["draws"])
@@ -131,9 +126,7 @@ def reference(
     return Reference(all_metrics, all_gradients, student.state_dict(), teacher.state_dict())
 
 
-def _states(
-    model: Any, factor: float, crop: Any, mask: Any = None, draws: Any = None
-) -> tuple[Tensor, Tensor]:
+def _states(model: Any, factor: float, crop: Any, mask: Any = None, draws: Any = None) -> tuple[Tensor, Tensor]:
     """Returns the class state [d] and patch states [P, d] of a crop [c, h, h]; ``factor`` scales positions."""
     patch, num_registers = MODEL["patch_size"], MODEL["num_registers"]
     pixels = F.unfold(torch.as_tensor(crop)[None], patch, stride=patch)[0].T  # [P, c * p * p]
@@ -182,10 +175,7 @@ def _metrics(
 ) -> dict[str, Tensor]:
     with torch.no_grad():
         of_teacher, of_gram = (
-            [
-                [_states(model, s["position_factor"], crop) for crop in s["global_crops"]]
-                for s in samples
-            ]
+            [[_states(model, s["position_factor"], crop) for crop in s["global_crops"]] for s in samples]
             for model in (teacher, gram_teacher)
         )
         cls_states = torch.stack([cls for image in of_teacher for cls, _ in image])
@@ -199,14 +189,8 @@ def _metrics(
     local, of_global, ibot, gram, embeddings = [], [], [], [], []
     for i, sample in enumerate(samples):
         draws, factor = sample["draws"], sample["position_factor"]
-        seen = [
-            _states(student, factor, sample["global_crops"][c], sample["masks"][c], draws[c])
-            for c in (0, 1)
-        ]
-        small = [
-            _states(student, factor, crop, None, draws[2 + j])
-            for j, crop in enumerate(sample["local_crops"])
-        ]
+        seen = [_states(student, factor, sample["global_crops"][c], sample["masks"][c], draws[c]) for c in (0, 1)]
+        small = [_states(student, factor, crop, None, draws[2 + j]) for j, crop in enumerate(sample["local_crops"])]
         dino = _logits(student.output.dino, torch.stack([cls for cls, _ in seen + small]))
         pairs = [(v, t) for t in (0, 1) for v in range(len(dino)) if v != t]
         terms = {(v, t): _cross_entropy(crop_targets[i, t], dino[v]) for v, t in pairs}

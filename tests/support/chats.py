@@ -44,11 +44,7 @@ def tokenizer_of(folder, template, stops=("<|im_end|>",), **options):
         (inner.add_special_tokens if token.special else inner.add_tokens)([token])
     folder.mkdir(exist_ok=True, parents=True)
     inner.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<bos>",
-        "eos_token": stops[0],
-    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": stops[0]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     ids = {"eos_token_id": [inner.token_to_id(stop) for stop in stops]}
     (folder / "generation_config.json").write_text(json.dumps(ids))
@@ -65,11 +61,7 @@ def call(**arguments):
     return {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
 
 
-WEATHER = {
-    "name": "weather",
-    "description": "Weather.",
-    "parameters": {"type": "object", "properties": {}},
-}
+WEATHER = {"name": "weather", "description": "Weather.", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": WEATHER}]
 
 

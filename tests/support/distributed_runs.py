@@ -29,9 +29,7 @@ from multiprocessing.process import BaseProcess
 
 fork_context = multiprocessing.get_context("forkserver")
 fork_context.set_forkserver_preload(["warm"])
-PATCHED = re.compile(
-    r"(recipe_utils|tiny|recipe_runs)(\..*)?|torch|torch\.distributed|torchtune\.training"
-)
+PATCHED = re.compile(r"(recipe_utils|tiny|recipe_runs)(\..*)?|torch|torch\.distributed|torchtune\.training")
 
 
 def start_fork_server():
@@ -191,12 +189,8 @@ def _restored_state():
     logger = get_logger()
     environment, folder = dict(os.environ), os.getcwd()
     handlers, level = list(logger.handlers), logger.level
-    signals = {
-        each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGXFSZ)
-    }
-    limits = {
-        each: resource.getrlimit(each) for each in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
-    }
+    signals = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGXFSZ)}
+    limits = {each: resource.getrlimit(each) for each in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)}
     functions = list(_functions())
     add_audit_hook, hooks = sys.addaudithook, []
     sys.addaudithook = lambda hook: (hooks.append(hook), add_audit_hook(hook))

@@ -92,10 +92,7 @@ def weighted(how):
 
 
 def distilled(kd_ratio, temperature, divergence, data=DATA):
-    loss = {
-        "_component_": "recipe_utils.distillation.LinearDistillationLoss",
-        "tokens_per_chunk": 20,
-    }
+    loss = {"_component_": "recipe_utils.distillation.LinearDistillationLoss", "tokens_per_chunk": 20}
     loss |= {"temperature": temperature, "divergence": divergence}
     keys = {**STEP_OF_16, "dataset": data, "kd_ratio": kd_ratio, "kd_loss": loss}
     return Objective(KD, big_batch.distillation, (kd_ratio, temperature, divergence), keys, 1e-6)
@@ -269,17 +266,12 @@ def reference(row, folder):
         if row.kind.recipe == DPO:
             steps = steps_of(tiny.make_pairs(NUM_PAIRS, data["kind"]), PAIRS_PER_STEP)
         elif data is TREES:
-            steps = [
-                [s for group in step for s in group] for step in steps_of(sequences_of_samples())
-            ]
+            steps = [[s for group in step for s in group] for step in steps_of(sequences_of_samples())]
         else:
             steps = steps_of(samples_of(*(data if isinstance(data, list) else [data])))
         with tiny.float64_throughout(), DoublePrecision() if row.is_folder else nullcontext():
             models = models_in_float64(row, folder)
-            _references[key] = [
-                metrics_and_gradients(row.kind.oracle, models, step, *row.kind.terms)
-                for step in steps
-            ]
+            _references[key] = [metrics_and_gradients(row.kind.oracle, models, step, *row.kind.terms) for step in steps]
     return _references[key]
 
 
@@ -308,9 +300,7 @@ def losses_of_samples(row, folder):
                 labels = [label for each in sample for label in each.get("labels", [0, 0])[1:]]
                 has_targets = any(label != tiny.IGNORE for label in labels)
                 metrics = row.kind.oracle(*models, sample, *terms) if has_targets else {}
-                _references[key].append(
-                    float(torch.as_tensor(metrics.get("loss", math.nan)).detach())
-                )
+                _references[key].append(float(torch.as_tensor(metrics.get("loss", math.nan)).detach()))
     return _references[key]
 
 
@@ -379,9 +369,7 @@ def assert_exact(rows, weights_folder, folder):
         tolerance = row.kind.tolerance if bound == TOLERANCE else bound
         alone = losses_of_samples(row, folder)
         for step, found in enumerate(of_ranks[0][3]):
-            assert found == pytest.approx(
-                {i: alone[i] for i in found}, rel=tolerance, nan_ok=True
-            ), row
+            assert found == pytest.approx({i: alone[i] for i in found}, rel=tolerance, nan_ok=True), row
             assert step or len(found) > 3
         for found in (metrics for metrics in of_ranks[0][1] if "val_loss" in metrics):
             losses = validation_losses(row.model)

@@ -30,9 +30,7 @@ class Comparison:
     different_files: int = 0
 
 
-def kill_and_resume(
-    arguments: list[str], folder: Path, num_kills: int, num_ranks: int = 1
-) -> Comparison:
+def kill_and_resume(arguments: list[str], folder: Path, num_kills: int, num_ranks: int = 1) -> Comparison:
     """Kills a training ``num_kills`` times, then lets it reach its end. One that ends earlier is started again.
 
     Every second kill waits until a checkpoint or an export is being written. Losses and exported files are

@@ -45,9 +45,5 @@ class LogitsWatch(TorchDispatchMode):
             return
         self.most_rows = max(self.most_rows, tensor.numel() // V)
         self.alive.append(weakref.ref(tensor))
-        alive = {
-            t.untyped_storage().data_ptr(): t.numel() // V
-            for r in self.alive
-            if (t := r()) is not None
-        }
+        alive = {t.untyped_storage().data_ptr(): t.numel() // V for r in self.alive if (t := r()) is not None}
         self.most_alive = max(self.most_alive, sum(alive.values()))

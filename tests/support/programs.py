@@ -24,12 +24,7 @@ Popen = subprocess.Popen
 def tune(*arguments, cwd=None):
     """Runs ``tune`` with these arguments; returns output and exit code."""
     return subprocess.run(
-        [TUNE, *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        [TUNE, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -85,7 +80,4 @@ def lines_on(screen):
 def children_of(pid):
     """Processes that another has started."""
     command = ["ps", "--ppid", str(pid), "-o", "pid="]
-    return [
-        int(child)
-        for child in subprocess.run(command, capture_output=True, check=False).stdout.split()
-    ]
+    return [int(child) for child in subprocess.run(command, capture_output=True, check=False).stdout.split()]

@@ -161,10 +161,7 @@ def tiny_kd_config(folder, **changes):
     config = tiny_config(folder, teacher_model=sizes, **changes)
     if "teacher_checkpointer" not in changes:
         (file,) = [file for file, each in WEIGHTS.items() if each == tiny.base_of(sizes)]
-        config["teacher_checkpointer"] = {
-            **tiny_config(folder)["checkpointer"],
-            "checkpoint_files": [f"ref_{file}"],
-        }
+        config["teacher_checkpointer"] = {**tiny_config(folder)["checkpointer"], "checkpoint_files": [f"ref_{file}"]}
     return config
 
 

@@ -86,10 +86,7 @@ def adapted(sizes, **changes):
 
 def adapted_in_one_layer(**sizes):
     """Returns the builder of a model of which only the first layer has LoRA."""
-    model, adapted = (
-        llama3_2(**sizes),
-        lora_llama3_2(["q_proj"], lora_rank=2, lora_alpha=4, **sizes),
-    )
+    model, adapted = (llama3_2(**sizes), lora_llama3_2(["q_proj"], lora_rank=2, lora_alpha=4, **sizes))
     model.layers[0] = adapted.layers[0]
     return model
 
@@ -235,14 +232,7 @@ def make_samples(num_samples, num_without_targets=0, mask_prompts=True, seed=0, 
 
 
 def tiny_dataset(
-    tokenizer,
-    num_samples,
-    num_without_targets=0,
-    mask_prompts=True,
-    packed=False,
-    seed=0,
-    replace=None,
-    num_common=0,
+    tokenizer, num_samples, num_without_targets=0, mask_prompts=True, packed=False, seed=0, replace=None, num_common=0
 ):
     """Returns samples. ``replace`` puts a sample of the test's own at an index; with None as tokens it raises."""
     samples = make_samples(num_samples, num_without_targets, mask_prompts, seed, num_common)
@@ -354,8 +344,7 @@ def without_shared_turns(pair):
             break
         num_shared += len(one)
     masked = {
-        f"{s}_labels": [IGNORE] * num_shared + [*pair[f"{s}_labels"]][num_shared:]
-        for s in ("chosen", "rejected")
+        f"{s}_labels": [IGNORE] * num_shared + [*pair[f"{s}_labels"]][num_shared:] for s in ("chosen", "rejected")
     }
     return pair | masked
 

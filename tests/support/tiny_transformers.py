@@ -62,9 +62,7 @@ def save_published(folder, model_type, extra=(), **changes):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     described = json.loads(path.read_text())
     old = {key: described.pop(key, None) for key in ("dtype", "rope_parameters")}
-    described |= {"torch_dtype": "bfloat16"} | (
-        {"rope_theta": 1e6} if old["rope_parameters"] else {}
-    )
+    described |= {"torch_dtype": "bfloat16"} | ({"rope_theta": 1e6} if old["rope_parameters"] else {})
     path.write_text(json.dumps(described | changes, indent=4) + "\n")
     for name in (*FILES, *OLD_WEIGHTS):
         (folder / name).parent.mkdir(exist_ok=True)

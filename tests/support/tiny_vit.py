@@ -7,14 +7,7 @@ import torch
 from recipe_utils.dinov3.backbone import dinov3_vit
 from recipe_utils.dinov3.checkpoint import dinov3_hf_config, dinov3_tune_to_hf
 
-SIZES = {
-    "patch_size": 4,
-    "embed_dim": 32,
-    "num_layers": 3,
-    "num_heads": 2,
-    "num_registers": 2,
-    "intermediate_dim": 48,
-}
+SIZES = {"patch_size": 4, "embed_dim": 32, "num_layers": 3, "num_heads": 2, "num_registers": 2, "intermediate_dim": 48}
 MODEL = {"_component_": "recipe_utils.dinov3.dinov3_vit", **SIZES}
 
 
@@ -84,8 +77,7 @@ def of_transformers(transformers, model):
     theirs = transformers.DINOv3ViTModel(config).eval().to(dtype)
     weights = dinov3_tune_to_hf(model.state_dict(), model.arguments["num_channels"])
     in_this_version = {
-        f"model.{name}" if name.startswith("layer.") else name: weight
-        for name, weight in weights.items()
+        f"model.{name}" if name.startswith("layer.") else name: weight for name, weight in weights.items()
     }
     names = theirs.state_dict().keys()
     theirs.load_state_dict(weights if names == weights.keys() else in_this_version)

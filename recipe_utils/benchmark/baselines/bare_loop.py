@@ -58,9 +58,7 @@ def row_of(samples: Sequence[Sample]) -> Row:
     """Concatenates samples with ``tokens`` and ``labels``."""
     lengths = [len(sample["tokens"]) for sample in samples]
     positions = torch.cat([torch.arange(length) for length in lengths])
-    next_labels = torch.tensor(
-        [label for sample in samples for label in [*sample["labels"][1:], IGNORE_INDEX]]
-    )
+    next_labels = torch.tensor([label for sample in samples for label in [*sample["labels"][1:], IGNORE_INDEX]])
     target_positions = (next_labels != IGNORE_INDEX).nonzero().squeeze(1)
     tokens = torch.tensor([token for sample in samples for token in sample["tokens"]])
     labels = next_labels[target_positions]

@@ -16,10 +16,7 @@ KINDS: dict[str, dict[str, str]] = {
         "limit": "bare_loop.train_text",
     },
     PAIRS: {"stock": "stock.train_dpo", "update_step": "update_step.train_dpo"},
-    DISTILLATION: {
-        "stock": "stock.train_distillation",
-        "update_step": "update_step.train_distillation",
-    },
+    DISTILLATION: {"stock": "stock.train_distillation", "update_step": "update_step.train_distillation"},
 }
 """Recipe -> kind -> function in this package that trains with a resolved update-step config."""
 OWN_KEYS = {"hf_trainer": {"train_sampling_strategy"}}

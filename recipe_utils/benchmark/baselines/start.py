@@ -14,12 +14,7 @@ from torchtune import training
 
 from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import unwrapped
-from recipe_utils.models.adapters.lora import (
-    Adapters,
-    find_adapters,
-    freeze_base,
-    fresh_adapters,
-)
+from recipe_utils.models.adapters.lora import Adapters, find_adapters, freeze_base, fresh_adapters
 from recipe_utils.models.construct import ModelSettings, build_on_meta
 from recipe_utils.settings.problems import naming
 
@@ -73,8 +68,5 @@ def load_start(model: nn.Module, config: DictConfig) -> None:
 def make_lr_scheduler(config: DictConfig, optimizer: torch.optim.Optimizer) -> Any:
     """Builds the recipes' schedule over ``max_steps_per_epoch`` update steps, or None."""
     return torchtune_config.instantiate(
-        config.get("lr_scheduler"),
-        optimizer,
-        num_training_steps=config.max_steps_per_epoch,
-        last_epoch=-1,
+        config.get("lr_scheduler"), optimizer, num_training_steps=config.max_steps_per_epoch, last_epoch=-1
     )

@@ -86,9 +86,7 @@ def _init_process_group(config: DictConfig, **options: Any) -> None:
     dist.init_process_group(backend, **options)
 
 
-def _whole_student(
-    config: DictConfig, *, base_model_state_dict: dict[str, Any], **_: Any
-) -> nn.Module:
+def _whole_student(config: DictConfig, *, base_model_state_dict: dict[str, Any], **_: Any) -> nn.Module:
     """Builds a fully trained student, wrapped as by the recipe."""
     device = get_device(config.device)
     with training.set_default_dtype(training.get_dtype(config.dtype, device=device)), device:

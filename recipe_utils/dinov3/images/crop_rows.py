@@ -58,9 +58,7 @@ class TokenLayout(NamedTuple):
 def layout_of(whole: Any) -> TokenLayout:
     """Returns the layout of a vision transformer, on any device."""
     patches = whole.tok_embeddings
-    return TokenLayout(
-        patches.patch_size, patches.num_channels, patches.num_registers, whole.num_draws
-    )
+    return TokenLayout(patches.patch_size, patches.num_channels, patches.num_registers, whole.num_draws)
 
 
 class CropsOfOneSize(NamedTuple):
@@ -84,9 +82,7 @@ def row_of(
     """
     patch, first_patch = layout.patch_size, 1 + layout.num_registers
     sides = [part.crops.shape[-1] // patch for part in parts]
-    groups = tuple(
-        (len(part.crops), first_patch + side**2) for part, side in zip(parts, sides, strict=True)
-    )
+    groups = tuple((len(part.crops), first_patch + side**2) for part, side in zip(parts, sides, strict=True))
     num_tokens = sum(num_crops * length for num_crops, length in groups)
     dtype = parts[0].crops.dtype
     tokens = np.zeros((num_tokens, 1 + layout.num_channels * patch**2), dtype)

@@ -97,15 +97,11 @@ def hf_image_dataset(
         import datasets
         import PIL.Image  # noqa: F401
     except ImportError as error:
-        raise ValueError(
-            f"images of files need {error.name}; pip install 'torchtune-update-step[vision]'"
-        ) from error
+        raise ValueError(f"images of files need {error.name}; pip install 'torchtune-update-step[vision]'") from error
     rows = datasets.load_dataset(source, split=split, **load_dataset_kwargs)
     columns = rows.column_names
     if image_column not in columns:
-        raise ValueError(
-            f"image_column={image_column}: there are only {', '.join(columns) or 'no columns'}"
-        )
+        raise ValueError(f"image_column={image_column}: there are only {', '.join(columns) or 'no columns'}")
     rows = rows.cast_column(image_column, datasets.Image(decode=False))
     return ImageDataset(rows, image_column, label_column if label_column in columns else None)
 
@@ -204,9 +200,7 @@ def _array_of_pillow(image: Any) -> np.ndarray:
     if image.mode.startswith("I") or image.mode == "F":
         array = np.asarray(image)
         # Pillow reads some 16-bit gray files as 32 bits.
-        is_16_bit = (
-            array.dtype.kind in "iu" and array.size and 0 <= array.min() <= array.max() < 2**16
-        )
+        is_16_bit = array.dtype.kind in "iu" and array.size and 0 <= array.min() <= array.max() < 2**16
         return array.astype(np.uint16) if is_16_bit else array
     if image.mode not in ("L", "RGB"):
         image = image.convert("L" if image.mode in ("1", "LA", "La") else "RGB")
@@ -221,9 +215,7 @@ def _scaled(array: np.ndarray) -> np.ndarray:
         if not np.isfinite(low + high):
             raise ValueError("its pixels are not all finite")
         if low < 0 or high > 1:
-            raise ValueError(
-                f"its pixels are from {low:.3g} to {high:.3g}; give integers, or floats in [0, 1]"
-            )
+            raise ValueError(f"its pixels are from {low:.3g} to {high:.3g}; give integers, or floats in [0, 1]")
         return array
     if array.dtype not in (np.uint8, np.uint16, np.bool_):
         raise ValueError(f"its pixels are {array.dtype}; give uint8, uint16, or floats in [0, 1]")
@@ -240,9 +232,7 @@ def _with_channels(array: np.ndarray, num_channels: int) -> np.ndarray:
     if num_channels == 1 and len(array) == 3:
         return grey_of(array)
     if len(array) != num_channels:
-        raise ValueError(
-            f"it has {found} channels, which cannot be converted to the model's {num_channels}"
-        )
+        raise ValueError(f"it has {found} channels, which cannot be converted to the model's {num_channels}")
     return array
 
 

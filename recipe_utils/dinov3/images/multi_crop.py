@@ -100,9 +100,7 @@ class MultiCrop:
             except ValidationError as error:
                 raise ValueError(f"{name}={value}: {error.errors()[0]['msg']}") from None
         if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
-            raise ValueError(
-                f"mean={self.mean}, std={self.std}: give one value for each channel, std above 0"
-            )
+            raise ValueError(f"mean={self.mean}, std={self.std}: give one value for each channel, std above 0")
         if importlib.util.find_spec("PIL") is None:
             raise ValueError("crops need Pillow; pip install 'torchtune-update-step[vision]'")
         self._transform: Any = None
@@ -113,13 +111,9 @@ class MultiCrop:
             except ValueError as error:
                 raise ValueError(f"image_transform={self.image_transform}: {error}") from error
 
-    def __call__(
-        self, image: np.ndarray, generator: torch.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, image: np.ndarray, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Returns global and local crops [n, c, h, h], normalized, of an image [c, h, w] of floats in [0, 1]."""
-        draws = torch.rand(
-            3 + self.num_local_crops, _NUM_DRAWS, generator=generator, dtype=torch.float64
-        ).numpy()
+        draws = torch.rand(3 + self.num_local_crops, _NUM_DRAWS, generator=generator, dtype=torch.float64).numpy()
         if self._transform is not None:
             image = self._transformed(image, seed=int(draws[-1, 0] * 2**53))
         global_crops = self._crops(image, draws[:2], is_local=False)
@@ -150,9 +144,7 @@ class MultiCrop:
         size = self.local_crop_size if is_local else self.global_crop_size
         scale = self.local_crop_scale if is_local else self.global_crop_scale
         drawn = [_Draws(of_crop) for of_crop in draws]
-        boxes = [
-            random_box(image.shape[1:], scale, self.aspect_ratio, each.boxes) for each in drawn
-        ]
+        boxes = [random_box(image.shape[1:], scale, self.aspect_ratio, each.boxes) for each in drawn]
         crops = resized_boxes(image, boxes, size, self.interpolation)
         kinds = [2] * len(crops) if is_local else [0, 1]
         changed = map(self._changed, map(_bounded, crops), drawn, kinds)
@@ -208,9 +200,7 @@ class _Draws:
 # ---- Boxes ----------------------------------------------------------------------------------------
 
 
-def random_box(
-    shape: Sequence[int], scale: Sequence[float], aspect_ratio: Sequence[float], draws: np.ndarray
-) -> Box:
+def random_box(shape: Sequence[int], scale: Sequence[float], aspect_ratio: Sequence[float], draws: np.ndarray) -> Box:
     """Returns the first drawn box within an image; if there is none, the largest central one.
 
     ``shape`` is height and width of the image [pixels]; ``draws`` [tries, 4] in [0, 1) are area,
@@ -229,9 +219,7 @@ def random_box(
     return ((height - box_height) / 2, (width - box_width) / 2, box_height, box_width)
 
 
-def resized_boxes(
-    image: np.ndarray, boxes: Sequence[Box], size: int, interpolation: str
-) -> list[np.ndarray]:
+def resized_boxes(image: np.ndarray, boxes: Sequence[Box], size: int, interpolation: str) -> list[np.ndarray]:
     """Resizes boxes within an image [c, h, w] to squares [c, size, size] with Pillow.
 
     Channels are images of mode "F" (float32), in any number and without loss for 16 bits.

@@ -20,12 +20,7 @@ def generator_of(purpose: str, *numbers: int) -> torch.Generator:
 
 @lru_cache(maxsize=4)  # the same for all samples of an update step
 def mask_ratios(
-    seed: int,
-    epoch: int,
-    step: int,
-    num_crops: int,
-    probability: float,
-    mask_range: tuple[float, ...],
+    seed: int, epoch: int, step: int, num_crops: int, probability: float, mask_range: tuple[float, ...]
 ) -> np.ndarray:
     """Returns the share of masked patches in each global crop of an update step, float64 [num_crops].
 

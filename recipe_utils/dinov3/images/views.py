@@ -16,21 +16,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipe_utils.dinov3.images.crop_rows import (
-    CropsOfOneSize,
-    TokenLayout,
-    ViewTargets,
-    row_of,
-    without_targets,
-)
+from recipe_utils.dinov3.images.crop_rows import CropsOfOneSize, TokenLayout, ViewTargets, row_of, without_targets
 from recipe_utils.dinov3.images.folders import checked_image, digest_of
 from recipe_utils.dinov3.images.multi_crop import MultiCrop, check_fits
-from recipe_utils.dinov3.images.view_draws import (
-    block_mask,
-    generator_of,
-    mask_ratios,
-    position_factor,
-)
+from recipe_utils.dinov3.images.view_draws import block_mask, generator_of, mask_ratios, position_factor
 from recipe_utils.plans.padded import plan_in_order
 from recipe_utils.plans.rounds import Microbatches
 from recipe_utils.settings.components import Component
@@ -128,10 +117,7 @@ class Views(Dataset[dict[str, Any]]):
         side = self.transform.global_crop_size // layout.patch_size
         generator = generator_of("masks", *place)
         ratios = self._mask_ratios(*of_step, index.step_size)
-        masks = [
-            block_mask(side, round(ratios[2 * index.position + crop] * side**2), generator)
-            for crop in range(2)
-        ]
+        masks = [block_mask(side, round(ratios[2 * index.position + crop] * side**2), generator) for crop in range(2)]
         return {
             "global_crops": global_crops,
             "local_crops": local_crops,
@@ -202,18 +188,12 @@ class ViewCollator(Collator):
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
         """Returns one row (:func:`row_of`): the global crops of all images, then the local ones."""
         masks, global_crops, local_crops = (
-            np.concatenate([sample[key] for sample in samples])
-            for key in ("masks", "global_crops", "local_crops")
+            np.concatenate([sample[key] for sample in samples]) for key in ("masks", "global_crops", "local_crops")
         )
         global_draws = np.concatenate([sample["draws"][:2] for sample in samples])
         local_draws = np.concatenate([sample["draws"][2:] for sample in samples])
-        parts = [
-            CropsOfOneSize(global_crops, global_draws, masks),
-            CropsOfOneSize(local_crops, local_draws),
-        ]
-        inputs, ((global_cls, patches), (local_cls, _)) = row_of(
-            parts, self._layout, samples[0]["position_factor"]
-        )
+        parts = [CropsOfOneSize(global_crops, global_draws, masks), CropsOfOneSize(local_crops, local_draws)]
+        inputs, ((global_cls, patches), (local_cls, _)) = row_of(parts, self._layout, samples[0]["position_factor"])
         is_masked = torch.from_numpy(masks)
         num_masked = is_masked.sum(dim=1)
         groups, num_neighbors = self._groups_of(samples)

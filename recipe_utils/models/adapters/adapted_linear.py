@@ -77,9 +77,7 @@ def _times_adapted_weight(layer: Any, x: Tensor, scaling: float) -> Tensor:
         not is_quantized(layer)
         and isinstance(layer.dropout, nn.Identity)
         and not layer.weight.requires_grad
-        and not isinstance(
-            a, DTensor
-        )  # an adapter sharded as its own FSDP2 unit is gathered only by its own call
+        and not isinstance(a, DTensor)  # an adapter sharded as its own FSDP2 unit is gathered only by its own call
         and not torch.compiler.is_compiling()  # the compiler fuses, too
     )
     if fuses:
@@ -100,9 +98,7 @@ class _AdaptedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         """Computes [..., o] from x [..., i]."""
         reduced = F.linear(x, a)
         product = F.linear(x, weight)

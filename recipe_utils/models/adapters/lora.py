@@ -15,12 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchao.dtypes.nf4tensor import to_nf4
-from torchtune.modules.peft import (
-    DoRALinear,
-    LoRALinear,
-    get_adapter_params,
-    set_trainable_params,
-)
+from torchtune.modules.peft import DoRALinear, LoRALinear, get_adapter_params, set_trainable_params
 
 from recipe_utils.checkpoint.tensors import describe_mismatch
 from recipe_utils.models.adapters.nf4 import scaler_block_size_of
@@ -119,11 +114,7 @@ def _describe(module: Any) -> Adapter:
 
 
 def initial_adapters(
-    adapters: Adapters,
-    base: Mapping[str, Tensor],
-    given: Mapping[str, Tensor] | None,
-    seed: int,
-    dtype: torch.dtype,
+    adapters: Adapters, base: Mapping[str, Tensor], given: Mapping[str, Tensor] | None, seed: int, dtype: torch.dtype
 ) -> Mapping[str, Tensor]:
     """Returns the initial adapters: those of ``checkpointer.adapter_checkpoint``, or fresh ones.
 
@@ -147,15 +138,12 @@ def initial_adapters(
     problem = describe_mismatch(given, expected, compares_dtypes=False)
     if problem:
         raise ValueError(
-            f"checkpointer.adapter_checkpoint: {problem}; set rank and adapted modules of model as they "
-            "were trained"
+            f"checkpointer.adapter_checkpoint: {problem}; set rank and adapted modules of model as they were trained"
         )
     return given
 
 
-def fresh_adapters(
-    adapters: Adapters, base: Mapping[str, Tensor], seed: int, dtype: torch.dtype
-) -> dict[str, Tensor]:
+def fresh_adapters(adapters: Adapters, base: Mapping[str, Tensor], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns full adapters that leave outputs unchanged: A as in torchtune, B zero, magnitudes the row norms of W.
 
     Each A has its own generator, so that it does not depend on the layout of ranks and stages. All
@@ -172,9 +160,7 @@ def fresh_adapters(
         num_out, num_in = weight.shape
         a = torch.empty(adapter.rank, num_in, dtype=torch.float32)
         generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
-        fresh[f"{name}.lora_a.weight"] = nn.init.kaiming_uniform_(
-            a, math.sqrt(5), generator=generator
-        )
+        fresh[f"{name}.lora_a.weight"] = nn.init.kaiming_uniform_(a, math.sqrt(5), generator=generator)
         fresh[f"{name}.lora_b.weight"] = torch.zeros(num_out, adapter.rank, dtype=torch.float32)
         if adapter.has_magnitude:
             multiplied = weight.to(dtype)
@@ -184,9 +170,7 @@ def fresh_adapters(
     return fresh
 
 
-def check_origin(
-    adapters: Adapters, frozen: Mapping[str, str], described: Mapping[str, Any]
-) -> None:
+def check_origin(adapters: Adapters, frozen: Mapping[str, str], described: Mapping[str, Any]) -> None:
     """Raises ValueError if given adapters were trained with another alpha or base.
 
     ``frozen`` are fingerprints of the base; ``described`` is what
@@ -200,9 +184,7 @@ def check_origin(
             f"model.lora_alpha={alpha:g}"
         )
     then = described.get("frozen", {})
-    others = [
-        name for name in then if name in frozen and _plain(then[name]) != _plain(frozen[name])
-    ]
+    others = [name for name in then if name in frozen and _plain(then[name]) != _plain(frozen[name])]
     if others:
         raise ValueError(
             f"{key}: its adapters were trained on another base: {len(others)} of {len(then)} weights differ "

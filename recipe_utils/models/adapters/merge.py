@@ -56,10 +56,7 @@ def _adapter_config(adapters: Adapters) -> dict[str, Any]:
 
 
 def merge(
-    weights: dict[str, Tensor],
-    trained: Mapping[str, Tensor],
-    adapters: Adapters,
-    dtype: torch.dtype | None = None,
+    weights: dict[str, Tensor], trained: Mapping[str, Tensor], adapters: Adapters, dtype: torch.dtype | None = None
 ) -> float:
     """Merges adapters into their base weights, in place; computed in at least fp32 and rounded once.
 

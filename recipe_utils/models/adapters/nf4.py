@@ -12,10 +12,7 @@ from torchtune.modules.common_utils import (
 from torchtune.modules.low_precision import FrozenNF4Linear, nf4_linear
 from torchtune.modules.peft import DoRALinear, LoRALinear, dora, lora
 
-_UPCAST_HOOKS = (
-    reparametrize_as_dtype_state_dict_post_hook,
-    _low_ram_reparametrize_as_dtype_state_dict_post_hook,
-)
+_UPCAST_HOOKS = (reparametrize_as_dtype_state_dict_post_hook, _low_ram_reparametrize_as_dtype_state_dict_post_hook)
 _BLOCK_SIZE, _SCALER_BLOCK_SIZE = 64, 256
 """64 elements share a factor, and by default 256 factors share another."""
 
@@ -46,9 +43,7 @@ def without_quantizing() -> Iterator[None]:
         return weight
 
     def remembering(init: Any) -> Any:
-        def remember(
-            self: Any, *args: Any, scaler_block_size: int | None = None, **kwargs: Any
-        ) -> None:
+        def remember(self: Any, *args: Any, scaler_block_size: int | None = None, **kwargs: Any) -> None:
             init(self, *args, **kwargs)
             self.scaler_block_size = scaler_block_size
 

@@ -34,9 +34,7 @@ def simulate_quantization(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
     kind = LoRALinear if get_adapter_params(model) else nn.Linear
     layers: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
     if not layers:
-        raise ConfigError(
-            f"quantizer={path}: it is not for DoRA; take it out, or set model.use_dora=False"
-        )
+        raise ConfigError(f"quantizer={path}: it is not for DoRA; take it out, or set model.use_dora=False")
     if any(is_quantized(module) for module in model.modules()):
         raise ConfigError(
             f"quantizer={path}: model.quantize_base=True keeps NF4 weights; set one of the two to null or False"

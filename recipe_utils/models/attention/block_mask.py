@@ -50,9 +50,7 @@ def block_mask(documents: Documents, window: int | None = None) -> BlockMask:
     """
     _, row_length = documents.shape
     ends, padding = documents.last_queries(), -row_length % BLOCK
-    first, last = (
-        F.pad(ends, (0, padding), value=fill).unflatten(1, (-1, BLOCK)) for fill in (row_length, 0)
-    )
+    first, last = (F.pad(ends, (0, padding), value=fill).unflatten(1, (-1, BLOCK)) for fill in (row_length, 0))
     first, last = first.amin(2)[:, None, :], last.amax(2)[:, None, :]  # [b, 1, key block]
     index = torch.arange(first.size(2), device=first.device)
     begin = index[:, None] * BLOCK

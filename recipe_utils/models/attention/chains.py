@@ -29,13 +29,10 @@ def parts_of_chains(
     queries = q.split([chain.stop - chain.start for chain in found], dim=2)
     keys, values = (each.split([b - a for a, b, _ in segments], dim=2) for each in (k, v))
     for chain, of_chain in zip(found, queries, strict=True):
-        bounds = [
-            (bisect_left(starts, low), bisect_left(starts, high)) for low, high in chain.ranges
-        ]
+        bounds = [(bisect_left(starts, low), bisect_left(starts, high)) for low, high in chain.ranges]
         seen = [index for bound in bounds for index in range(*bound)]
         of_keys, of_values = (
-            each[seen[0]] if len(seen) == 1 else torch.cat([each[i] for i in seen], dim=2)
-            for each in (keys, values)
+            each[seen[0]] if len(seen) == 1 else torch.cat([each[i] for i in seen], dim=2) for each in (keys, values)
         )
         of_mask = None
         if mask is not None:

@@ -20,24 +20,13 @@ from torchtune.modules import MultiHeadAttention
 from recipe_utils.compiler import configure_compiler
 from recipe_utils.long_rows.exchange import PartMask, RowGroups, heads_of_row, tokens_of_part
 from recipe_utils.models.attention.block_mask import block_mask, dense_mask
-from recipe_utils.models.attention.chains import (
-    MergedAttention,
-    can_merge,
-    mask_of_chain,
-    parts_of_chains,
-)
-from recipe_utils.models.attention.packed_attention import (
-    attention_of,
-    self_attentions,
-)
+from recipe_utils.models.attention.chains import MergedAttention, can_merge, mask_of_chain, parts_of_chains
+from recipe_utils.models.attention.packed_attention import attention_of, self_attentions
 from recipe_utils.text.documents import Documents
 
 
 def attend_within_documents(
-    model: nn.Module,
-    device: torch.device,
-    max_row_length: int,
-    row_groups: RowGroups = MappingProxyType({}),
+    model: nn.Module, device: torch.device, max_row_length: int, row_groups: RowGroups = MappingProxyType({})
 ) -> None:
     """Makes ``model(..., document_lengths=documents)`` attend within documents only, without device synchronizations.
 
@@ -83,9 +72,7 @@ def attend_within_documents(
 def _within_documents(attention_call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wraps ``attention_call``, which computes everything but documents and block masks."""
 
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, is_causal: bool
-    ) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, is_causal: bool) -> Tensor:
         if isinstance(mask, Documents):
             return _attend_by_document(q, k, v, mask, dropout_p)
         if isinstance(mask, BlockMask):
@@ -120,8 +107,7 @@ def _forward(by_varlen: bool) -> Callable[..., Tensor]:
         b, s, _ = x.shape
         # -1 heads, since tensor parallel ranks have a part of them.
         q, k, v = (
-            projection(x).view(b, s, -1, self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x).view(b, s, -1, self.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.pos_embeddings is not None:
             q = self.pos_embeddings(q, input_pos=input_pos)
@@ -139,9 +125,7 @@ def _forward(by_varlen: bool) -> Callable[..., Tensor]:
             k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
             of_heads = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
             dropout_p = self.attn_dropout if self.training else 0.0
-            attended = self._attention_call(
-                *of_heads, mask=of_row, dropout_p=dropout_p, is_causal=False
-            )
+            attended = self._attention_call(*of_heads, mask=of_row, dropout_p=dropout_p, is_causal=False)
             attended = attended.squeeze(0).transpose(0, 1)
         if group is not None:
             attended = tokens_of_part(attended, group)
@@ -153,12 +137,7 @@ def _forward(by_varlen: bool) -> Callable[..., Tensor]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_by_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Documents,
-    window: int | None = None,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None = None, scale: float | None = None
 ) -> Tensor:
     """Computes [b * s, h, d] from q [b * s, h, d] and k, v [b * s, h or fewer, d].
 
@@ -203,9 +182,7 @@ def compile_flex_attention(backend: Any = "inductor") -> Callable[..., Tensor]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_by_document(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout_p: float
-) -> Tensor:
+def _attend_by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout_p: float) -> Tensor:
     """Applies attention to q, k, v [b, h, s, d], chain by chain; a plain document is one."""
     rows = []
     for row, *of_row in zip(documents, q.split(1), k.split(1), v.split(1), strict=True):

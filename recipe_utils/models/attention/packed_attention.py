@@ -28,10 +28,7 @@ from recipe_utils.text.limits import Kernel, Layout, PackedAttention
 _log = get_logger("INFO")
 
 _NAMES = {"varlen": "FlashAttention", "flex": "flex attention"}
-_DTYPES = {
-    "varlen": (torch.bfloat16, torch.float16),
-    "flex": (torch.bfloat16, torch.float16, torch.float32),
-}
+_DTYPES = {"varlen": (torch.bfloat16, torch.float16), "flex": (torch.bfloat16, torch.float16, torch.float32)}
 _COMPILED_LENGTHS = {"cuda": 4, "cpu": 1}
 """Lengths of packed rows where layers are compiled: for the first and then with dynamic shapes. On a
 CPU, compiling DoRA's layers for a second length takes minutes."""
@@ -129,14 +126,10 @@ def _exact_on(device: torch.device, decoder: Any, configured: Kernel | None) -> 
     return replace(chosen, refused=refused)
 
 
-def choose_kernel(
-    needs: AttentionNeeds, device: torch.device, configured: Kernel | None = None
-) -> PackedAttention:
+def choose_kernel(needs: AttentionNeeds, device: torch.device, configured: Kernel | None = None) -> PackedAttention:
     """Returns the attention for what a model needs, on a device; a pure function but for Triton and capabilities."""
     if not needs.can_split:
-        return PackedAttention(
-            "dense", "it was not proved that its attention computes documents one by one"
-        )
+        return PackedAttention("dense", "it was not proved that its attention computes documents one by one")
     if device.type != "cuda":
         return PackedAttention("by_document", f"the device is {device.type}")
 
@@ -159,9 +152,7 @@ def choose_kernel(
     return PackedAttention(kernel, why, of_trees, reasons)
 
 
-def _reason_against(
-    kernel: Literal["varlen", "flex"], needs: AttentionNeeds, device: torch.device
-) -> str | None:
+def _reason_against(kernel: Literal["varlen", "flex"], needs: AttentionNeeds, device: torch.device) -> str | None:
     """Returns the reason that a kernel rejects a model, if any (flash_attn/flash_api.cpp at 03b7c19)."""
     name = _NAMES[kernel]
     if needs.dtype not in _DTYPES[kernel]:

@@ -66,9 +66,7 @@ class Pipeline:
         num_sums: int = 1,
     ) -> None:
         hidden = torch.zeros(1, 1, embed_dim, dtype=dtype, device=device)
-        self._stages = [
-            _Stage(stage, index, num_stages, hidden, group) for index, stage in stages.items()
-        ]
+        self._stages = [_Stage(stage, index, num_stages, hidden, group) for index, stage in stages.items()]
         # NCCL creates a communicator at a group's first call, which blocks for all ranks. In 1F1B that would be a
         # batched send and receive that some ranks reach only after they have received, a deadlock.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -85,13 +83,9 @@ class Pipeline:
         ends = ends if output_is_tied else []
         self._tied_weights = [stage.submod.tok_embeddings.weight for stage in ends]
         # The rank of the first stage adds their norm.
-        self.tied_copies = frozenset(
-            id(stage.submod.tok_embeddings.weight) for stage in ends if stage.is_last
-        )
+        self.tied_copies = frozenset(id(stage.submod.tok_embeddings.weight) for stage in ends if stage.is_last)
 
-    def forward_backward(
-        self, microbatches: Sequence[Microbatch], objective: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def forward_backward(self, microbatches: Sequence[Microbatch], objective: Callable[[Tensor], Tensor]) -> Tensor:
         """Runs forwards and backwards of an update step; gradients accumulate in the parameters.
 
         Args:
@@ -123,9 +117,7 @@ class Pipeline:
     def forward(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Returns the sums [k] of :meth:`forward_backward`, without gradients."""
         totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
-        self._run(
-            microbatches, lambda _, output: self._add_sums(totals, output), has_backward=False
-        )
+        self._run(microbatches, lambda _, output: self._add_sums(totals, output), has_backward=False)
         return totals * self._num_ranks
 
     @torch.no_grad()
@@ -139,11 +131,7 @@ class Pipeline:
         outputs: dict[int, Any] = {}
         num_wanted = len(microbatches)
         num_missing = num_microbatches_to_run(num_wanted, *self._shape) - num_wanted
-        self._run(
-            [*microbatches, *[microbatches[0]] * num_missing],
-            outputs.__setitem__,
-            has_backward=False,
-        )
+        self._run([*microbatches, *[microbatches[0]] * num_missing], outputs.__setitem__, has_backward=False)
         return {index: output for index, output in outputs.items() if index < num_wanted}
 
     def _add_sums(self, totals: Tensor, output: Tensor) -> Tensor:
@@ -154,10 +142,7 @@ class Pipeline:
         return sums
 
     def _run(
-        self,
-        microbatches: Sequence[Microbatch],
-        take: Callable[[int, Any], Tensor | None],
-        has_backward: bool,
+        self, microbatches: Sequence[Microbatch], take: Callable[[int, Any], Tensor | None], has_backward: bool
     ) -> None:
         """Runs microbatches through all stages.
 
@@ -215,12 +200,7 @@ class _Stage(PipelineStage):
     submod: Any
 
     def __init__(
-        self,
-        module: nn.Module,
-        index: int,
-        num_stages: int,
-        hidden: Tensor,
-        group: dist.ProcessGroup,
+        self, module: nn.Module, index: int, num_stages: int, hidden: Tensor, group: dist.ProcessGroup
     ) -> None:
         tokens = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
         loss = torch.zeros((), device=hidden.device)
@@ -300,9 +280,7 @@ class _Stage(PipelineStage):
             index, inputs = next(self._inputs)
             assert index == fwd_chunk_id, f"microbatch {index} comes before {fwd_chunk_id}"
             args = (inputs.pop("tokens"),) if self.is_first else ()
-            output = super().forward_one_chunk(
-                fwd_chunk_id, args, inputs, save_forward_output=False
-            )
+            output = super().forward_one_chunk(fwd_chunk_id, args, inputs, save_forward_output=False)
         if not self.has_backward:
             super().clear_runtime_states()  # frees what a backward would need
         if not self.is_last:
@@ -333,9 +311,7 @@ class _Stage(PipelineStage):
         return self._like.new_empty((*self._shapes[chunk_id], self._like.shape[-1]))
 
     def _op(self, op: Any, tensor: Tensor, stage: int) -> dist.P2POp:
-        return dist.P2POp(
-            op, tensor.contiguous(), self._resolve_peer_global_rank(stage), self.group
-        )
+        return dist.P2POp(op, tensor.contiguous(), self._resolve_peer_global_rank(stage), self.group)
 
 
 def _group_of_first_and_last(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
@@ -351,11 +327,7 @@ def _group_of_first_and_last(group: dist.ProcessGroup) -> dist.ProcessGroup | No
 
 
 def build_pipeline(
-    model: nn.Module,
-    settings: PipelineSettings,
-    dtype: torch.dtype,
-    ranks: Ranks,
-    num_sums: int = 1,
+    model: nn.Module, settings: PipelineSettings, dtype: torch.dtype, ranks: Ranks, num_sums: int = 1
 ) -> Pipeline | None:
     """Returns the pipeline of a materialized model of ``build_model``; None if it has no stages.
 

@@ -36,8 +36,7 @@ class PipelineSettings(DataSettings):
     """Pipeline schedule, and the layers of each stage."""
 
     pipeline_parallel_schedule: Annotated[
-        Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"],
-        OnlyWith("pipeline_parallel_dim", above=1),
+        Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"], OnlyWith("pipeline_parallel_dim", above=1)
     ] = "1F1B"
     """PyTorch's schedule of that name, run once per update step."""
     pipeline_parallel_split_points: Annotated[
@@ -147,9 +146,7 @@ def stages_of_rank(pp_rank: int, num_ranks: int, num_stages: int) -> range:
     return range(pp_rank, num_stages, num_ranks)
 
 
-def num_microbatches_to_run(
-    num_microbatches: int, schedule: str, num_ranks: int, num_stages: int
-) -> int:
+def num_microbatches_to_run(num_microbatches: int, schedule: str, num_ranks: int, num_stages: int) -> int:
     """Returns the smallest number of at least ``num_microbatches`` that a schedule accepts.
 
     1F1B needs one per stage; interleaved ones need equal rounds of at least ``num_ranks``.

@@ -43,9 +43,7 @@ def adapters_of(model: nn.Module) -> Adapters:
     return model.whole.adapters if isinstance(model, Stages) else find_adapters(model)
 
 
-def layers_of_stages(
-    model: Any, num_stages: int, split_points: Sequence[int] | None = None
-) -> list[range]:
+def layers_of_stages(model: Any, num_stages: int, split_points: Sequence[int] | None = None) -> list[range]:
     """Returns the layers of each of ``num_stages`` (2 or more) stages of a decoder.
 
     ``split_points`` are the first layers of each stage but the first. None balances the stages by

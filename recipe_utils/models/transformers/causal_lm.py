@@ -19,9 +19,7 @@ from recipe_utils.models.transformers.decoder import Decoder, build
 from recipe_utils.models.transformers.packing_check import error_on_device, proof_of
 
 
-def causal_lm(
-    path: str, attention: str | None = None, config: dict[str, Any] | None = None
-) -> Decoder:
+def causal_lm(path: str, attention: str | None = None, config: dict[str, Any] | None = None) -> Decoder:
     """Returns the decoder that a folder's ``config.json`` describes, without its weights.
 
     It is proved to compute packed rows, see :mod:`recipe_utils.models.transformers.packing_check`. A recipe
@@ -65,9 +63,7 @@ def decoder_of(
     dtype = torch.get_default_dtype()
     if torch.cuda.is_available():
         decoder.error_on = partial(error_on_device, described, attention, proof, dtype)
-    if decoder.max_seq_len < (
-        getattr(described.get_text_config(), "max_position_embeddings", 0) or 0
-    ):
+    if decoder.max_seq_len < (getattr(described.get_text_config(), "max_position_embeddings", 0) or 0):
         log_once(
             f"{path}: samples have at most {decoder.max_seq_len} tokens; beyond, the frequencies of its RoPE "
             "would depend on the longest sample of a microbatch"
@@ -112,21 +108,16 @@ def config_of(path: str) -> Any:
     if not Path(path, "config.json").is_file():
         hint = "set it to a folder of transformers"
         if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-            hint += (
-                f", such as that of `tune download {path} --output-dir /models/{Path(path).name}`"
-            )
+            hint += f", such as that of `tune download {path} --output-dir /models/{Path(path).name}`"
         raise ValueError(f"model.path={path}: no config.json; {hint}")
     check_folder(Path(path), f"model.path={path}")
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
-            f"model.path={path}: transformers has no causal language model for "
-            f"model_type={config.model_type}"
+            f"model.path={path}: transformers has no causal language model for model_type={config.model_type}"
         )
     if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is type(config.get_text_config()):
-        config = (
-            config.get_text_config()
-        )  # as AutoModelForCausalLM does for models of several kinds of data
+        config = config.get_text_config()  # as AutoModelForCausalLM does for models of several kinds of data
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise ValueError(
             "model: output_router_logits=True: the router's loss is no sum over tokens; set it to false in "

@@ -154,9 +154,7 @@ class Decoder(nn.Module):
         if hasattr(text, "max_seq_len"):  # MPT makes its bias of positions for as many
             text.max_seq_len = max(text.max_seq_len, self.max_seq_len)
         for size, group in groups.items():
-            self.exchanges[size] = Exchange(
-                partial(heads_of_row, group=group), partial(tokens_of_part, group=group)
-            )
+            self.exchanges[size] = Exchange(partial(heads_of_row, group=group), partial(tokens_of_part, group=group))
 
     def refused_layouts(self) -> dict[Layout, str]:
         """Returns the layouts of packed rows that the model was not proved to compute, with the reasons."""
@@ -273,9 +271,7 @@ class Tail(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns logits [b, s, v], or [n, v] for hidden states [n, d]."""
         rows = hidden if hidden.dim() == 3 else hidden.unsqueeze(0)
-        logits: Tensor = (
-            type(self.shell).forward(self.shell, inputs_embeds=rows, use_cache=False).logits
-        )
+        logits: Tensor = type(self.shell).forward(self.shell, inputs_embeds=rows, use_cache=False).logits
         return logits if hidden.dim() == 3 else logits.squeeze(0)
 
 

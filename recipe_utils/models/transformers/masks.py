@@ -128,9 +128,7 @@ def _mask(
 ) -> Tensor | BlockMask | Window | None:
     documents, positions, exchange, kernel, _ = _rows.get(Rows())
     if documents is None:
-        return make_mask(
-            mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **kwargs
-        )
+        return make_mask(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
     is_causal = mask_function is causal_mask_function
     window: int | None = getattr(mask_function, "window", None)
     if is_causal or window is not None:
@@ -139,9 +137,7 @@ def _mask(
         if kernel not in ("flex", "dense"):
             return None if window is None else Window(window)
     if exchange is not None:
-        raise ValueError(
-            "only causal masks and windows are those of a whole row on each of its ranks"
-        )
+        raise ValueError("only causal masks and windows are those of a whole row on each of its ranks")
     if not is_causal:
         mask_function = remap_positions_for_packed_sequence(mask_function, positions)
     mask_function = and_masks(sees(documents), mask_function)
@@ -152,13 +148,7 @@ def _mask(
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _attend(
-    base: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    **kwargs: Any,
+    base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
     """Computes attention of queries [b, h, s, d] as an attention of transformers; returns [b, s, h, d]."""
     documents, _, exchange, kernel, calls = rows = _rows.get(Rows())
@@ -184,16 +174,12 @@ def _attend(
         return attend(module, query, key, value, mask, **kwargs)
     if kernel == "varlen":
         if kwargs.get("dropout"):
-            raise ValueError(
-                "FlashAttention does not support dropout; set packed_attention=by_document"
-            )
+            raise ValueError("FlashAttention does not support dropout; set packed_attention=by_document")
         flat = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
         window = None if mask is None else mask.length
         attended = attend_by_varlen(*flat, documents, window, kwargs.get("scaling"))
         return attended.unflatten(0, (len(query), -1)), None
-    return _attend_by_document(
-        attend, base, module, query, key, value, mask, documents, kwargs
-    ), None
+    return _attend_by_document(attend, base, module, query, key, value, mask, documents, kwargs), None
 
 
 _NOT_IN_FLASH = ("softcap", "s_aux", "position_bias")
@@ -215,9 +201,7 @@ def _attend_by_document(
     if kwargs.get("position_bias") is not None:
         raise ValueError("a bias of positions is not split")
     rows = []
-    for index, (row, q, k, v) in enumerate(
-        zip(documents, query.split(1), key.split(1), value.split(1), strict=True)
-    ):
+    for index, (row, q, k, v) in enumerate(zip(documents, query.split(1), key.split(1), value.split(1), strict=True)):
         of_row = mask[index % len(mask), None] if isinstance(mask, Tensor) else None
         outputs = []
         for *part, of_chain in parts_of_chains(row, q, k, v, of_row):
@@ -274,8 +258,7 @@ def run_by_document(module: nn.Module, axes: Axes) -> None:
                 return values[-1]  # a state after the last document
             axis, sizes = of_output[0], [chain.stop - chain.start for chain in found]
             of_chains = [
-                value.narrow(axis, value.size(axis) - size, size)
-                for value, size in zip(values, sizes, strict=True)
+                value.narrow(axis, value.size(axis) - size, size) for value, size in zip(values, sizes, strict=True)
             ]
             return torch.cat(of_chains, dim=axis)
 

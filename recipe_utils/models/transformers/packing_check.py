@@ -90,9 +90,7 @@ class Proof:
             how = f"rows are padded, since {self.problem} mixes the documents of a packed row"
         elif self.modules:
             how += f"; {', '.join(self.modules)} runs by document"
-        return (
-            f"{how} (gradients of a small copy equal those of separate samples to {self.error:.0e})"
-        )
+        return f"{how} (gradients of a small copy equal those of separate samples to {self.error:.0e})"
 
 
 def proof_of(config: Any, attention: str | None = None) -> Proof:
@@ -106,12 +104,7 @@ def proof_of(config: Any, attention: str | None = None) -> Proof:
 
 
 def error_on_device(
-    config: Any,
-    attention: str | None,
-    proof: Proof,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernel: Kernel,
+    config: Any, attention: str | None, proof: Proof, dtype: torch.dtype, device: torch.device, kernel: Kernel
 ) -> str | None:
     """Compares gradients of a packed row with those of its documents on a device, in the dtype of training.
 
@@ -123,9 +116,7 @@ def error_on_device(
         # fp32: some versions of PyTorch draw other weights in bf16.
         with torch.device(device), set_default_dtype(torch.float32), torch.random.fork_rng():
             copied = cut(config)
-            in_fp32, in_dtype = (
-                _copies(copied, attention, each) for each in (torch.float32, dtype)
-            )
+            in_fp32, in_dtype = (_copies(copied, attention, each) for each in (torch.float32, dtype))
             lengths = [n * _TIMES_ON_DEVICE for n in _LENGTHS]
             documents = _drawn(copied, lengths)
             expected = gradients(in_fp32(), one_by_one, documents)
@@ -183,12 +174,7 @@ def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dic
 
 def prove(config: Any, attention: str | None = None) -> Proof:
     """Compares gradients of padded and packed rows with those of documents one at a time; see :func:`proof_of`."""
-    with (
-        torch.device("cpu"),
-        set_default_dtype(torch.float64),
-        torch.random.fork_rng(devices=[]),
-        DoublePrecision(),
-    ):
+    with torch.device("cpu"), set_default_dtype(torch.float64), torch.random.fork_rng(devices=[]), DoublePrecision():
         copied = cut(config)
         make = _copies(copied, attention, torch.float64)
         return _compare(make, _drawn(copied, _LENGTHS))
@@ -225,8 +211,7 @@ def _compare(make: Callable[[], Any], documents: Sequence[Tensor]) -> Proof:
     """Returns the proof of the first way to compute rows that is exact: by attention, then module by module."""
     tokens, lengths, name = torch.cat(list(documents)), [len(d) for d in documents], type(make())
     of_row, of_trees = (
-        gradients(make(), one_by_one, [tokens[place] for place in _places(row)])
-        for row in (lengths, _FOREST)
+        gradients(make(), one_by_one, [tokens[place] for place in _places(row)]) for row in (lengths, _FOREST)
     )
 
     # Any model is trained with padded rows, through its output layer alone or all that follows its decoder.
@@ -244,9 +229,7 @@ def _compare(make: Callable[[], Any], documents: Sequence[Tensor]) -> Proof:
             "attention's scores), and it cannot be trained exactly"
         )
 
-    def error_of(
-        stages: Sequence[Decoder], row: Sequence[Document], expected: Any, num_ranks: int = 1
-    ) -> float:
+    def error_of(stages: Sequence[Decoder], row: Sequence[Document], expected: Any, num_ranks: int = 1) -> float:
         forward = partial(logits_of_row, stages, tokens, row, num_ranks)
         return _error(stages, forward, [tokens[place] for place in _places(row)], expected)
 
@@ -274,9 +257,7 @@ def _compare(make: Callable[[], Any], documents: Sequence[Tensor]) -> Proof:
     return replace(plain, problem=problem or name.__name__, error=of_padded)
 
 
-def _proofs_to_try(
-    make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof
-) -> Iterator[Proof]:
+def _proofs_to_try(make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof) -> Iterator[Proof]:
     """Yields proofs with no module by document, each that mixes documents, innermost first, then more than one."""
     yield proof
     for _ in range(_MAX_MODULES):
@@ -321,9 +302,7 @@ def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
     if found.keys() != expected.keys():
         return float("inf")
     least = 1e-6 * max(g.abs().max() for g in expected.values())
-    errors = [
-        (found[n] - g).abs().max() / g.abs().max().clamp(min=least) for n, g in expected.items()
-    ]
+    errors = [(found[n] - g).abs().max() / g.abs().max().clamp(min=least) for n, g in expected.items()]
     return torch.stack(errors).nan_to_num(nan=torch.inf).max().item()
 
 
@@ -381,11 +360,7 @@ def logits_of_row(
     for index, stage in enumerate(stages):
         if len(stages) > 1:
             stage.cut_to_stage(range(index, index + 1))
-        hidden = stage(
-            hidden,
-            input_pos=positions[order][None],
-            document_lengths=Documents([row], num_ranks),
-        )
+        hidden = stage(hidden, input_pos=positions[order][None], document_lengths=Documents([row], num_ranks))
     return [hidden[0, back][place] for place in places]
 
 

@@ -117,9 +117,7 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
         OSError: ``path`` cannot be read.
     """
 
-    def __init__(
-        self, tokenizer: Any, path: str, column: str = "text", add_eos: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Any, path: str, column: str = "text", add_eos: bool = True) -> None:
         is_text = ".txt" in Path(path).suffixes
         self._rows = rows = FileRows(path, is_text)
         self.content_hash, self._tokenizer, self._add_eos = rows.content_hash, tokenizer, add_eos

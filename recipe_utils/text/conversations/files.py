@@ -93,9 +93,7 @@ class FileRows:
             self._unpack_array()
         if is_text:
             self.content_hash = _checksum([self._file])
-            self._bounds = array(
-                "q", [0, size + 1] if (size := os.stat(self._file).st_size) else [0]
-            )
+            self._bounds = array("q", [0, size + 1] if (size := os.stat(self._file).st_size) else [0])
         else:
             self._bounds = self._scan_lines()
         if len(self) == 0:
@@ -193,9 +191,7 @@ class FileRows:
         folder = Path(self.path)
         if (splits := folder / "dataset_dict.json").is_file():
             names = json.loads(splits.read_text())["splits"]
-            self._refuse(
-                f"a folder of the splits {', '.join(names)}; set it to {folder / names[0]}"
-            )
+            self._refuse(f"a folder of the splits {', '.join(names)}; set it to {folder / names[0]}")
         if not (state := folder / "state.json").is_file():
             found = ", ".join(sorted(each.name for each in folder.iterdir())[:5]) or "nothing"
             self._refuse(f"a folder with {found}, not one of save_to_disk; set it to a file")

@@ -151,9 +151,7 @@ def _content(content: Any, is_result: bool) -> Any:
         return json.dumps(content, ensure_ascii=False)
     if content == []:
         return None
-    raise SampleError(
-        f"content={str(content)[:60]}: it is no text; write text, or a list of text parts"
-    )
+    raise SampleError(f"content={str(content)[:60]}: it is no text; write text, or a list of text parts")
 
 
 def _calls(calls: Any) -> list[dict[str, Any]]:

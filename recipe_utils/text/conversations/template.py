@@ -109,12 +109,7 @@ class ChatTemplate:
         return chat if scores[0] >= scores[1] else plain
 
     def targets(
-        self,
-        chat: Chat,
-        trains: Sequence[bool],
-        tools: Tools,
-        encode: Callable[[str], Encoded],
-        alike: Alike,
+        self, chat: Chat, trains: Sequence[bool], tools: Tools, encode: Callable[[str], Encoded], alike: Alike
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of a conversation, int64 [n], and which are targets, bool [n].
 
@@ -142,9 +137,7 @@ class ChatTemplate:
                     config = self._path / "generation_config.json"
                     names = ", ".join(self._stop_names)
                     what = f"it ends with {text[start:limit][-20:]!r}, with no stop token ({names})"
-                    remedy = (
-                        f"change chat_template.jinja, or add the token to eos_token_id in {config}"
-                    )
+                    remedy = f"change chat_template.jinja, or add the token to eos_token_id in {config}"
                     _refuse(chat, index, f"{what}; {remedy}")
                 last = first + stops[-1] + 1
             if first < last:
@@ -185,9 +178,7 @@ class ChatTemplate:
                     first = next((p.begin for p in printed or () if p.leaf.message == 0), limit)
                     start = self._start_of_greeting(alone, render, first)
                     if start < 0:
-                        self._warn(
-                            "an assistant's first message, which no prompt precedes, is not trained"
-                        )
+                        self._warn("an assistant's first message, which no prompt precedes, is not trained")
                         continue
                 elif is_answer:
                     start, is_same = self._start_of_answer(index, render, text)
@@ -207,25 +198,19 @@ class ChatTemplate:
                 alike[frame] = num_alike + 1, begin - start, limit - end
             yield index, start, limit
 
-    def _start_of_answer(
-        self, index: int, render: Callable[..., str], text: str
-    ) -> tuple[int, bool]:
+    def _start_of_answer(self, index: int, render: Callable[..., str], text: str) -> tuple[int, bool]:
         """Returns where an answer starts in ``text``, and False if its history is rendered otherwise there."""
         prompt: str = render(index, True)
         start = self._common(prompt, text)
         if start == len(prompt):
             if "prompt" not in self._inspected and len(render(index)) == start:
-                self._warn(
-                    "the chat template has no generation prompt, so an answer's header is a target"
-                )
+                self._warn("the chat template has no generation prompt, so an answer's header is a target")
             self._inspected.add("prompt")
             return start, True
         history = self._common(render(index), prompt)
         if start < history:
             return start, False
-        self._warn(
-            f"generation prompts end with {prompt[start:]!r}, which this training never shows"
-        )
+        self._warn(f"generation prompts end with {prompt[start:]!r}, which this training never shows")
         # An answer may begin like the rest by chance.
         parts = re.finditer(rf"\n|{self._control.pattern}", prompt[:start])
         return max([history, *(part.end() for part in parts)]), True
@@ -314,12 +299,7 @@ class ChatTemplate:
         return [*printed, *(Printed(leaves[number], -1, -1) for number in missing)]
 
     def _check(
-        self,
-        chat: Chat,
-        trains: Sequence[bool],
-        text: str,
-        turns: Mapping[int, Turn],
-        printed: Sequence[Printed],
+        self, chat: Chat, trains: Sequence[bool], text: str, turns: Mapping[int, Turn], printed: Sequence[Printed]
     ) -> None:
         """Raises SampleError unless each value is printed whole, and not among the targets of another turn."""
         order = sorted(turns, key=lambda index: turns[index].start)
@@ -357,12 +337,7 @@ class ChatTemplate:
             self._warn(f"the chat template leaves the {key} of earlier turns out")
 
     def _check_one_by_one(
-        self,
-        chat: Chat,
-        trains: Sequence[bool],
-        tools: Tools,
-        text: str,
-        turns: Mapping[int, Turn],
+        self, chat: Chat, trains: Sequence[bool], tools: Tools, text: str, turns: Mapping[int, Turn]
     ) -> None:
         """Checks as :meth:`_check`, by changing one value after the other, if a template prints more than values."""
         mark = _unused_mark(text)
@@ -413,9 +388,7 @@ def _refuse_text_of_python(chat: Chat, tools: Tools, text: str) -> None:
                 what = f"the chat template prints its {key} as a list or mapping of Python"
                 _refuse(chat, index, f"{what}; {remedy}")
     if is_shown(tools):
-        raise SampleError(
-            f"the chat template prints tools as a list or mapping of Python; {remedy}"
-        )
+        raise SampleError(f"the chat template prints tools as a list or mapping of Python; {remedy}")
 
 
 def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -476,9 +449,7 @@ def _unused_mark(text: str) -> str:
     return next(mark for n in count() if (mark := f"⟪{n}:") not in text)
 
 
-def _with_marks(
-    chat: Chat, tools: Tools, mark: str, only: int | None = None
-) -> tuple[Chat, Tools, list[Leaf]]:
+def _with_marks(chat: Chat, tools: Tools, mark: str, only: int | None = None) -> tuple[Chat, Tools, list[Leaf]]:
     """Returns messages and tools with a numbered mark behind each value, and the values by number.
 
     White space at the end of a text follows its mark. Other values are replaced by marks. With ``only``, no
@@ -522,9 +493,7 @@ def _with_marks(
             if key == "tool_calls":
                 changed[key] = [marked_call(index, call) for call in value]
             elif key == "content" and isinstance(value, list):
-                changed[key] = [
-                    {**part, "text": marked(index, key, part["text"])} for part in value
-                ]
+                changed[key] = [{**part, "text": marked(index, key, part["text"])} for part in value]
             elif value is not None:
                 changed[key] = marked(index, key, value, key == "name")
         marked_chat.append(changed)

@@ -16,13 +16,7 @@ from torchtune.utils import get_logger, log_rank_zero
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from recipe_utils.text.conversations.messages import Chat, Tools, read_messages, read_tools
-from recipe_utils.text.conversations.template import (
-    Alike,
-    ChatTemplate,
-    Encoded,
-    any_of,
-    num_common,
-)
+from recipe_utils.text.conversations.template import Alike, ChatTemplate, Encoded, any_of, num_common
 from recipe_utils.update_steps.samples import SampleError
 
 _SEEDS = (
@@ -86,9 +80,7 @@ class FolderTokenizer:
             dated = partial(re.sub, call, lambda found: repr(day.strftime(found[2])))
             several = inner.chat_template  # by name, or one
             inner.chat_template = (
-                {name: dated(each) for name, each in several.items()}
-                if isinstance(several, dict)
-                else dated(several)
+                {name: dated(each) for name, each in several.items()} if isinstance(several, dict) else dated(several)
             )
         reserved = {"messages", *inspect.signature(inner.apply_chat_template).parameters}
         for name in self._variables:
@@ -111,9 +103,7 @@ class FolderTokenizer:
         self._backend.no_padding()
         self._begin = [i for i in self._backend.encode("").ids if i == self.bos_id]
         prints_bos = re.search(rf"bos_token|{re.escape(inner.bos_token or 'bos_token')}", source)
-        adds_bos = _json_of(self._path / "tokenizer_config.json").get(
-            "add_bos_token", bool(prints_bos)
-        )
+        adds_bos = _json_of(self._path / "tokenizer_config.json").get("add_bos_token", bool(prints_bos))
         self._is_without_bos = bool(not self._begin and self.bos_id is not None and adds_bos)
         added = [token.content for token in inner.added_tokens_decoder.values()]
         self._added = re.compile(f"({any_of(added).pattern})")
@@ -122,12 +112,7 @@ class FolderTokenizer:
         names = inner.convert_ids_to_tokens(self.stop_tokens)
         used = [name for name in inner.get_added_vocab() if name in source]
         self._template = ChatTemplate(
-            self._render,
-            source,
-            dict(zip(self.stop_tokens, names, strict=True)),
-            used,
-            self._path,
-            self._warn,
+            self._render, source, dict(zip(self.stop_tokens, names, strict=True)), used, self._path, self._warn
         )
         self.decode = partial(inner.decode, skip_special_tokens=True)
 
@@ -144,10 +129,7 @@ class FolderTokenizer:
         loaded.backend_tokenizer.no_truncation()
         loaded.backend_tokenizer.no_padding()
         for text in _PROBES:
-            both = [
-                each.encode(text, add_special_tokens=False).ids
-                for each in (loaded.backend_tokenizer, file)
-            ]
+            both = [each.encode(text, add_special_tokens=False).ids for each in (loaded.backend_tokenizer, file)]
             if both[0] != both[1]:
                 self._warn(
                     f"{type(loaded).__name__}, the class of its tokenizer_config.json, encodes {text!r} otherwise "
@@ -159,9 +141,7 @@ class FolderTokenizer:
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            log_rank_zero(
-                get_logger("INFO"), f"tokenizer.path={self._path}: {text}", logging.WARNING
-            )
+            log_rank_zero(get_logger("INFO"), f"tokenizer.path={self._path}: {text}", logging.WARNING)
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Returns the tokens of a text, with a BOS only if the folder's tokenizer adds one."""
@@ -241,13 +221,7 @@ class FolderTokenizer:
         tokens = np.array(encoded.ids, dtype=np.int64)
         return tokens, np.fromiter((end for _, end in encoded.offsets), np.int64, len(tokens))
 
-    def _render(
-        self,
-        chat: Chat,
-        tools: Tools,
-        prompt: bool = False,
-        variables: Mapping[str, Any] = {},
-    ) -> str:
+    def _render(self, chat: Chat, tools: Tools, prompt: bool = False, variables: Mapping[str, Any] = {}) -> str:
         if self.tokenizer.chat_template is None:
             raise SampleError(
                 f"tokenizer.path={self._path}: it has no chat template for messages; add a "
@@ -255,25 +229,17 @@ class FolderTokenizer:
             )
         try:
             text: str = self.tokenizer.apply_chat_template(
-                chat,
-                tools,
-                tokenize=False,
-                add_generation_prompt=prompt,
-                **{**self._variables, **variables},
+                chat, tools, tokenize=False, add_generation_prompt=prompt, **{**self._variables, **variables}
             )
         except Exception as error:  # any: a template is a program
             raise SampleError(f"the chat template fails: {error}") from error
         if self._begin and not text.startswith(self.tokenizer.bos_token):
             bos = self.tokenizer.bos_token
-            self._warn(
-                f"the chat template does not print {bos}, which the tokenizer adds to other texts"
-            )
+            self._warn(f"the chat template does not print {bos}, which the tokenizer adds to other texts")
         return text
 
 
-def _by_pieces(
-    added: re.Pattern[str], encode: Callable[[str], Encoded]
-) -> Callable[[str], Encoded]:
+def _by_pieces(added: re.Pattern[str], encode: Callable[[str], Encoded]) -> Callable[[str], Encoded]:
     """Returns a function that encodes the pieces of a text between added tokens, each once over all calls.
 
     Consecutive texts of a conversation begin alike, so the tokens of their common first pieces are kept, too.

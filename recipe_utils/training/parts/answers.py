@@ -12,11 +12,7 @@ from torchtune.data import Message
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    device: torch.device,
+    model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, device: torch.device
 ) -> list[str]:
     """Decodes greedily, all prompts at once. Returns the answers, equal on all ranks.
 

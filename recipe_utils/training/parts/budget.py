@@ -41,9 +41,7 @@ class StepMemory:
         log: logs a line on rank 0.
     """
 
-    def __init__(
-        self, loader: Any, optimizer: Any, ranks: Ranks, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, loader: Any, optimizer: Any, ranks: Ranks, log: Callable[[str], None]) -> None:
         self._loader, self._settings, self._ranks, self._log = loader, loader.settings, ranks, log
         self._step: Any = None  # in progress
         self._is_stepping = False
@@ -52,10 +50,7 @@ class StepMemory:
         self._budget: TokenBudget | None = None
         if loader.max_tokens:
             self._meter, self._peak = METERS[ranks.device.type](ranks.device), 0
-            self._hardware = {
-                "memory_bytes": self._meter.total_bytes,
-                "world_size": ranks.world_size,
-            }
+            self._hardware = {"memory_bytes": self._meter.total_bytes, "world_size": ranks.world_size}
             self._start_at(loader.max_tokens)
 
     def _start_at(self, tokens: int) -> None:
@@ -100,9 +95,7 @@ class StepMemory:
         self._peak = memory.peak
         if tokens != self._logged:
             took = f"{longest:,} took {memory.peak / 2**30:.2f} of {memory.limit / 2**30:.2f} GiB"
-            self._log(
-                f"update step {self._number}: next rows have up to {tokens:,} tokens ({took})"
-            )
+            self._log(f"update step {self._number}: next rows have up to {tokens:,} tokens ({took})")
             self._logged = tokens
         if memory.has_retried:
             text = "the allocator had to free cached blocks; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"

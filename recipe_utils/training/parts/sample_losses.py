@@ -110,9 +110,7 @@ def report_of_run(output_dir: Path) -> Iterator[str]:
     yield from report_of(losses, names, dataset, cfg)
 
 
-def report_of(
-    losses: np.ndarray, names: Mapping[str, int], dataset: Any, cfg: Any
-) -> Iterator[str]:
+def report_of(losses: np.ndarray, names: Mapping[str, int], dataset: Any, cfg: Any) -> Iterator[str]:
     """Yields lines with losses [epochs, samples], datasets, indices and beginnings of answers."""
     tokenizer = config.instantiate(OmegaConf.create(cfg)["tokenizer"])
     is_trained = ~np.isnan(losses)
@@ -136,9 +134,7 @@ def report_of(
     yield from lines(np.argsort(np.nan_to_num(-now, nan=np.inf)), now)
     if np.nanmax(rise, initial=0) > 0:
         yield "Losses that rose most from the first to the last epoch:"
-        yield from lines(
-            np.argsort(np.nan_to_num(-rise, nan=np.inf)), np.where(rise > 0, now, np.nan)
-        )
+        yield from lines(np.argsort(np.nan_to_num(-rise, nan=np.inf)), np.where(rise > 0, now, np.nan))
 
 
 def _answer(dataset: Any, tokenizer: Any, index: int) -> str:
@@ -147,9 +143,7 @@ def _answer(dataset: Any, tokenizer: Any, index: int) -> str:
         sample = dataset[index]
         sample = sample["sequences"][-1] if "sequences" in sample else sample
         labels = sample["labels"] if "labels" in sample else sample["chosen_labels"]
-        text = tokenizer.decode(
-            [int(label) for label in labels if label >= 0][: 2 * _NUM_CHARACTERS]
-        )
+        text = tokenizer.decode([int(label) for label in labels if label >= 0][: 2 * _NUM_CHARACTERS])
     except Exception as error:  # any: a dataset of others, and only a report
         return f"({type(error).__name__}: {error})"
     return " ".join(text.split())[:_NUM_CHARACTERS]

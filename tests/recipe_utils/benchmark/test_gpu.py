@@ -65,9 +65,7 @@ def test_flops_of_a_decoder_are_those_that_pytorch_counts(own):
     attend_within_documents(model, torch.device("cpu"), 64)
     attach_loss(model, LinearCrossEntropyLoss(tokens_per_chunk=7))
     lengths = [5, 11, 24]
-    samples = [
-        {"tokens": [1] * n, "labels": [IGNORE_INDEX] * (n // 2) + [1] * -(-n // 2)} for n in lengths
-    ]
+    samples = [{"tokens": [1] * n, "labels": [IGNORE_INDEX] * (n // 2) + [1] * -(-n // 2)} for n in lengths]
     row = collate_packed_microbatch(samples, IGNORE_INDEX)
     with torch.device("meta"):
         for module in model.modules():
@@ -81,10 +79,7 @@ def test_flops_of_a_decoder_are_those_that_pytorch_counts(own):
         return 2 * left[0] * left[1] * right[1]
 
     in_place = {torch.ops.aten.addmm_: flops_of_addmm}
-    with (
-        FlopCounterMode(display=False, custom_mapping=in_place) as counter,
-        sdpa_kernel(SDPBackend.MATH),
-    ):
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter, sdpa_kernel(SDPBackend.MATH):
         model(**inputs, targets=targets)[0].backward()
     of_weights, of_attention = decoder_flops(model, lengths, len(row.targets.positions))
     # PyTorch counts all pairs of queries and keys, of which causal attention needs half.

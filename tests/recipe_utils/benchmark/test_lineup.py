@@ -53,9 +53,7 @@ def config_of(read, base=None, **entry):
 
 def test_overrides_may_refer_to_keys_of_the_config(read):
     peers = {"ours": {**OURS, "gradient_accumulation_steps": "${batch_size}"}}
-    config = read(overrides={"batch_size": 3, "seed": "${batch_size}"}, peers=peers)[0][
-        "ours"
-    ].config
+    config = read(overrides={"batch_size": 3, "seed": "${batch_size}"}, peers=peers)[0]["ours"].config
     assert config["seed"] == config["gradient_accumulation_steps"] == 3
 
 
@@ -116,9 +114,7 @@ def test_an_override_that_names_a_component_replaces_it_whole(tmp_path):
         ("pairs", "stock", ADAPTED, 1, "trains no adapters on pairs"),
     ],
 )
-def test_baselines_are_skipped_where_they_cannot_run(
-    recipe, kind, changes, num_ranks, reason, read
-):
+def test_baselines_are_skipped_where_they_cannot_run(recipe, kind, changes, num_ranks, reason, read):
     peers = {"ours": OURS, "other": {"kind": kind}}
     baselines, skipped = read(changes, recipe, peers=peers, num_ranks=num_ranks)
     assert list(baselines) == ["ours"]
@@ -128,9 +124,7 @@ def test_baselines_are_skipped_where_they_cannot_run(
 def test_missing_packages_are_named(read, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     skipped = read(peers={"ours": OURS, "hf": {"kind": "hf_trainer"}})[1]
-    assert skipped["hf"] == (
-        "skipped: transformers and accelerate not installed (pip install transformers accelerate)"
-    )
+    assert skipped["hf"] == ("skipped: transformers and accelerate not installed (pip install transformers accelerate)")
 
 
 def test_keys_and_components_of_the_base_config_are_checked(read):
@@ -146,8 +140,7 @@ def test_keys_and_components_of_the_base_config_are_checked(read):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("batch_size", 0), ("batch_size", "2"), ("global_batch_size", 3), ("dataset", {"num": 1})],
+    ("key", "value"), [("batch_size", 0), ("batch_size", "2"), ("global_batch_size", 3), ("dataset", {"num": 1})]
 )
 def test_a_problem_of_a_baseline_names_it_and_its_key(read, key, value):
     (problem,) = problems(read, peers={"ours": {**OURS, key: value}})

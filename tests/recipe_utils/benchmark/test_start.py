@@ -34,9 +34,7 @@ def load_into_shards(path):
     fully_shard(model)
     load_adapters(model, path)
     return {
-        name: parameter.full_tensor()
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, DTensor)
+        name: parameter.full_tensor() for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)
     }
 
 

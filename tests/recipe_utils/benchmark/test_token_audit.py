@@ -2,18 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from recipe_utils.benchmark.token_audit import (
-    FedTokens,
-    contents_of,
-    contents_of_pairs,
-    fingerprint,
-)
+from recipe_utils.benchmark.token_audit import FedTokens, contents_of, contents_of_pairs, fingerprint
 
 IGNORE = -100
-SAMPLES = [
-    {"tokens": [5, 6, 7], "labels": [IGNORE, 6, 7]},
-    {"tokens": [8, 9, 10, 11], "labels": [8, 9, IGNORE, 11]},
-]
+SAMPLES = [{"tokens": [5, 6, 7], "labels": [IGNORE, 6, 7]}, {"tokens": [8, 9, 10, 11], "labels": [8, 9, IGNORE, 11]}]
 
 
 @pytest.fixture

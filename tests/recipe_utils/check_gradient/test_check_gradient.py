@@ -21,10 +21,7 @@ from recipe_utils.cli.registry import recipe_path
 
 PACKED = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
 TEXTS = {"model": tiny.DEEP_UNTIED_MODEL, **STEP_OF_16, **PACKED}
-DISTILLATION = {
-    "_component_": "recipe_utils.distillation.LinearDistillationLoss",
-    "temperature": 2.0,
-}
+DISTILLATION = {"_component_": "recipe_utils.distillation.LinearDistillationLoss", "temperature": 2.0}
 GROUPS = {"norms", "attention", "MLP", "embeddings", "output"}
 SCALE = 'step.scale("target_tokens")'
 FORWARD = "self.model(**microbatch.inputs, targets=microbatch.targets)"
@@ -98,9 +95,7 @@ def test_bf16_is_compared_with_the_rounding_of_bf16(run, tiny_config):
     assert min(map(min, groups_of(lines).values())) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "kind", ["lora", slow({"use_dora": True}), slow({"quantize_base": True, "use_dora": True})]
-)
+@pytest.mark.parametrize("kind", ["lora", slow({"use_dora": True}), slow({"quantize_base": True, "use_dora": True})])
 def test_every_adapter_has_a_gradient_that_equals_single_samples(kind, run, tiny_config):
     changes = {} if kind == "lora" else kind
     model = tiny.adapted(tiny.WIDE_MODEL, lora_dropout=0.1, **changes)
@@ -167,9 +162,7 @@ def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_k
     config = make(**TEXTS, batch_size=2) if make else tiny_dpo_config(**PACKED)
     code, lines = run(edited(recipe, tmp_path, *change), config)
     assert code == 1, lines
-    wrong = {
-        group for group, (difference, rounding) in groups_of(lines).items() if difference > 1e-3
-    }
+    wrong = {group for group, (difference, rounding) in groups_of(lines).items() if difference > 1e-3}
     assert wrong
     assert lines[-1].startswith("Not equal to ")
     assert wrong == {group for group in GROUPS if group in lines[-1]}

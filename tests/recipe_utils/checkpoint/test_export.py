@@ -24,17 +24,13 @@ FILE_OPERATIONS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmt
 
 def make_checkpointer(folder, **changes):
     """Returns a Hugging Face checkpointer, which also copies the config."""
-    checkpointer = fresh_llama_checkpointer(
-        tiny.MODEL, str(folder / "fresh"), str(folder / "out"), **changes
-    )
+    checkpointer = fresh_llama_checkpointer(tiny.MODEL, str(folder / "fresh"), str(folder / "out"), **changes)
     return checkpointer, checkpointer.load_checkpoint()["model"]
 
 
 def test_an_export_has_the_files_that_torchtune_writes_at_an_epoch_s_end(tmp_path):
     checkpointer, weights = make_checkpointer(tmp_path)
-    assert (
-        export(checkpointer, {"model": weights}, "export_step_3") == tmp_path / "out/export_step_3"
-    )
+    assert export(checkpointer, {"model": weights}, "export_step_3") == tmp_path / "out/export_step_3"
     checkpointer.save_checkpoint({"model": weights}, epoch=7)
     exported, stock = (files_of(tmp_path / "out" / name) for name in ("export_step_3", "epoch_7"))
     assert "config.json" in exported
@@ -66,9 +62,7 @@ def test_torchtune_s_exports_have_the_same_files_beside_the_weights(tmp_path):
         (tmp_path / "fresh" / name).write_text("old weights")
     exported = files_of(export(checkpointer, {"model": weights}, "epoch_0"))
     del exported["model-00001-of-00001.safetensors"], exported["model.safetensors.index.json"]
-    assert exported == {
-        n: c for n, c in before.items() if not n.endswith((".safetensors", ".lock"))
-    }
+    assert exported == {n: c for n, c in before.items() if not n.endswith((".safetensors", ".lock"))}
 
 
 def refuse(patches, operation, number):
@@ -92,9 +86,7 @@ def test_without_modes_and_syncs_all_is_written(number, tiny_config, tmp_path, m
     config = writing_to(tmp_path / "out", {**config, "max_steps_per_epoch": 2})
     _, warnings = run_recipe_keeping_warnings(config)
     assert check_whole(tmp_path / "out/step_1") is None
-    assert {"config.json", "model-00001-of-00001.safetensors"} <= files_of(
-        tmp_path / "out/epoch_0"
-    ).keys()
+    assert {"config.json", "model-00001-of-00001.safetensors"} <= files_of(tmp_path / "out/epoch_0").keys()
     operations = [text.split()[6] for text in warnings if "its filesystem does not support" in text]
     assert sorted(operations) == ["chmod", "fsync"]
 

@@ -92,9 +92,7 @@ def test_a_flipped_bit_is_found_before_anything_is_loaded(folder, name):
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize(
-    "name", [MARKER, TENSORS, "tensors.json", "optimizer.json", "state.json", ".metadata"]
-)
+@pytest.mark.parametrize("name", [MARKER, TENSORS, "tensors.json", "optimizer.json", "state.json", ".metadata"])
 def test_a_pickle_in_place_of_a_file_is_not_executed(folder, tmp_path, name, zipped):
     crime, path = tmp_path / "crime", folder / "step_2" / name
     files = json.loads((path.parent / MARKER).read_text())["files"]

@@ -15,12 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from recipe_utils.checkpoint.load import _check_frozen, differences, load
 from recipe_utils.checkpoint.save import CheckpointWriter
-from recipe_utils.checkpoint.tensors import (
-    describe_mismatch,
-    note_options,
-    optimizer_contents,
-    unwrapped,
-)
+from recipe_utils.checkpoint.tensors import describe_mismatch, note_options, optimizer_contents, unwrapped
 from recipe_utils.files import CheckpointError
 from recipe_utils.models.construct import ModelSettings, parallelize_model
 from recipe_utils.parallel.process_group import new_cpu_group
@@ -56,9 +51,7 @@ def test_a_checkpoint_from_before_the_first_step_leaves_the_optimizer_without_st
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [OPTIMIZERS[::3], OPTIMIZERS[::-3]])
-def test_an_optimizer_and_one_that_steps_in_the_backward_load_each_others_state(
-    tmp_path, saved, loaded
-):
+def test_an_optimizer_and_one_that_steps_in_the_backward_load_each_others_state(tmp_path, saved, loaded):
     model, optim = save_once(tmp_path, 2, saved)
     resumed, resumed_optim = build(loaded, seed=1)
     load(tmp_path / "step_2", resumed, resumed_optim, recipe=RECIPE)
@@ -206,14 +199,10 @@ MISFITS = {
     r"step_1 does not fit it: its shapes differ: tok_embeddings.weight \(67, 32\) instead of \(70, 32\)": (
         lambda: other_model(vocab_size=70)
     ),
-    "its dtypes differ: extra torch.float32 instead of torch.bfloat16": (
-        lambda: other_model().bfloat16()
-    ),
+    "its dtypes differ: extra torch.float32 instead of torch.bfloat16": (lambda: other_model().bfloat16()),
     "it lacks layers.2.attn.k_proj.weight": lambda: other_model(num_layers=3),
     "it has layers.1.*, which the model does not have": lambda: other_model(num_layers=1),
-    "it lacks .* and 4 more; its shapes differ: .* instead of": (
-        lambda: other_model(num_layers=3, vocab_size=70)
-    ),
+    "it lacks .* and 4 more; its shapes differ: .* instead of": (lambda: other_model(num_layers=3, vocab_size=70)),
 }
 
 
@@ -369,12 +358,7 @@ def test_a_state_that_no_file_can_hold_is_named(tmp_path):
 def test_differences_are_found_within_components_and_compare_values_as_json():
     then = {"loss": {"_component_": "L", "beta": 0.1}, "path": None, "lr": 1, "betas": (1, 2)}
     now = {"loss": {"_component_": "L", "beta": 0.5}, "kd": {"a": [2], "b": {}}, "betas": [1, 2]}
-    assert differences(then, now) == {
-        "kd.a": (None, [2]),
-        "kd.b": (None, {}),
-        "loss.beta": (0.1, 0.5),
-        "lr": (1, None),
-    }
+    assert differences(then, now) == {"kd.a": (None, [2]), "kd.b": (None, {}), "loss.beta": (0.1, 0.5), "lr": (1, None)}
     assert differences(then, {**then, "path": "x"}, unset="its default") == {"path": (None, "x")}
     assert differences({}, {"path": None}, unset="its default") == {"path": ("its default", None)}
 
@@ -387,8 +371,7 @@ def test_other_data_is_an_error_that_names_every_difference_with_both_values(tmp
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path / "step_1", model, optimizer, recipe=RECIPE, data_fingerprint=other)
     assert str(caught.value).startswith(
-        "dataset_length=33: the checkpoint was saved with 32; "
-        "tokenizer=abc: the checkpoint was saved with None ("
+        "dataset_length=33: the checkpoint was saved with 32; tokenizer=abc: the checkpoint was saved with None ("
     )
     checkpoint_runs.assert_equal(contents(model, optimizer), before)
     # Earlier checkpoints have no hashes of files.

@@ -148,9 +148,7 @@ TRAININGS = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["lora", "dora", "qlora", *map(slow, ("dpo", "kd"))])
-def test_an_exported_folder_is_opened_as_it_is(
-    kind, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path
-):
+def test_an_exported_folder_is_opened_as_it_is(kind, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path):
     """transformers would apply the adapters again if ``adapter_config.json`` were beside a merged model."""
     recipe, sizes = TRAININGS[kind]
     base = tiny.tiny_model(tiny.base_of(sizes)).state_dict()
@@ -167,20 +165,13 @@ def test_an_exported_folder_is_opened_as_it_is(
     folder = tmp_path / "out" / "epoch_0"
     assert not list(folder.glob("adapter_*"))
 
-    given = {
-        "output_dir": tmp_path / "out",
-        "adapter_checkpoint": "epoch_0/adapter/adapter_model.pt",
-    }
+    given = {"output_dir": tmp_path / "out", "adapter_checkpoint": "epoch_0/adapter/adapter_model.pt"}
     stock = config.instantiate(OmegaConf.create(checkpointer), output_dir=str(tmp_path / "out"))
     trained = load_checkpoint(stock, given)["adapter"]
     model = config.instantiate(OmegaConf.create(sizes))
     model.load_state_dict({**base, **trained})
     tokens = torch.randint(tiny.VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(1))
-    quantized = {
-        name: p.get_original_weight()
-        for name, p in model.named_parameters()
-        if isinstance(p, NF4Tensor)
-    }
+    quantized = {name: p.get_original_weight() for name, p in model.named_parameters() if isinstance(p, NF4Tensor)}
     write_base(tmp_path / "as_multiplied", {**base, **quantized}, sizes)
     plain, with_peft = logits_of_export(tmp_path / "as_multiplied", folder, tokens)
     without = load(tmp_path / "as_multiplied")(tokens).logits

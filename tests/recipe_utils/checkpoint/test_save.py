@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_runs import (
-    RECIPE,
-    build,
-    files_of,
-    killed_before_each_operation,
-    save_once,
-    state,
-    train,
-)
+from checkpoint_runs import RECIPE, build, files_of, killed_before_each_operation, save_once, state, train
 from distributed_runs import run_distributed
 
 from recipe_utils.checkpoint.folder import check_whole, find_newest_whole
@@ -71,9 +63,7 @@ def test_what_one_writer_saves_may_change_between_saves(tmp_path, asynchronous):
     for step in range(3):
         resumed, resumed_optimizer = build(seed=1)
         load(tmp_path / f"step_{step}", resumed, resumed_optimizer, recipe=RECIPE)
-        checkpoint_runs.assert_equal(
-            checkpoint_runs.contents(resumed, resumed_optimizer), expected[step]
-        )
+        checkpoint_runs.assert_equal(checkpoint_runs.contents(resumed, resumed_optimizer), expected[step])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

@@ -6,25 +6,9 @@ import shutil
 import pytest
 import torch
 from distributed_runs import run_distributed
-from recipe_runs import (
-    DPO,
-    KD,
-    refusal,
-    run_recipe,
-    run_recipe_keeping_warnings,
-    set_up,
-    slow,
-    writing_to,
-)
+from recipe_runs import DPO, KD, refusal, run_recipe, run_recipe_keeping_warnings, set_up, slow, writing_to
 from safetensors.torch import load_file, save_file
-from tiny_transformers import (
-    FILES,
-    OLD_WEIGHTS,
-    keys_of_folder,
-    save_published,
-    save_tiny,
-    tensors_of,
-)
+from tiny_transformers import FILES, OLD_WEIGHTS, keys_of_folder, save_published, save_tiny, tensors_of
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from recipe_utils.files import CheckpointError
@@ -73,9 +57,7 @@ def test_ranks_read_what_transformers_reads(model_type, tiny_config, tmp_path):
         *(slow(name, []) for name in ("qwen3_moe", "gpt_oss", "lfm2")),
     ],
 )
-def test_an_export_is_the_folder_that_came_in_with_other_weights(
-    model_type, extra, tiny_config, tmp_path
-):
+def test_an_export_is_the_folder_that_came_in_with_other_weights(model_type, extra, tiny_config, tmp_path):
     folder, exported = tmp_path / "in", tmp_path / "out" / "epoch_0"
     keys = save_published(folder, model_type, extra)
     config = tiny_config(**keys, dtype="bf16", max_steps_per_epoch=1)
@@ -112,9 +94,7 @@ def test_transformers_4_reads_the_logits_of_the_trained_model(scaling, tiny_conf
         made.train()
         expected = made.model.eval()(TOKENS).detach()
     exported = tmp_path / "out" / "epoch_0"
-    base, described = (
-        json.loads((each / "config.json").read_text()) for each in (tmp_path / "in", exported)
-    )
+    base, described = (json.loads((each / "config.json").read_text()) for each in (tmp_path / "in", exported))
     assert described == base | {"torch_dtype": "float32"}
     old = described.get("rope_scaling") or {"type": "default"}
     rope = {"rope_type": old.get("type"), **old, "rope_theta": described.pop("rope_theta", 1e4)}
@@ -144,9 +124,7 @@ def test_what_adapters_do_not_change_keeps_its_bits(tiny_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trained_policy_and_a_student_keep_the_files_beside_the_weights(
-    tiny_dpo_config, tiny_kd_config, tmp_path
-):
+def test_a_trained_policy_and_a_student_keep_the_files_beside_the_weights(tiny_dpo_config, tiny_kd_config, tmp_path):
     keys = save_published(tmp_path / "in", "qwen3")
     weights = keys["checkpointer"]
     teacher = {"teacher_sizes": keys["model"], "teacher_checkpointer": weights}
@@ -222,9 +200,7 @@ def change_config(folder, **changes):
 
 def test_a_config_json_that_changed_or_is_another_is_refused(tiny_config, tmp_path):
     """It changes between save and resume, and differs from that beside the loaded weights."""
-    config = tiny_config(
-        **save_tiny(tmp_path / "in", "qwen3"), save_every_n_steps=1, max_steps_per_epoch=2
-    )
+    config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"), save_every_n_steps=1, max_steps_per_epoch=2)
     run_recipe(config)
     change_config(tmp_path / "in", rms_norm_eps=0.5)
     with pytest.raises(CheckpointError, match=r"config\.json"):

@@ -79,9 +79,7 @@ Int8DynActInt4WeightQuantizer().quantize(None)
     assert "call torchao.quantization.quantize_ with" in error
 
 
-def test_torch_is_imported_with_a_broken_checkout_and_tune_reports_it_in_one_line(
-    installed, tmp_path
-):
+def test_torch_is_imported_with_a_broken_checkout_and_tune_reports_it_in_one_line(installed, tmp_path):
     half_written = tmp_path / "half_written"
     (half_written / "recipe_utils").mkdir(parents=True)
     (half_written / "recipe_utils" / "__init__.py").write_text("1 / 0\n")

@@ -47,9 +47,7 @@ GATED = {"use_gated_mlp": True, "num_registers": 0}
     ],
     ids=str,
 )
-def test_it_is_transformers_model_with_and_without_masked_patches(
-    transformers, changed, size, dtype
-):
+def test_it_is_transformers_model_with_and_without_masked_patches(transformers, changed, size, dtype):
     model = tiny_vit.tiny_vit(dtype=dtype, **changed)
     theirs = tiny_vit.of_transformers(transformers, model)
     images = images_of(3, *size, dtype=dtype)
@@ -92,11 +90,7 @@ def test_a_row_of_crops_of_two_sizes_is_what_each_crop_is_by_itself():
     for part, images, mask in ((found[0], large, masks), (found[1], small, None)):
         crops = part.view(len(images), -1, DIM)
         for index, crop in enumerate(crops):
-            alone = row_of(
-                model,
-                images[index : index + 1],
-                masks=None if mask is None else mask[index : index + 1],
-            )
+            alone = row_of(model, images[index : index + 1], masks=None if mask is None else mask[index : index + 1])
             del alone["crop_groups"]
             assert relative(crop, model(**alone)[0]) < 1e-12
 
@@ -133,9 +127,7 @@ def test_it_computes_in_the_dtype_of_its_weights_and_rotates_by_exact_angles(dty
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float64: 1e-5}[dtype]
     assert relative(found.double(), tiny_vit.tiny_vit()(**row).double()) < tolerance
     centers = row["input_pos"][..., :2]
-    found, in_fp32 = (
-        vision_transformer.rotation_of(centers, 16, 100.0, each) for each in (dtype, torch.float32)
-    )
+    found, in_fp32 = (vision_transformer.rotation_of(centers, 16, 100.0, each) for each in (dtype, torch.float32))
     for of_found, of_fp32 in zip(found, in_fp32, strict=True):
         if dtype == torch.float64:
             assert (of_found - of_fp32).abs().max() < 1e-6
@@ -157,9 +149,7 @@ def with_draws(model, low=()):
 
 
 def crops_of(model, row):
-    large, small = model(**row).split(
-        [num_crops * length for num_crops, length in row["crop_groups"]], dim=1
-    )
+    large, small = model(**row).split([num_crops * length for num_crops, length in row["crop_groups"]], dim=1)
     return [*large.view(2, -1, DIM), *small.view(3, -1, DIM)]
 
 

@@ -10,12 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_vit import MODEL, images_of, row_of
 
 from recipe_utils.checkpoint.export import ExportError, export
-from recipe_utils.dinov3.checkpoint import (
-    HEADS,
-    DINOv3Checkpointer,
-    dinov3_hf_to_tune,
-    dinov3_tune_to_hf,
-)
+from recipe_utils.dinov3.checkpoint import HEADS, DINOv3Checkpointer, dinov3_hf_to_tune, dinov3_tune_to_hf
 
 GATED = {"use_gated_mlp": True, "num_registers": 0, "num_channels": 1}
 OF_HEADS = {"output.cls.weight": torch.randn(8, 32), "output.patch.0.bias": torch.randn(8)}
@@ -28,9 +23,7 @@ def transformers():
 
 def checkpointer_of(tmp_path, checkpoint_dir=None, changed=(), **options):
     checkpoint_dir = None if checkpoint_dir is None else str(checkpoint_dir)
-    return DINOv3Checkpointer(
-        checkpoint_dir, str(tmp_path / "out"), {**MODEL, **dict(changed)}, **options
-    )
+    return DINOv3Checkpointer(checkpoint_dir, str(tmp_path / "out"), {**MODEL, **dict(changed)}, **options)
 
 
 def exported(tmp_path, model, changed=(), heads=(), **options):
@@ -39,9 +32,7 @@ def exported(tmp_path, model, changed=(), heads=(), **options):
 
 
 def equal(found, expected):
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], expected[name]) for name in expected
-    )
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def assert_equal_states(model, theirs):
@@ -52,9 +43,7 @@ def assert_equal_states(model, theirs):
 
 
 @pytest.mark.parametrize("changed", [{}, GATED], ids=["plain", "gated"])
-def test_transformers_loads_the_exported_folder_and_computes_the_same(
-    transformers, tmp_path, changed
-):
+def test_transformers_loads_the_exported_folder_and_computes_the_same(transformers, tmp_path, changed):
     model = tiny_vit.tiny_vit(**changed)
     folder = exported(tmp_path, model, changed, OF_HEADS)
     theirs, report = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)

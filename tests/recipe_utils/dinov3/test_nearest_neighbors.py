@@ -42,9 +42,7 @@ def test_votes_are_those_of_a_plain_loop(num_neighbors, temperature):
     expected = plain(states, labels, bank, bank_labels, num_neighbors, temperature)
     assert 8 < expected < 40
     for rows_per_chunk in (1, 7, 1024):
-        found = num_voted_right(
-            5 * states, labels, bank, bank_labels, num_neighbors, temperature, rows_per_chunk
-        )
+        found = num_voted_right(5 * states, labels, bank, bank_labels, num_neighbors, temperature, rows_per_chunk)
         assert found == expected
 
 

@@ -130,9 +130,7 @@ def test_a_dummy_is_zero_with_a_graph_for_every_weight(two_passes):
 
 def test_value_and_gradient_of_two_passes_are_those_of_the_first():
     gradient, mean = torch.randn(NUM_IMAGES, 2, DIM), torch.tensor(0.3)
-    loss, student, states, targets = case(
-        dino_loss_weight=0.0, ibot_loss_weight=0.0, gram_loss_weight=0.0
-    )
+    loss, student, states, targets = case(dino_loss_weight=0.0, ibot_loss_weight=0.0, gram_loss_weight=0.0)
     targets = targets._replace(teacher=targets.teacher._replace(koleo=(gradient, mean)))
     found = sums(loss, student, states, targets)
     assert found["koleo_loss"].item() == pytest.approx(0.3 * NUM_IMAGES)
@@ -145,10 +143,7 @@ def test_value_and_gradient_of_two_passes_are_those_of_the_first():
 def test_bf16_states_are_summed_in_fp32():
     loss, student, states, targets = case()
     views = targets.teacher
-    crops, patches = (
-        each._replace(hidden=each.hidden.bfloat16(), output=each.output.bfloat16())
-        for each in views[:2]
-    )
+    crops, patches = (each._replace(hidden=each.hidden.bfloat16(), output=each.output.bfloat16()) for each in views[:2])
     teacher = TeacherViews(crops, patches, views.gram.bfloat16())
     found = loss(student.bfloat16(), states.bfloat16(), targets._replace(teacher=teacher))
     exact = loss(student.double(), states.double(), case()[3])

@@ -43,9 +43,7 @@ def test_streamed_is_direct_for_any_chunks_and_cuts(cut, rows_per_chunk, num_ite
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "scale"), [(0.01, 20.0), (0.04, 1.0), (0.07, 20.0), (1.0, 1.0)]
-)
+@pytest.mark.parametrize(("temperature", "scale"), [(0.01, 20.0), (0.04, 1.0), (0.07, 20.0), (1.0, 1.0)])
 def test_fp32_neither_overflows_nor_loses_a_row_at_usual_temperatures(temperature, scale):
     rows, weight = drawn(64, DIM), scale * drawn(NUM_PROTOTYPES, DIM, seed=1)
     rows = torch.nn.functional.normalize(rows, dim=1)

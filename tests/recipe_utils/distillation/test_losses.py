@@ -12,12 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torchtune.modules import loss as stock
 
 from recipe_utils.distillation import losses as distillation
-from recipe_utils.distillation.losses import (
-    SUMS,
-    LinearDistillationLoss,
-    TeacherHidden,
-    make_distillation_loss,
-)
+from recipe_utils.distillation.losses import SUMS, LinearDistillationLoss, TeacherHidden, make_distillation_loss
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -75,9 +70,7 @@ class Case:
         return make_distillation_loss(LinearCrossEntropyLoss(), kd_loss, self.kd_ratio)
 
     def ours(self, **changes):
-        return self.loss_fn(**changes).sum_rows(
-            self.layer, self.hidden, self.labels, self.teacher, self.weights
-        )
+        return self.loss_fn(**changes).sum_rows(self.layer, self.hidden, self.labels, self.teacher, self.weights)
 
     def expected(self):
         num_common = min(V, self.teacher_vocab)
@@ -107,10 +100,7 @@ def assert_is_the_plain_sum(case, **changes):
         assert ours[1] == 0  # not computed
         expected = expected * torch.tensor([1.0, 0, 1, 1, 1])
     assert_close(ours, expected)
-    assert_close(
-        torch.autograd.grad(0.3 * ours[0], case.inputs),
-        torch.autograd.grad(0.3 * expected[0], case.inputs),
-    )
+    assert_close(torch.autograd.grad(0.3 * ours[0], case.inputs), torch.autograd.grad(0.3 * expected[0], case.inputs))
 
 
 @pytest.mark.parametrize(
@@ -122,9 +112,7 @@ def assert_is_the_plain_sum(case, **changes):
         ("js", 2.0, 0.3, V), ("js", 2.0, 0.3, V + 13), ("js", 1.0, 1.0, V - 13),
     ],
 )  # fmt: skip
-def test_sums_and_gradients_are_those_of_whole_logits(
-    divergence, temperature, kd_ratio, teacher_vocab
-):
+def test_sums_and_gradients_are_those_of_whole_logits(divergence, temperature, kd_ratio, teacher_vocab):
     case = Case(kd_ratio, temperature, divergence, teacher_vocab=teacher_vocab)
     assert_is_the_plain_sum(case)
 
@@ -138,17 +126,13 @@ def test_sums_and_gradients_are_those_of_whole_logits(
 )  # fmt: skip
 def test_every_output_layer_number_of_rows_and_size_of_chunks(output, num_rows, tokens_per_chunk):
     case = Case(temperature=2.0, num_rows=num_rows, output=output)
-    assert_is_the_plain_sum(
-        case, tokens_per_chunk=tokens_per_chunk, num_output_chunks=tokens_per_chunk
-    )
+    assert_is_the_plain_sum(case, tokens_per_chunk=tokens_per_chunk, num_output_chunks=tokens_per_chunk)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_a_teacher_s_bias_row_weights_and_temperatures_of_both_sides(divergence):
     mixture = 0.3 if divergence in ("symmetric", "js") else 0.5  # the others have none
-    assert_is_the_plain_sum(
-        Case(1.0, 0.1, divergence, mixture, V, 0.07, with_bias=True, with_row_weights=True)
-    )
+    assert_is_the_plain_sum(Case(1.0, 0.1, divergence, mixture, V, 0.07, with_bias=True, with_row_weights=True))
 
 
 @pytest.mark.parametrize("output", ["linear", "bias"])
@@ -308,10 +292,7 @@ def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(opt
         (sums, expected) = (loss.sum_rows(*args) for loss in (compiled, eager))
         assert_close(sums, expected)
         if num_rows:
-            assert_close(
-                torch.autograd.grad(sums[0], case.inputs),
-                torch.autograd.grad(expected[0], case.inputs),
-            )
+            assert_close(torch.autograd.grad(sums[0], case.inputs), torch.autograd.grad(expected[0], case.inputs))
         with torch.no_grad():
             args = (case.layer, case.hidden.detach(), *args[2:])
             assert_close(compiled.sum_rows(*args), eager.sum_rows(*args))
@@ -326,7 +307,5 @@ def test_the_default_compiler_gives_the_same_for_each_weight():
         eager, compiled = case.loss_fn(), case.loss_fn()
         compiled.compile_chunks("inductor")
         args = (case.layer, case.hidden, case.labels, case.teacher, case.weights)
-        (found, expected) = (
-            torch.autograd.grad(loss.sum_rows(*args)[0], case.inputs) for loss in (compiled, eager)
-        )
+        (found, expected) = (torch.autograd.grad(loss.sum_rows(*args)[0], case.inputs) for loss in (compiled, eager))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

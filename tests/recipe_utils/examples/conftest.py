@@ -17,9 +17,7 @@ def built(tmp_path_factory):
     def text_of(tokens):
         return tokenizer.decode(list(tokens), truncate_at_eos=False, skip_special_tokens=False)
 
-    return SimpleNamespace(
-        path=path, pairs=pairs, tokenizer_path=tokenizer_path, tokenizer=tokenizer, text_of=text_of
-    )
+    return SimpleNamespace(path=path, pairs=pairs, tokenizer_path=tokenizer_path, tokenizer=tokenizer, text_of=text_of)
 
 
 @pytest.fixture

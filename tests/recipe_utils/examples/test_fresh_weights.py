@@ -18,9 +18,7 @@ FEWER_HEADS = {"num_heads": 2, "num_kv_heads": 1}
 
 
 def make_checkpointer(folder, seed=3, **changes):
-    return fresh_llama_checkpointer(
-        {**MODEL, **changes}, str(folder / "fresh"), str(folder / "out"), seed
-    )
+    return fresh_llama_checkpointer({**MODEL, **changes}, str(folder / "fresh"), str(folder / "out"), seed)
 
 
 def make_weights(folder, **changes):

@@ -30,9 +30,7 @@ def test_a_turn_has_the_thinking_of_the_last_answer_only(made):
         targets = tokenizer.tokenizer.decode([t for t in sample["labels"] if t != IGNORE])
         thinking = f"<think>\n{answer['reasoning_content']}\n</think>\n\n"
         assert targets == f"{thinking}{answer['content']}<|eot_id|>"
-        assert tokenizer.tokenizer.decode(sample["tokens"]).count("<think>") == targets.count(
-            "<think>"
-        )
+        assert tokenizer.tokenizer.decode(sample["tokens"]).count("<think>") == targets.count("<think>")
 
 
 def test_splits_have_different_conversations_and_another_split_is_refused(made):

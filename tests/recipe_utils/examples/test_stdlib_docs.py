@@ -13,11 +13,7 @@ from recipe_runs import keep_messages
 from torchtune.data import Message
 
 from recipe_utils.examples.build_once import build_once
-from recipe_utils.examples.stdlib_docs import (
-    docstring_dataset,
-    docstring_pairs,
-    docstring_tokenizer,
-)
+from recipe_utils.examples.stdlib_docs import docstring_dataset, docstring_pairs, docstring_tokenizer
 
 
 def test_there_are_thousands_of_different_pairs_of_very_different_length(built):
@@ -30,8 +26,7 @@ def test_there_are_thousands_of_different_pairs_of_very_different_length(built):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", " ", "x = {'a': [1, 2]}\n\n\tdef f():  # ok", "naïve — 你好 🐍\r\n\0", "<|eot_id|>"],
+    "text", ["", " ", "x = {'a': [1, 2]}\n\n\tdef f():  # ok", "naïve — 你好 🐍\r\n\0", "<|eot_id|>"]
 )
 def test_the_tokenizer_decodes_any_text_as_it_was(built, text):
     tokens = built.tokenizer.encode(text, add_bos=True, add_eos=True)
@@ -100,9 +95,7 @@ def test_transformers_chat_template_gives_the_ids_of_training_and_generation(bui
     chat = [{"role": role, "content": text} for role, text in texts]
     whole = hugging_face.apply_chat_template(chat, return_dict=False)
     assert whole == built.tokenizer.tokenize_messages(messages)[0]
-    prompt = hugging_face.apply_chat_template(
-        chat[:1], add_generation_prompt=True, return_dict=False
-    )
+    prompt = hugging_face.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False)
     question = [messages[0], Message(role="assistant", content="")]
     assert prompt == built.tokenizer.tokenize_messages(question, add_end_tokens=False)[0]
 
@@ -116,9 +109,7 @@ def small(built, tmp_path):
 
 
 def make_tokenizer(folder, vocab_size=300):
-    return docstring_tokenizer(
-        str(folder / "fresh/tokenizer.model"), str(folder / "docstrings.json"), vocab_size
-    )
+    return docstring_tokenizer(str(folder / "fresh/tokenizer.model"), str(folder / "docstrings.json"), vocab_size)
 
 
 def contents(folder):
@@ -191,10 +182,7 @@ def test_no_file_of_a_killed_build_is_taken_for_a_whole_one(name, small, interru
 
 
 def splits(built, **options):
-    return [
-        docstring_dataset(built.tokenizer, built.path, split, **options)
-        for split in ("train", "validation")
-    ]
+    return [docstring_dataset(built.tokenizer, built.path, split, **options) for split in ("train", "validation")]
 
 
 def test_train_and_validation_share_no_sample_and_are_all_pairs(built):
@@ -215,9 +203,7 @@ def test_only_the_answer_is_a_target_unless_train_on_input(built):
         assert masked["tokens"] == unmasked["tokens"]
         targets = built.text_of(label for label in masked["labels"] if label != tiny.IGNORE)
         # The tokenizer puts a header and an end around each message.
-        answer = re.fullmatch(
-            r"<\|start.*assistant<\|end_header_id\|>(.*)<\|eot_id\|>", targets, re.S
-        )
+        answer = re.fullmatch(r"<\|start.*assistant<\|end_header_id\|>(.*)<\|eot_id\|>", targets, re.S)
         assert answer[1].strip() in answers
         num_ignored = [list(s["labels"]).count(tiny.IGNORE) for s in (masked, unmasked)]
         assert num_ignored[1] < num_ignored[0] < len(masked["labels"])

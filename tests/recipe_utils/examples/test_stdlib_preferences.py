@@ -10,12 +10,7 @@ from torchtune.data import Message
 from torchtune.datasets import PreferenceDataset
 
 from recipe_utils.examples.stdlib_docs import docstring_tokenizer
-from recipe_utils.examples.stdlib_preferences import (
-    MIN_WORDS,
-    exchange_neighbors,
-    first_paragraphs,
-    word_order_dataset,
-)
+from recipe_utils.examples.stdlib_preferences import MIN_WORDS, exchange_neighbors, first_paragraphs, word_order_dataset
 
 SIDES = ("chosen", "rejected")
 
@@ -102,11 +97,7 @@ def test_samples_are_those_of_torchtune_s_preference_dataset(built, train, tmp_p
         }
 
     expected = PreferenceDataset(
-        source="json",
-        data_files=str(path),
-        split="train",
-        message_transform=messages,
-        tokenizer=built.tokenizer,
+        source="json", data_files=str(path), split="train", message_transform=messages, tokenizer=built.tokenizer
     )
     assert [train[i] for i in range(20)] == list(expected)
 

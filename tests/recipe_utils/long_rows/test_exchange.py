@@ -21,9 +21,7 @@ def exchange(num_keys):
     c, rank = ranks.world_size, ranks.dp_rank
     group = row_groups(ranks, c)[c]
     generator = torch.Generator().manual_seed(0)
-    row = torch.randn(
-        5 * c, NUM_HEADS + 2 * num_keys, WIDTH, generator=generator, dtype=torch.float64
-    )
+    row = torch.randn(5 * c, NUM_HEADS + 2 * num_keys, WIDTH, generator=generator, dtype=torch.float64)
     sizes = [NUM_HEADS, num_keys, num_keys]
     q, k, v = (each.requires_grad_() for each in row[rank::c].split(sizes, dim=1))
     of_heads = heads_of_row(q, k, v, group)
@@ -41,9 +39,7 @@ def exchange(num_keys):
     return q.detach(), [each.detach() for each in of_heads], back.detach(), gradients, row
 
 
-@pytest.mark.parametrize(
-    ("world_size", "num_keys"), [(2, 4), *(slow(4, number) for number in (1, 2, 3, 4, 12))]
-)
+@pytest.mark.parametrize(("world_size", "num_keys"), [(2, 4), *(slow(4, number) for number in (1, 2, 3, 4, 12))])
 def test_the_exchange_is_exact_and_so_is_its_gradient(world_size, num_keys):
     found = run_distributed(exchange, world_size, num_keys)
     row = found[0][-1].requires_grad_()
@@ -63,14 +59,10 @@ def test_the_exchange_is_exact_and_so_is_its_gradient(world_size, num_keys):
 def test_heads_that_cannot_be_divided_are_refused_with_their_number():
     limits = limits_of(on_meta(), torch.device("cpu"), False)
     assert limits.multiple_of_packed_rows(64, max_ranks_per_row=4) is None
-    with pytest.raises(
-        ConfigError, match=r"=8: model.num_heads=4 cannot be .* 8 ranks; set it to 4"
-    ):
+    with pytest.raises(ConfigError, match=r"=8: model.num_heads=4 cannot be .* 8 ranks; set it to 4"):
         limits.multiple_of_packed_rows(64, max_ranks_per_row=8)
     split = limits_of(on_meta(), torch.device("cpu"), False, tensor_parallel_dim=2)
-    with pytest.raises(
-        ConfigError, match=r"model.num_heads / tensor_parallel_dim=2 .*; set it to 2"
-    ):
+    with pytest.raises(ConfigError, match=r"model.num_heads / tensor_parallel_dim=2 .*; set it to 2"):
         split.multiple_of_packed_rows(64, max_ranks_per_row=4)
     teacher = on_meta({**tiny.MODEL, "num_heads": 6, "num_kv_heads": 6, "embed_dim": 48})
     both = limits_of(on_meta(), torch.device("cpu"), False, teacher=teacher)

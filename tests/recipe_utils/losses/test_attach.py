@@ -30,9 +30,7 @@ def no_targets(b, s):
 
 
 def plain_sum(logits, targets, **options):
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.labels.flatten(), reduction="sum", **options
-    )
+    return F.cross_entropy(logits.flatten(0, 1), targets.labels.flatten(), reduction="sum", **options)
 
 
 def assert_close(ours, expected):
@@ -70,9 +68,7 @@ def test_a_models_loss_and_gradients_are_those_of_the_plain_sum(sizes, loss_name
     assert_close(tuple(p.grad for p in model.parameters()), gradients)
 
 
-@pytest.mark.parametrize(
-    ("loss_name", "sizes"), [*LOSSES_AND_SIZES, ("linear", "bias"), ("chunked", "bias")]
-)
+@pytest.mark.parametrize(("loss_name", "sizes"), [*LOSSES_AND_SIZES, ("linear", "bias"), ("chunked", "bias")])
 def test_a_microbatch_without_targets_gives_every_parameter_a_zero_gradient(sizes, loss_name):
     model = tiny.tiny_model(SIZES.get(sizes, tiny.UNTIED_MODEL))
     if sizes == "bias":

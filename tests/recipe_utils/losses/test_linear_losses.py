@@ -12,11 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
-from recipe_utils.preference.log_probs import (
-    LinearLogProbs,
-    num_targets_of_answers,
-    sums_of_answers,
-)
+from recipe_utils.preference.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
 from recipe_utils.update_steps.step import Pairs, Targets
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -68,8 +64,7 @@ def test_low_precision_inputs_give_fp32(make, kind, hidden_and_targets):
     hidden, targets = hidden_and_targets
     output, low = make_output(kind).bfloat16(), hidden.detach().bfloat16().requires_grad_()
     found, expected = (
-        values_and_gradients(loss, output, low, targets)
-        for loss in (make(tokens_per_chunk=4), PLAIN[make])
+        values_and_gradients(loss, output, low, targets) for loss in (make(tokens_per_chunk=4), PLAIN[make])
     )
     assert found[0].dtype == torch.float32
     # The same bf16 logits, so what is left is the rounding of an fp32 sum.
@@ -142,9 +137,7 @@ def test_logits_that_overflow_on_ignored_positions_do_not_matter(make):
         (LinearLogProbs, "linear", 0),
     ],
 )
-def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(
-    make, kind, num_datasets
-):
+def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(make, kind, num_datasets):
     """Two functions are compiled. Fewer than two rows, for which the compiler specializes, run eagerly."""
     torch._dynamo.reset()  # other variants of the same functions count for its limit
     counter = CompileCounter()
@@ -157,9 +150,7 @@ def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(
         if num_datasets:
             indices, weights = targets.positions % num_datasets, torch.rand(num_datasets).double()
             targets = targets._replace(sample_positions=indices, sample_weights=weights)
-        found, expected = (
-            values_and_gradients(loss, output, hidden, targets) for loss in (compiled, eager)
-        )
+        found, expected = (values_and_gradients(loss, output, hidden, targets) for loss in (compiled, eager))
         assert all(map(torch.equal, found, expected))
         with torch.no_grad():
             assert torch.equal(compiled(output, hidden, targets).view(-1), expected[0])
@@ -208,9 +199,7 @@ def test_validation_computes_no_gradient():
 
 def test_compile_compiles_the_loss(tiny_config, monkeypatch):
     backends = []
-    monkeypatch.setattr(
-        LinearCrossEntropyLoss, "compile_chunks", lambda loss, backend: backends.append(backend)
-    )
+    monkeypatch.setattr(LinearCrossEntropyLoss, "compile_chunks", lambda loss, backend: backends.append(backend))
     data = {"_component_": "tiny.tiny_dataset", "num_samples": 4}
     with torch.compiler.set_stance("force_eager"):  # the layers
         run_compiled_recipe(tiny_config(max_steps_per_epoch=1, dataset=data))
@@ -224,9 +213,7 @@ def test_compile_compiles_the_loss(tiny_config, monkeypatch):
 def test_a_second_backward_gives_the_same(chunk, hidden_and_targets):
     hidden, targets = hidden_and_targets
     log_probs = LinearLogProbs(chunk)(make_output("linear"), hidden, targets)
-    first, second = (
-        torch.autograd.grad(log_probs.sum(), hidden, retain_graph=True) for _ in range(2)
-    )
+    first, second = (torch.autograd.grad(log_probs.sum(), hidden, retain_graph=True) for _ in range(2))
     assert_close(first, second)
 
 

@@ -25,13 +25,9 @@ def flash_attention(q, k, v, sizes, window_size, scale=None, grad=None):
             continue
         of_p = row[3] @ v.mT
         of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * scale
-        of_k, of_v = (
-            each.unflatten(0, (-1, num_copies)).sum(1) for each in (of_scores.mT @ q, p.mT @ row[3])
-        )
+        of_k, of_v = (each.unflatten(0, (-1, num_copies)).sum(1) for each in (of_scores.mT @ q, p.mT @ row[3]))
         made.append([of_scores @ k, of_k, of_v])
-    return tuple(
-        torch.cat(parts, dim=1).transpose(0, 1).contiguous() for parts in zip(*made, strict=True)
-    )
+    return tuple(torch.cat(parts, dim=1).transpose(0, 1).contiguous() for parts in zip(*made, strict=True))
 
 
 @pytest.fixture(scope="module")

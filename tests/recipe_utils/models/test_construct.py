@@ -39,9 +39,7 @@ def test_token_embeddings_that_the_output_shares_are_not_sharded_alone(one_proce
         (tiny.MODEL, {"ac_mode": "selective", "ac_option": 2}, 1),
     ],
 )
-def test_plain_and_wrapped_models_load_the_weights_of_plain_ones(
-    one_process, sizes, wrapping, num_wrapped
-):
+def test_plain_and_wrapped_models_load_the_weights_of_plain_ones(one_process, sizes, wrapping, num_wrapped):
     saved, settings = tiny.tiny_model(sizes), ModelSettings(**wrapping)
     model = parallelize_model(on_meta(sizes), settings, one_process)
     load_weights(model, {"model": saved.state_dict()}, settings, CPU)
@@ -52,8 +50,7 @@ def test_plain_and_wrapped_models_load_the_weights_of_plain_ones(
 
 
 @pytest.mark.parametrize(
-    "wrapping",
-    [{"enable_activation_checkpointing": True}, {"ac_mode": "selective", "ac_option": 1}],
+    "wrapping", [{"enable_activation_checkpointing": True}, {"ac_mode": "selective", "ac_option": 1}]
 )
 def test_recomputed_layers_have_the_dropout_of_their_forward(wrapping, one_process):
     gradients = []
@@ -123,10 +120,7 @@ def test_each_stage_is_prepared_by_itself_and_only_the_last_has_the_output():
 # ---- Settings -----------------------------------------------------------------------------------
 
 
-OFFLOADING, RECOMPUTING = (
-    {"enable_activation_offloading": True},
-    {"enable_activation_checkpointing": True},
-)
+OFFLOADING, RECOMPUTING = ({"enable_activation_offloading": True}, {"enable_activation_checkpointing": True})
 
 
 @pytest.mark.parametrize(

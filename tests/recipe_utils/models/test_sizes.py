@@ -7,11 +7,7 @@ from tiny import on_meta
 from torch import nn
 from torchtune.modules.model_fusion import FusionEmbedding
 
-from recipe_utils.models.sizes import (
-    equal_attention_length,
-    limits_of,
-    vocab_size_and_max_seq_len,
-)
+from recipe_utils.models.sizes import equal_attention_length, limits_of, vocab_size_and_max_seq_len
 from recipe_utils.plans.cost import MicrobatchCost
 
 CPU = torch.device("cpu")

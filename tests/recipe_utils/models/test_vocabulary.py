@@ -45,9 +45,7 @@ def test_only_other_tokens_are_differences_on_either_side(vocabulary, is_same, t
         if is_same:
             assert check_same_tokens(own, other, NAMES)
             continue
-        with pytest.raises(
-            ValueError, match=r"token (5|13) is '.*' in the student's and '.*' in t"
-        ):
+        with pytest.raises(ValueError, match=r"token (5|13) is '.*' in the student's and '.*' in t"):
             check_same_tokens(own, other, NAMES)
 
 

@@ -18,11 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import config
 
 from recipe_utils.models.construct import ModelSettings, build_model
-from recipe_utils.models.weights import (
-    differences_from_config,
-    gather_weights,
-    load_weights,
-)
+from recipe_utils.models.weights import differences_from_config, gather_weights, load_weights
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -42,11 +38,7 @@ def test_loaded_weights_have_the_models_precision_and_their_own_memory(name, dty
 
 
 def test_weights_that_do_not_fit_are_named():
-    changed = {
-        **tiny.tiny_model().state_dict(),
-        "norm.scale": torch.zeros(31),
-        "extra": torch.ones(1),
-    }
+    changed = {**tiny.tiny_model().state_dict(), "norm.scale": torch.zeros(31), "extra": torch.ones(1)}
     del changed["layers.1.attn.q_proj.weight"]
     text = (
         "the checkpoint does not fit the model: it lacks layers.1.attn.q_proj.weight; it has extra, "
@@ -81,14 +73,9 @@ def load_and_gather(layouts):
     found = []
     saved = tiny.tiny_model(tiny.DEEP_MODEL).state_dict()
     for layout in layouts:
-        ranks = join_ranks(
-            RankSettings(device="cpu", gradient_sync="last_microbatch", **dict(layout))
-        )
+        ranks = join_ranks(RankSettings(device="cpu", gradient_sync="last_microbatch", **dict(layout)))
         model = build_model(
-            lambda: config.instantiate(OmegaConf.create(tiny.DEEP_MODEL)),
-            lambda model, has_output: None,
-            FP32,
-            ranks,
+            lambda: config.instantiate(OmegaConf.create(tiny.DEEP_MODEL)), lambda model, has_output: None, FP32, ranks
         )
         load_weights(model, {"model": saved}, FP32, CPU)
         sends = ranks.dp_rank == 0
@@ -102,11 +89,7 @@ def load_and_gather(layouts):
 
 
 def test_weights_of_shards_and_stages_are_gathered_whole_in_the_models_order_on_rank_0():
-    layouts = [
-        {"data_parallel_shard_dim": 2},
-        {"data_parallel_replicate_dim": 2},
-        {"pipeline_parallel_dim": 2},
-    ]
+    layouts = [{"data_parallel_shard_dim": 2}, {"data_parallel_replicate_dim": 2}, {"pipeline_parallel_dim": 2}]
     assert run_distributed(load_and_gather, 2, layouts) == [[True] * 3] * 2
 
 
@@ -139,9 +122,7 @@ def test_shards_that_fsdp_keeps_on_the_cpu_stay_there_whatever_the_mesh_is_of():
     assert run_distributed(load_with_shards_on_the_cpu, 1) == [4]
 
 
-@pytest.mark.parametrize(
-    "rope", [{"rope_theta": 10_000}, {"rope_parameters": {"rope_theta": 10_000}}]
-)
+@pytest.mark.parametrize("rope", [{"rope_theta": 10_000}, {"rope_parameters": {"rope_theta": 10_000}}])
 def test_what_a_model_computes_otherwise_than_its_config_json_is_named(rope, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"rms_norm_eps": 1e-5, **rope}))
     (text,) = differences_from_config(tiny.tiny_model(), tmp_path)

@@ -16,13 +16,7 @@ from recipe_utils.optim.optimizer import OptimizerSettings
 from recipe_utils.parallel.process_group import new_cpu_group
 from recipe_utils.parallel.ranks import ParallelDims, build_mesh
 
-SHAPES = {
-    "odd": (130, 300),
-    "few_rows": (3, 2000),
-    "experts": (5, 40, 30),
-    "long": (5000,),
-    "small": (8, 8),
-}
+SHAPES = {"odd": (130, 300), "few_rows": (3, 2000), "experts": (5, 40, 30), "long": (5000,), "small": (8, 8)}
 
 
 def make(mesh=None, **options):
@@ -78,9 +72,7 @@ def as_tensors(found):
     return [torch.from_numpy(each) for each in found]
 
 
-@pytest.mark.parametrize(
-    ("saved", "resumed"), [((1, 2), (1, 4)), ((1, 4), (1, 2)), ((2, 2), (1, 1))], ids=str
-)
+@pytest.mark.parametrize(("saved", "resumed"), [((1, 2), (1, 4)), ((1, 4), (1, 2)), ((2, 2), (1, 1))], ids=str)
 def test_weights_are_bitwise_those_of_one_process_also_after_a_resume(saved, resumed, tmp_path):
     model, optimizer = make()
     step(model, optimizer, range(20))

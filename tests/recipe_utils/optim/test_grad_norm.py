@@ -105,9 +105,7 @@ def clip_on_two_ranks():
 
 def clip_stages():
     """Returns the norm over two stages with a common parameter, and this rank's clipped gradients."""
-    ranks = join_ranks(
-        RankSettings(device="cpu", pipeline_parallel_dim=2, gradient_sync="last_microbatch")
-    )
+    ranks = join_ranks(RankSettings(device="cpu", pipeline_parallel_dim=2, gradient_sync="last_microbatch"))
     stage = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("own", "shared")})
     stage["own"].grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]][dist.get_rank()])
     stage["shared"].grad = torch.tensor([12.0, 0.0])

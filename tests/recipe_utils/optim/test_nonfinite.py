@@ -15,9 +15,7 @@ NAN, INF = float("nan"), float("inf")
 def make_guard(on_nonfinite="stop", max_steps=10, fused=False):
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
-    settings = OptimizerSettings(
-        optimizer={}, on_nonfinite=on_nonfinite, max_nonfinite_steps=max_steps
-    )
+    settings = OptimizerSettings(optimizer={}, on_nonfinite=on_nonfinite, max_nonfinite_steps=max_steps)
     return NonfiniteGuard(optimizer, CPU, settings), optimizer, parameter
 
 

@@ -120,9 +120,7 @@ class GroupsApart(torch.optim.Optimizer):
         self.inner["all"].step()
 
 
-def test_inner_optimizers_have_the_state_of_their_wrapper_and_need_its_groups_for_a_schedule(
-    monkeypatch,
-):
+def test_inner_optimizers_have_the_state_of_their_wrapper_and_need_its_groups_for_a_schedule(monkeypatch):
     monkeypatch.setattr(tiny, "GroupsApart", GroupsApart, raising=False)
     cfg, model = component("tiny.GroupsApart"), torch.nn.Linear(2, 2)
     optimizer = build_optimizer(cfg, model, settings())

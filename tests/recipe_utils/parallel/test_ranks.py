@@ -48,9 +48,7 @@ def test_the_sharding_dimension_takes_the_remaining_ranks(world_size, dims, expe
         (4, (1, 0, 1), ["data_parallel_shard_dim=0: it must be at least 1"]),
     ],
 )
-def test_dimensions_that_do_not_make_the_world_size_are_refused_with_both_numbers(
-    world_size, dims, parts, monkeypatch
-):
+def test_dimensions_that_do_not_make_the_world_size_are_refused_with_both_numbers(world_size, dims, parts, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     found = settings(*dims)
     (problem,) = found.problems()

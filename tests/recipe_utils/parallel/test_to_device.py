@@ -64,10 +64,7 @@ def test_one_is_copied_ahead_and_at_most_two_are_held(device):
     marked = mark_last(microbatches_of(samples, sent))
     for number, (microbatch, _) in enumerate(to_device_ahead(marked, torch.device(device)), 1):
         assert num_alive(arrived) == 0
-        arrived += [
-            weakref.ref(microbatch.inputs["tokens"]),
-            weakref.ref(microbatch.targets.labels),
-        ]
+        arrived += [weakref.ref(microbatch.inputs["tokens"]), weakref.ref(microbatch.targets.labels)]
         assert len(sent) == min(number + 2, 8)  # mark_last takes one more
         assert num_alive(sent) <= 3
     del microbatch

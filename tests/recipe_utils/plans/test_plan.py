@@ -41,9 +41,7 @@ def cost_of(name, lengths, microbatch):
 
 
 @given(LENGTHS, NUM_RANKS, st.integers(1, 9), st.sampled_from(sorted(PLANS)))
-def test_every_sample_is_in_exactly_one_microbatch_and_none_is_empty(
-    lengths, num_ranks, batch_size, name
-):
+def test_every_sample_is_in_exactly_one_microbatch_and_none_is_empty(lengths, num_ranks, batch_size, name):
     ranks = PLANS[name](lengths, num_ranks, batch_size=batch_size)
     assert len(ranks) == num_ranks
     microbatches = list(chain.from_iterable(ranks))

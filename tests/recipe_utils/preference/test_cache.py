@@ -62,9 +62,7 @@ def test_log_probabilities_are_found_to_the_last_bit_in_any_order_and_more_than_
 
 
 def test_an_unknown_pair_is_named(tmp_path):
-    with pytest.raises(
-        CheckpointError, match=r"reference_cache_dir=.*: pair 3 is not in the cache"
-    ):
+    with pytest.raises(CheckpointError, match=r"reference_cache_dir=.*: pair 3 is not in the cache"):
         filled(tmp_path, 1, 2).find(pairs_of(1, 3))
 
 

@@ -82,10 +82,7 @@ def test_trl_s_losses_are_the_same(log_probs):
     text = inspect.getsource(trl.DPOTrainer._compute_loss)
     chosen, rejected, ref_chosen, ref_rejected = log_probs
     delta, beta, noise = chosen - ref_chosen - rejected + ref_rejected, 0.4, 0.2
-    for name, ours in (
-        ("ipo", IPOLoss(tau=beta)),
-        ("robust", RobustDPOLoss(beta=beta, label_smoothing=noise)),
-    ):
+    for name, ours in (("ipo", IPOLoss(tau=beta)), ("robust", RobustDPOLoss(beta=beta, label_smoothing=noise))):
         branch = text.split(f'loss_type == "{name}":')[1].split("elif")[0]
         assignments = [line.strip() for line in branch.splitlines() if " = " in line]
         code = [line for line in assignments if "mask" not in line and "avg" not in line]

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
 from recipe_utils.plans.cost import MicrobatchCost
-from recipe_utils.preference.pairs import (
-    PairCollator,
-    PairSettings,
-    mask_shared_turns,
-    num_shared_tokens,
-)
+from recipe_utils.preference.pairs import PairCollator, PairSettings, mask_shared_turns, num_shared_tokens
 from recipe_utils.text.limits import ModelLimits, PackedAttention
 from recipe_utils.update_steps.samples import SampleError, SkippedSampleError
 
@@ -91,8 +86,7 @@ def targets_read_back(microbatch):
             sides.append(([row[i] for i in indices], [labels[i] for i in indices]))
         assert indices[-1] == len(row) - 1
     found = [
-        [(tokens[: i + 1], label) for i, label in enumerate(labels) if label != tiny.IGNORE]
-        for tokens, labels in sides
+        [(tokens[: i + 1], label) for i, label in enumerate(labels) if label != tiny.IGNORE] for tokens, labels in sides
     ]
     return list(zip(found[::2], found[1::2], strict=True))
 
@@ -127,9 +121,7 @@ def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(pai
     assert of_layouts[0] == of_layouts[1] == of_layouts[2]
     targets = {
         side: sum(
-            label != tiny.IGNORE
-            for p in map(tiny.without_shared_turns, pairs)
-            for label in p[f"{side}_labels"][1:]
+            label != tiny.IGNORE for p in map(tiny.without_shared_turns, pairs) for label in p[f"{side}_labels"][1:]
         )
         for side in SIDES
     }
@@ -167,9 +159,7 @@ def test_lengths_are_what_a_pair_takes_in_a_row():
             assert collator.length(sample) == tokens.shape[1]
 
 
-@given(
-    st.integers(1, 4), st.sampled_from(["in_order", "least_padding", "packed"]), st.integers(0, 20)
-)
+@given(st.integers(1, 4), st.sampled_from(["in_order", "least_padding", "packed"]), st.integers(0, 20))
 def test_every_pair_is_in_one_microbatch_of_one_rank(num_ranks, microbatching, num_pairs):
     bound = {} if microbatching == "in_order" else {"max_tokens_per_microbatch": 90}
     collator = collator_of(microbatching, batch_size=2, **bound)
@@ -184,9 +174,7 @@ def test_every_pair_is_in_one_microbatch_of_one_rank(num_ranks, microbatching, n
 
 
 def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
-    collator = collator_of(
-        limits=LIMITS._replace(attentions=(PackedAttention(num_compiled_lengths=1),)), batch_size=1
-    )
+    collator = collator_of(limits=LIMITS._replace(attentions=(PackedAttention(num_compiled_lengths=1),)), batch_size=1)
     samples = prepared(collator, tiny.make_pairs(3))
     microbatch = collator.collate(samples)
     assert microbatch.inputs["tokens"].shape == (1, 128)
@@ -215,10 +203,7 @@ def test_a_pair_has_a_fingerprint_of_all_tokens_and_labels_of_each_side():
     ("sample", "text"),
     [
         ({"chosen_input_ids": [1, 2]}, "sample 3: it has no 'chosen_labels', only"),
-        (
-            pair([1, 2], [1, 3]) | {"rejected_labels": [1]},
-            "sample 3, rejected: 1 labels for 2 tokens",
-        ),
+        (pair([1, 2], [1, 3]) | {"rejected_labels": [1]}, "sample 3, rejected: 1 labels for 2 tokens"),
         (pair(["a", "b"], [1, 3]), "sample 3: its 'chosen_input_ids' is no"),
     ],
 )

@@ -119,10 +119,7 @@ def test_all_wrong_values_are_in_one_error():
         ({"bread": "rye"}, "bread=rye: it must be a component (_component_: ...)"),
         ({"bread": {}}, "bread={}: it must be a component (_component_: ...)"),
         ({"extra": []}, "extra=[]: it is empty"),
-        (
-            {"extra": [{**BREAD, "dough": "rye"}, {"minutes": 3}]},
-            "extra.1={'minutes': 3}: it must be a component",
-        ),
+        ({"extra": [{**BREAD, "dough": "rye"}, {"minutes": 3}]}, "extra.1={'minutes': 3}: it must be a component"),
         ({"guests": "${gone}"}, "guests: Interpolation key 'gone' not found"),
     ],
 )
@@ -234,8 +231,7 @@ def test_a_component_of_0_5_is_refused_with_its_new_name(tiny_config):
     old = "recipe_utils.loss.LinearCrossEntropyLoss"
     with pytest.raises(ConfigError) as raised:
         read_settings(
-            OmegaConf.create(tiny_config(loss={"_component_": old})),
-            settings_of("full_finetune_update_step"),
+            OmegaConf.create(tiny_config(loss={"_component_": old})), settings_of("full_finetune_update_step")
         )
     text = f"loss._component_={old}: it moved in 0.6; set it to recipe_utils.losses.LinearCrossEntropyLoss"
     assert str(raised.value).endswith(text)

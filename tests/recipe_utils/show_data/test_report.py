@@ -35,9 +35,7 @@ def test_the_first_samples_of_the_training_are_printed(kind, tiny_config, tiny_d
         dataset, order = made.loader.dataset.dataset, made.loader.order
     keys = {"": ("tokens", "labels")}
     if kind == "pairs":
-        keys = {
-            f", {side}": (f"{side}_input_ids", f"{side}_labels") for side in ("chosen", "rejected")
-        }
+        keys = {f", {side}": (f"{side}_input_ids", f"{side}_labels") for side in ("chosen", "rejected")}
     expected = []
     for index in indices[:3]:
         name = f"sample {index} of dataset"
@@ -66,16 +64,8 @@ def test_the_first_samples_of_the_training_are_printed(kind, tiny_config, tiny_d
 def test_other_samples_and_wrong_keys_are_refused(printed, tiny_config, capsys):
     for config, recipe, text in (
         (tiny_config(), DINO, "its samples are images; set one of texts or pairs"),
-        (
-            {**tiny_config(), "datset": 1},
-            SFT,
-            "datset: this recipe has no such key; did you mean dataset?",
-        ),
-        (
-            tiny_config(),
-            DPO,
-            "dataset: its samples have labels, tokens instead of chosen_input_ids",
-        ),
+        ({**tiny_config(), "datset": 1}, SFT, "datset: this recipe has no such key; did you mean dataset?"),
+        (tiny_config(), DPO, "dataset: its samples have labels, tokens instead of chosen_input_ids"),
     ):
         with pytest.raises(SystemExit) as error:
             printed(config, recipe=recipe)

@@ -45,12 +45,8 @@ def test_chains_are_the_sequences_from_root_to_leaf():
     draw = random.Random(0)
     for row in [FOREST, *([some_tree(50, draw), 3, some_tree(40, draw)] for _ in range(50))]:
         found = list(chains(row))
-        assert [[i for each in c.ranges for i in range(*each)] for c in found] == [
-            *sequences_of(row)
-        ]
-        assert [i for c in found for i in range(c.start, c.stop)] == [
-            *range(sum(map(length_of, row)))
-        ]
+        assert [[i for each in c.ranges for i in range(*each)] for c in found] == [*sequences_of(row)]
+        assert [i for c in found for i in range(c.start, c.stop)] == [*range(sum(map(length_of, row)))]
 
 
 def test_a_tree_of_as_many_levels_as_a_long_conversation_has_turns():

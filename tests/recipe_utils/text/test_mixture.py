@@ -141,10 +141,7 @@ def update_steps(world_size, epoch=1, consumed=0, **settings):
     """Returns sorted rows without padding, and the total, of each update step."""
     of_ranks = run_distributed(steps_of_rank, world_size, settings, epoch, consumed)
     return [
-        (
-            sorted([token for token in row if token] for rows, _ in ranks for row in rows),
-            ranks[0][1]["target_tokens"],
-        )
+        (sorted([token for token in row if token] for rows, _ in ranks for row in rows), ranks[0][1]["target_tokens"])
         for ranks in zip(*of_ranks, strict=True)
     ]
 

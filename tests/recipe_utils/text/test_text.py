@@ -14,12 +14,7 @@ from torchtune.datasets import PackedDataset
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.text.collator import TextCollator, check_sample
 from recipe_utils.text.limits import ModelLimits, PackedAttention
-from recipe_utils.text.rows import (
-    collate_dummy,
-    collate_microbatch,
-    collate_packed_microbatch,
-    num_real_tokens,
-)
+from recipe_utils.text.rows import collate_dummy, collate_microbatch, collate_packed_microbatch, num_real_tokens
 from recipe_utils.update_steps.samples import SampleError
 from recipe_utils.update_steps.settings import DataSettings
 
@@ -95,9 +90,7 @@ def documents_of(microbatch):
 def test_a_packed_microbatch_is_its_samples_one_after_the_other():
     samples = tiny.make_samples(9, num_without_targets=2, mask_prompts=False)
     microbatch = collate_packed_microbatch(samples, IGNORE)
-    assert documents_of(microbatch) == [
-        (sample["tokens"], [*sample["labels"][1:], IGNORE]) for sample in samples
-    ]
+    assert documents_of(microbatch) == [(sample["tokens"], [*sample["labels"][1:], IGNORE]) for sample in samples]
     positions = [i for sample in samples for i in range(len(sample["tokens"]))]
     assert microbatch.inputs["input_pos"].tolist() == [positions]
     assert microbatch.counts["positions"] == microbatch.counts["real_tokens"] == len(positions)
@@ -141,9 +134,7 @@ def test_every_target_has_the_position_of_its_sample():
     for rows in (samples, packed_rows(samples, split_across_pack=True)):
         marked = [{**row, "step_position": (2, 0, 0, 1)[i % 4]} for i, row in enumerate(rows)]
         alone = [collate_packed_microbatch([row], IGNORE).counts["target_tokens"] for row in rows]
-        expected = [
-            row["step_position"] for row, n in zip(marked, alone, strict=True) for _ in range(n)
-        ]
+        expected = [row["step_position"] for row, n in zip(marked, alone, strict=True) for _ in range(n)]
         made = [collate(marked), collate_packed_microbatch(marked, IGNORE, row_multiple=128)]
         made.append(collate_microbatch(marked, COLLATE, IGNORE, merge_packed_rows=True))
         for targets in (microbatch.targets for microbatch in made):
@@ -223,12 +214,7 @@ def test_all_targets_are_in_the_microbatches_of_every_plan(name):
 
 @pytest.mark.parametrize(
     ("num_row_lengths", "row_multiple", "allowed"),
-    [
-        (1, None, {80}),
-        (4, None, {20, 40, 60, 80}),
-        (None, 16, range(0, 256, 16)),
-        (3, 16, {32, 64, 96}),
-    ],
+    [(1, None, {80}), (4, None, {20, 40, 60, 80}), (None, 16, range(0, 256, 16)), (3, 16, {32, 64, 96})],
 )
 def test_packed_rows_have_the_lengths_of_the_model(num_row_lengths, row_multiple, allowed):
     attention = PackedAttention(num_compiled_lengths=num_row_lengths)
@@ -241,9 +227,7 @@ def test_packed_rows_have_the_lengths_of_the_model(num_row_lengths, row_multiple
 
 
 @pytest.mark.parametrize(("num_row_lengths", "row_multiple"), [(None, 16), (4, None), (3, 16)])
-def test_rows_of_another_bound_have_at_most_so_many_positions_with_padding(
-    num_row_lengths, row_multiple
-):
+def test_rows_of_another_bound_have_at_most_so_many_positions_with_padding(num_row_lengths, row_multiple):
     attention = PackedAttention(num_compiled_lengths=num_row_lengths)
     collator = make_collator("packed", attentions=(attention,), row_multiple=row_multiple)
     for bound in range(64, 200):
@@ -257,8 +241,7 @@ def test_rows_of_another_bound_have_at_most_so_many_positions_with_padding(
 @pytest.mark.parametrize("name", ["least_padding", "packed"])
 def test_a_microbatch_has_batch_size_times_max_seq_len_positions_by_default(name):
     by_default, given = (
-        max(m.counts["positions"] for m in microbatches(name, max_tokens=most, max_seq_len=40))
-        for most in (None, 160)
+        max(m.counts["positions"] for m in microbatches(name, max_tokens=most, max_seq_len=40)) for most in (None, 160)
     )
     assert by_default <= 80 < given <= 160
 
@@ -272,8 +255,7 @@ def test_rows_of_a_packed_dataset_are_merged_if_the_model_supports_documents(oth
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "max_seq_len", "warns"),
-    [(63, 64, True), (64, 64, False), (64, None, True), (None, None, False)],
+    ("max_tokens", "max_seq_len", "warns"), [(63, 64, True), (64, 64, False), (64, None, True), (None, None, False)]
 )
 def test_samples_that_may_exceed_a_microbatch_are_warned_of(max_tokens, max_seq_len, warns):
     warnings = list(make_collator("least_padding", max_tokens, max_seq_len).warnings())
@@ -348,9 +330,7 @@ def test_samples_travel_as_arrays_but_a_user_s_own_collate_fn_gets_lists():
     tokens = list(range(1, 65))
     sample = {"tokens": tokens, "labels": list(np.array(tokens)), "mask": [False] * 64}
     prepared = make_collator("in_order").prepare(sample, "sample 0")
-    assert {key: type(value) for key, value in prepared.items()} == dict.fromkeys(
-        ("tokens", "labels"), np.ndarray
-    )
+    assert {key: type(value) for key, value in prepared.items()} == dict.fromkeys(("tokens", "labels"), np.ndarray)
     assert len(pickle.dumps(prepared)) <= 16 * 64 + 600
     own = DataSettings(collate_fn="tiny.collate_images")
     collator = TextCollator(own, tiny.tiny_tokenizer(), IGNORE, LIMITS)

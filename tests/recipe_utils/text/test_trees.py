@@ -230,9 +230,7 @@ def prompted(prompt, group, kept):
 def test_a_row_computes_each_beginning_of_its_samples_once():
     """Samples may be trees. Two prompts begin alike, the second is longer; a third of the samples has none."""
     prompts = [], [*range(1, 21)], [*range(1, 11), *range(20, 0, -1)]
-    groups = [
-        prompted(prompts[i % 3], group, 1 + i % 2) for i, group in enumerate(tiny.make_trees(15))
-    ]
+    groups = [prompted(prompts[i % 3], group, 1 + i % 2) for i, group in enumerate(tiny.make_trees(15))]
     alone, together = collator_of(max_tokens_per_microbatch=64), collator_of()
     samples = [alone.prepare(each, "sample") for each in groups]
     samples = [each for each in samples if len(each["documents"]) == 1]
@@ -241,8 +239,7 @@ def test_a_row_computes_each_beginning_of_its_samples_once():
     expected = sum((targets_with_contexts(alone.collate([each])) for each in samples), Counter())
     assert targets_with_contexts(row) == expected
     counts = Counter(
-        next((p for p in (1, 2) if each["tokens"][: len(prompts[p])].tolist() == prompts[p]), 0)
-        for each in samples
+        next((p for p in (1, 2) if each["tokens"][: len(prompts[p])].tolist() == prompts[p]), 0) for each in samples
     )
     assert min(counts.values()) > 1
     saved = sum(len(each["tokens"]) for each in samples) - row.counts["positions"]

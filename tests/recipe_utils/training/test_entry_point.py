@@ -13,10 +13,7 @@ def test_a_key_of_an_entry_of_a_list_is_set_with_its_type():
     cfg = OmegaConf.create(MIXTURE)
     words = ["dataset.0.weight=0.4", "dataset.1.loss_weight=2", "dataset.1.subset=null", "lr.0=2"]
     changed = OmegaConf.to_container(with_entries(cfg, words))
-    assert changed["dataset"] == [
-        {"name": "a", "weight": 0.4},
-        {"name": "b", "loss_weight": 2, "subset": None},
-    ]
+    assert changed["dataset"] == [{"name": "a", "weight": 0.4}, {"name": "b", "loss_weight": 2, "subset": None}]
     assert changed["lr"] == {"0": 2}
     assert cfg == MIXTURE
 

@@ -55,9 +55,7 @@ def test_a_new_run_keeps_the_file_of_an_earlier_one_under_another_name(tmp_path)
     assert lines_of(tmp_path / "metrics_before_b.jsonl") == [{"step": 1, "loss": 1.0}]
 
 
-def test_a_file_that_cannot_be_written_is_reported_once_and_the_others_are_written(
-    tmp_path, caplog
-):
+def test_a_file_that_cannot_be_written_is_reported_once_and_the_others_are_written(tmp_path, caplog):
     class Kept:
         lines = []  # noqa: RUF012
 
@@ -84,10 +82,7 @@ def test_answers_are_kept_as_json(tmp_path):
     log = Log(tmp_path, is_shown=True)
     log.write_answers(7, ["Why?", "ä"], ["So.\nAnd so.", "ü"])
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert lines == [
-        {"step": 7, "prompt": "Why?", "answer": "So.\nAnd so."},
-        {"step": 7, "prompt": "ä", "answer": "ü"},
-    ]
+    assert lines == [{"step": 7, "prompt": "Why?", "answer": "So.\nAnd so."}, {"step": 7, "prompt": "ä", "answer": "ü"}]
 
 
 def test_ranks_that_are_not_shown_write_nothing(tmp_path):

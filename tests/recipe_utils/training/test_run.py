@@ -75,9 +75,7 @@ def test_saves_and_exports_are_due_within_an_epoch_but_not_at_its_end(start):
     recipe, _ = start(save_every_n_steps=2, save_every_n_minutes=1, export_every_n_steps=3)
     settings = recipe.run.settings
     due = [settings.due(step, False, -math.inf, is_last=False) for step in range(1, 7)]
-    assert [(each.save, each.export) for each in due] == [
-        (n % 2 == 0, n % 3 == 0) for n in range(1, 7)
-    ]
+    assert [(each.save, each.export) for each in due] == [(n % 2 == 0, n % 3 == 0) for n in range(1, 7)]
     assert settings.due(7, False, unsaved_minutes=1.0, is_last=False).save
     at_end = settings.due(6, True, unsaved_minutes=1.0, is_last=False)
     assert (at_end.save, at_end.export) == (False, False)

@@ -5,11 +5,7 @@ from dataclasses import replace
 
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.training.log import Log, bar_text
-from recipe_utils.training.saves import (
-    remove_old_exports,
-    summary_of_training,
-    summary_of_validation,
-)
+from recipe_utils.training.saves import remove_old_exports, summary_of_training, summary_of_validation
 
 
 def test_the_summary_counts_tokens_or_images():
@@ -44,12 +40,7 @@ def test_the_best_validation_is_the_lowest_loss_or_the_highest_accuracy():
 
 
 def test_the_bar_shows_the_rate_over_all_ranks_of_what_is_counted():
-    of_text = {
-        "loss": 1.5,
-        "grad_norm": 12.34,
-        "tokens_per_second_per_gpu": 4000.0,
-        "val_loss": 2.25,
-    }
+    of_text = {"loss": 1.5, "grad_norm": 12.34, "tokens_per_second_per_gpu": 4000.0, "val_loss": 2.25}
     text = "epoch 1 of 3 | loss 1.500 | norm 12.3 | 8.00k tok/s | 1.5 GiB | val 2.25 "
     assert bar_text(0, 3, of_text, 2, 3 << 29) == text
     of_images = {"images_per_second_per_gpu": 35.0, "knn_accuracy": 0.8812}

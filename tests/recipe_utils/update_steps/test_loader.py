@@ -106,9 +106,7 @@ def test_dummy_microbatches_have_no_targets_and_are_not_counted(one_process):
             for microbatch in step.microbatches[-num_filled:]:
                 assert microbatch.counts == {}
                 assert len(microbatch.targets.positions) == 0
-            assert step.totals["positions"] == sum(
-                m.inputs["tokens"].numel() for m in step.microbatches[:-num_filled]
-            )
+            assert step.totals["positions"] == sum(m.inputs["tokens"].numel() for m in step.microbatches[:-num_filled])
 
 
 def describe_epoch(microbatching):

@@ -18,23 +18,14 @@ from recipe_utils.update_steps.order import (
 
 @pytest.mark.parametrize(
     ("sampler_class", "shuffle", "epoch"),
-    [
-        (DistributedSampler, True, 5),
-        (DistributedSampler, False, 0),
-        (StatefulDistributedSampler, True, 0),
-    ],
+    [(DistributedSampler, True, 5), (DistributedSampler, False, 0), (StatefulDistributedSampler, True, 0)],
 )
-def test_each_rank_visits_the_samples_in_the_order_of_the_stock_samplers(
-    sampler_class, shuffle, epoch
-):
+def test_each_rank_visits_the_samples_in_the_order_of_the_stock_samplers(sampler_class, shuffle, epoch):
     order = ShuffledOrder(48, 12, 4, shuffle)
     for rank in range(4):
         stock = sampler_class(range(48), num_replicas=4, rank=rank, shuffle=shuffle, seed=0)
         stock.set_epoch(epoch)
-        ours = [
-            update_step_indices(order.samples(epoch, step), epoch, step, rank, 4)
-            for step in range(4)
-        ]
+        ours = [update_step_indices(order.samples(epoch, step), epoch, step, rank, 4) for step in range(4)]
         assert [index.item for index in itertools.chain(*ours)] == list(stock)
 
 
@@ -47,15 +38,10 @@ def test_epochs_and_seeds_differ_in_their_order():
 
 
 @pytest.mark.parametrize("num_samples", [1, 5, 24, 31])
-def test_an_epoch_has_every_sample_once_in_update_steps_that_do_not_depend_on_the_ranks(
-    num_samples,
-):
+def test_an_epoch_has_every_sample_once_in_update_steps_that_do_not_depend_on_the_ranks(num_samples):
     order = epoch_permutation(num_samples, epoch=3, shuffle=True).tolist()
     steps = ShuffledOrder(num_samples, 12, 3, shuffle=True)
-    expected = {
-        (order[i], 3, i // 12, i % 12, min(num_samples - i // 12 * 12, 12))
-        for i in range(num_samples)
-    }
+    expected = {(order[i], 3, i // 12, i % 12, min(num_samples - i // 12 * 12, 12)) for i in range(num_samples)}
     for dp_degree in (1, 2, 3, 4, 5, 7, 12, 13):
         found = [
             index
@@ -67,9 +53,7 @@ def test_an_epoch_has_every_sample_once_in_update_steps_that_do_not_depend_on_th
         assert set(found) == expected
 
 
-@pytest.mark.parametrize(
-    ("size", "shares"), [(16, [6, 5, 5]), (12, [4, 4, 4]), (7, [4, 3]), (2, [1, 1, 0]), (5, [5])]
-)
+@pytest.mark.parametrize(("size", "shares"), [(16, [6, 5, 5]), (12, [4, 4, 4]), (7, [4, 3]), (2, [1, 1, 0]), (5, [5])])
 def test_shares_of_ranks_are_the_numbers_of_dealt_samples(size, shares):
     items, ranks = torch.arange(size), range(len(shares))
     dealt = [len(update_step_indices(items, 0, 0, rank, len(shares))) for rank in ranks]
@@ -88,9 +72,7 @@ def test_drop_counts_full_update_steps_and_train_the_short_one_too(num_samples):
 
 @pytest.mark.parametrize("dp_degree", [1, 2, 4])
 @pytest.mark.parametrize(("num_samples", "block"), [(19, 1), (37, 16), (64, 16), (128, 2), (3, 4)])
-def test_blocks_of_an_update_step_stay_on_a_rank_and_shares_differ_by_at_most_one(
-    num_samples, block, dp_degree
-):
+def test_blocks_of_an_update_step_stay_on_a_rank_and_shares_differ_by_at_most_one(num_samples, block, dp_degree):
     items = epoch_permutation(num_samples, epoch=2, shuffle=True)[:64]
     shares = [update_step_indices(items, 2, 0, rank, dp_degree, block) for rank in range(dp_degree)]
     window = items.tolist()

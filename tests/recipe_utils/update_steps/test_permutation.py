@@ -14,9 +14,7 @@ SIZES = [*range(1, 301), *(2**k + d for k in range(9, 15) for d in (-1, 0, 1))]
 def test_every_index_is_there_once():
     for num in SIZES:
         order = LazyPermutation(num, seed=num)
-        assert (
-            sorted(order[:].tolist()) == list(range(num)) == LazyPermutation(num, None)[:].tolist()
-        )
+        assert sorted(order[:].tolist()) == list(range(num)) == LazyPermutation(num, None)[:].tolist()
 
 
 @given(st.integers(1, 2**40), st.integers(0, 2**63), st.data())

@@ -39,10 +39,7 @@ def test_an_exception_comes_in_its_turn_with_its_traceback(depth):
         raise LookupError("no such page")
 
     seen = []
-    with (
-        pytest.raises(LookupError, match="no such page") as raised,
-        prefetched(items_until_failure(), depth) as items,
-    ):
+    with pytest.raises(LookupError, match="no such page") as raised, prefetched(items_until_failure(), depth) as items:
         seen.extend(items)
     assert seen == [0, 1]
     assert "in items_until_failure" in "".join(traceback.format_exception(raised.value))

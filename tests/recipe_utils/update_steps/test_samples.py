@@ -81,9 +81,7 @@ def test_a_message_without_text_does_not_train_the_one_before(content, chat_toke
         }
     )  # fmt: skip
     dataset = CheckedDataset(load_dataset(cfg, chat_tokenizer), "dataset", prepare)
-    with pytest.raises(
-        SampleError, match=r"sample 0 of dataset: .*content of a message is .* row 1"
-    ):
+    with pytest.raises(SampleError, match=r"sample 0 of dataset: .*content of a message is .* row 1"):
         dataset[0]
 
 

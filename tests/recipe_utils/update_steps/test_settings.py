@@ -10,9 +10,7 @@ from recipe_utils.update_steps.settings import DataSettings
 
 def accumulated(steps, global_batch_size, must_divide=False):
     """Returns microbatches per rank on two ranks with four samples per microbatch."""
-    settings = DataSettings(
-        batch_size=4, gradient_accumulation_steps=steps, global_batch_size=global_batch_size
-    )
+    settings = DataSettings(batch_size=4, gradient_accumulation_steps=steps, global_batch_size=global_batch_size)
     return settings.num_accumulated(2, must_divide)
 
 
@@ -35,9 +33,7 @@ def test_accumulation_steps_follow_from_the_key_that_is_given(steps, global_batc
         (None, -8, False, r"global_batch_size\n.*greater than or equal to 1"),
     ],
 )
-def test_contradicting_batch_sizes_are_refused_with_their_numbers(
-    steps, global_batch_size, must_divide, text
-):
+def test_contradicting_batch_sizes_are_refused_with_their_numbers(steps, global_batch_size, must_divide, text):
     with pytest.raises(ValueError, match=text.replace(" * ", r" \* ")):
         accumulated(steps, global_batch_size, must_divide)
 

@@ -18,9 +18,7 @@ EXPECTED = [[SAMPLES[i] for i in batch] for batch in BATCHES]
 
 
 @pytest.mark.parametrize(("indices", "num_workers"), [([5], 2), slow([23], 2), ([3, 11, 4], 1)])
-def test_batches_come_whole_and_in_order_if_workers_are_killed(
-    indices, num_workers, tmp_path, caplog
-):
+def test_batches_come_whole_and_in_order_if_workers_are_killed(indices, num_workers, tmp_path, caplog):
     dataset = tiny.KillsItsWorker(SAMPLES, indices, tmp_path)
     assert list(load_batches(dataset, BATCHES, num_workers)) == EXPECTED
     assert len(caplog.messages) == len(indices)
@@ -34,8 +32,7 @@ def test_a_sample_that_ends_every_worker_is_an_error_that_names_it_and_how(how, 
     batches = load_batches(dataset, BATCHES, num_workers=1)
     assert [next(batches) for _ in range(3)] == EXPECTED[:3]
     with pytest.raises(
-        WorkerDiedError,
-        match=rf"num_workers=1: .* ended by {shown} while .* only samples 5, 5, 2, 1, and",
+        WorkerDiedError, match=rf"num_workers=1: .* ended by {shown} while .* only samples 5, 5, 2, 1, and"
     ):
         next(batches)
 

@@ -7,12 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from recipe_utils.dinov3.images.folders import (
-    checked_image,
-    hf_image_dataset,
-    image_folder_dataset,
-    pixels_of,
-)
+from recipe_utils.dinov3.images.folders import checked_image, hf_image_dataset, image_folder_dataset, pixels_of
 from recipe_utils.update_steps.samples import CheckedDataset, SampleError
 
 GREY = (np.arange(20).reshape(4, 5) * 12).astype(np.uint8)
@@ -58,10 +53,7 @@ BAD = {
     "other numbers": (np.zeros((1, 2, 2), np.int64), "are int64"),
     "one axis": (np.zeros(3), r"\[h, w\] or \[c, h, w\]"),
     "no picture": ("cat.jpg", "it is a str"),
-    "many channels": (
-        np.zeros((5, 6, 7)),
-        "5 channels, which cannot be converted to the model's 3",
-    ),
+    "many channels": (np.zeros((5, 6, 7)), "5 channels, which cannot be converted to the model's 3"),
 }
 
 

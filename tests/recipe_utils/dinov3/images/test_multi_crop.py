@@ -75,11 +75,7 @@ def test_a_box_is_resized_at_its_place(box, interpolation):
     assert crop[0, :, 3:5].mean() == pytest.approx(left + width / 2 - 0.5, abs=0.02 * width)
 
 
-@given(
-    shape=st.tuples(st.integers(1, 300), st.integers(1, 300)),
-    low=st.floats(0.01, 1),
-    seed=st.integers(0, 99),
-)
+@given(shape=st.tuples(st.integers(1, 300), st.integers(1, 300)), low=st.floats(0.01, 1), seed=st.integers(0, 99))
 def test_boxes_lie_in_the_image_and_have_an_area_and_a_shape_within_bounds(shape, low, seed):
     draws = np.random.default_rng(seed).random((10, 4))
     top, left, height, width = random_box(shape, (low, 1.0), (3 / 4, 4 / 3), draws)
@@ -252,9 +248,7 @@ def test_arguments_out_of_bounds_are_refused(name, value, message):
 def test_all_mismatches_with_a_model_are_refused_with_their_numbers():
     transform = MultiCrop(global_crop_size=224, local_crop_size=90)
     check_fits(transform, 2, 3)
-    message = (
-        r"local_crop_size=90: .*patch_size=16; .* 80 and 96; .*3 values for the model's 1 channels"
-    )
+    message = r"local_crop_size=90: .*patch_size=16; .* 80 and 96; .*3 values for the model's 1 channels"
     with pytest.raises(ValueError, match=message):
         check_fits(transform, 16, 1)
     with pytest.raises(ValueError, match="transform: it is a Identity; set it to recipe_utils"):

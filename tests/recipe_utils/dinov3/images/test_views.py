@@ -12,13 +12,7 @@ from torch.utils.data import Dataset
 from recipe_utils.dinov3.images.crop_rows import CLASS, TokenLayout, of_global_crops
 from recipe_utils.dinov3.images.multi_crop import MultiCrop
 from recipe_utils.dinov3.images.view_draws import mask_ratios
-from recipe_utils.dinov3.images.views import (
-    ImageCollator,
-    ViewCollator,
-    Views,
-    ViewSettings,
-    WholeImages,
-)
+from recipe_utils.dinov3.images.views import ImageCollator, ViewCollator, Views, ViewSettings, WholeImages
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.order import StepIndex, epoch_permutation, update_step_indices
@@ -222,10 +216,7 @@ def test_half_of_an_update_step_s_crops_are_masked_each_to_its_ratio(whole_steps
 
 def collated(num=3, layout=LAYOUT, dtype=np.float32, **keys):
     """Returns a microbatch of the first images of an update step of 8, and the results of :class:`Views`."""
-    samples = [
-        views_of(Pictures(dtype=dtype), layout, **keys)[StepIndex(i, 2, 1, i, 8)]
-        for i in range(num)
-    ]
+    samples = [views_of(Pictures(dtype=dtype), layout, **keys)[StepIndex(i, 2, 1, i, 8)] for i in range(num)]
     return ViewCollator(settings_of(batch_size=8, **keys), layout).collate(samples), samples
 
 
@@ -282,9 +273,7 @@ def test_without_masks_drop_path_and_groups():
 def test_a_bad_image_is_named_and_skipped_without_changing_other_groups(one_process, whole_steps):
     bad = epoch_permutation(NUM_IMAGES, 1, shuffle=True).tolist()[5]
     name = f"sample {bad} of dataset"
-    with pytest.raises(
-        SampleError, match=f"sample {bad} of dataset: image {bad}.png: .*not all finite"
-    ):
+    with pytest.raises(SampleError, match=f"sample {bad} of dataset: image {bad}.png: .*not all finite"):
         steps_of(make_loader(Pictures(bad=(bad,))))
     found = steps_of(make_loader(Pictures(bad=(bad,)), on_bad_sample="skip"))
     for (images, groups, _), (all_images, all_groups, _) in zip(found, whole_steps, strict=True):
@@ -303,9 +292,7 @@ def test_microbatches_hold_whole_groups_and_at_most_batch_size_images():
 def test_whole_images_are_one_crop_each_with_their_labels(one_process):
     data = DataSettings(batch_size=8).of_validation()
     images = WholeImages(Pictures(), MultiCrop(**CROPS), LAYOUT)
-    loader = UpdateStepLoader(
-        images, ImageCollator(data, LAYOUT), data, join_ranks(RankSettings(device="cpu"))
-    )
+    loader = UpdateStepLoader(images, ImageCollator(data, LAYOUT), data, join_ranks(RankSettings(device="cpu")))
     labels = []
     with loader.epoch(0) as steps:
         for step in steps:
@@ -335,9 +322,7 @@ def test_neighbors_need_labels_and_views_do_not(one_process):
 def test_the_fingerprint_is_of_the_images_alone(one_process):
     first = make_loader().fingerprint()
     assert make_loader(keys={"mask_probability": 0.3}).fingerprint() == first
-    other = type(
-        "Other", (Pictures,), {"__getitem__": lambda s, i: Pictures()[(i + 1) % NUM_IMAGES]}
-    )
+    other = type("Other", (Pictures,), {"__getitem__": lambda s, i: Pictures()[(i + 1) % NUM_IMAGES]})
     assert make_loader(other()).fingerprint() != first
 
 

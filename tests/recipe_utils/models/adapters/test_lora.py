@@ -9,12 +9,7 @@ from torchtune import config
 from torchtune.modules.low_precision import FrozenNF4Linear
 
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
-from recipe_utils.models.adapters.lora import (
-    find_adapters,
-    fingerprint_of_frozen,
-    freeze_base,
-    fresh_adapters,
-)
+from recipe_utils.models.adapters.lora import find_adapters, fingerprint_of_frozen, freeze_base, fresh_adapters
 from recipe_utils.models.adapters.merge import contents_of_export, merge
 from recipe_utils.models.adapters.nf4 import without_quantizing
 from recipe_utils.models.construct import ModelSettings, build_on_meta
@@ -76,9 +71,7 @@ def test_what_rounding_takes_from_a_change_is_measured(size_of_change):
     for name in adapters.modules:
         base = weights[f"{name}.weight"].float()
         trained[f"{name}.lora_a.weight"][0] = base.norm() / base.shape[1] ** 0.5
-        trained[f"{name}.lora_b.weight"][:, 0] = (
-            size_of_change / base.shape[0] ** 0.5 * torch.randn(len(base)) / 1.5
-        )
+        trained[f"{name}.lora_b.weight"][:, 0] = size_of_change / base.shape[0] ** 0.5 * torch.randn(len(base)) / 1.5
     before = dict(weights)
     lost = merge(weights, trained, adapters, torch.bfloat16)
     lost_squares = change_squares = 0.0
@@ -132,10 +125,7 @@ def test_nothing_is_quantized_on_the_meta_device_and_what_is_not_default_is_refu
 
 
 def test_a_weight_is_quantized_in_the_blocks_of_its_layer():
-    model = build_on_meta(
-        lambda: torch.nn.Sequential(FrozenNF4Linear(80, 160, scaler_block_size=100)),
-        ModelSettings(),
-    )
+    model = build_on_meta(lambda: torch.nn.Sequential(FrozenNF4Linear(80, 160, scaler_block_size=100)), ModelSettings())
     weight = torch.randn(160, 80, generator=torch.Generator().manual_seed(0))
     load_weights(model, {"model": {"0.weight": weight}}, ModelSettings(), torch.device("cpu"))
     found, expected, other = (

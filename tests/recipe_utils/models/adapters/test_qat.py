@@ -12,10 +12,7 @@ from recipe_utils.models.construct import ModelSettings
 from recipe_utils.models.weights import load_weights
 from recipe_utils.update_steps.step import Targets
 
-QUANTIZER = {
-    "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
-    "groupsize": 16,
-}
+QUANTIZER = {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer", "groupsize": 16}
 TOKENS = torch.arange(1, 41).reshape(2, 20)
 
 

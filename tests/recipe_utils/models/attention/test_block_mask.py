@@ -60,9 +60,7 @@ SIZES_OF_PAIRS = [(200, 300, 12), (128, 128, 128), (1, 1, 1), (100, 1, 500), (38
 PAIRS = [tree(*sizes) for sizes in SIZES_OF_PAIRS]
 
 
-@pytest.mark.parametrize(
-    "row", [*PLAIN, *(row for pair in PAIRS for row in ([pair], [7, pair, 121], [pair, pair]))]
-)
+@pytest.mark.parametrize("row", [*PLAIN, *(row for pair in PAIRS for row in ([pair], [7, pair, 121], [pair, pair]))])
 def test_documents_of_chosen_lengths_have_the_mask_of_all_pairs(row):
     assert_is_mask_of_all_pairs([row])
 

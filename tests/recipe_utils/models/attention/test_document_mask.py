@@ -12,10 +12,7 @@ from torchtune.modules import RMSNorm
 
 from recipe_utils.compiler import configure_compiler
 from recipe_utils.models.attention.block_mask import block_mask
-from recipe_utils.models.attention.document_mask import (
-    attend_within_documents,
-    compile_flex_attention,
-)
+from recipe_utils.models.attention.document_mask import attend_within_documents, compile_flex_attention
 from recipe_utils.models.attention.packed_attention import self_attentions
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.text.documents import Documents, length_of, tree
@@ -176,9 +173,7 @@ def backend():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=["by_document", "varlen"])
-def test_compiled_layers_are_not_compiled_again_for_other_documents(
-    device, backend, flash_attention_on_a_cpu
-):
+def test_compiled_layers_are_not_compiled_again_for_other_documents(device, backend, flash_attention_on_a_cpu):
     model = make(device=device)
     for layer in model.layers:
         layer.compile(backend=backend)

@@ -9,11 +9,7 @@ from tiny import on_meta
 from torch import nn
 
 from recipe_utils.models.attention import packed_attention
-from recipe_utils.models.attention.packed_attention import (
-    attention_of,
-    missing_for_triton,
-    other_attention,
-)
+from recipe_utils.models.attention.packed_attention import attention_of, missing_for_triton, other_attention
 from recipe_utils.models.construct import ModelSettings
 from recipe_utils.models.sizes import limits_of
 
@@ -60,9 +56,7 @@ def with_triton(monkeypatch):
     monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "of_trees"), [("varlen", "flex"), ("flex", None), ("by_document", None)]
-)
+@pytest.mark.parametrize(("kernel", "of_trees"), [("varlen", "flex"), ("flex", None), ("by_document", None)])
 def test_a_configured_kernel_is_used_and_flex_for_trees_of_varlen(kernel, of_trees, with_triton):
     selected = attention_of(on_meta(dtype="bf16", packed_attention=kernel), CUDA)
     assert (selected.kernel, selected.kernel_of_trees) == (kernel, of_trees)
@@ -77,16 +71,9 @@ def test_other_attention_than_torchtune_s_is_named():
 
 @pytest.mark.parametrize(
     ("kernel", "compiles", "num_row_lengths", "of_trees"),
-    [
-        ("varlen", False, None, 4),
-        ("varlen", True, 4, 4),
-        ("flex", False, 4, 4),
-        ("by_document", False, None, None),
-    ],
+    [("varlen", False, None, 4), ("varlen", True, 4, 4), ("flex", False, 4, 4), ("by_document", False, None, None)],
 )
-def test_rows_have_few_lengths_where_each_is_compiled_for(
-    kernel, compiles, num_row_lengths, of_trees, with_triton
-):
+def test_rows_have_few_lengths_where_each_is_compiled_for(kernel, compiles, num_row_lengths, of_trees, with_triton):
     model = on_meta(dtype="bf16", packed_attention=kernel)
     attention = attention_of(model, CUDA, compiles)
     assert attention.num_row_lengths() == num_row_lengths
@@ -96,9 +83,7 @@ def test_rows_have_few_lengths_where_each_is_compiled_for(
 
 
 def test_a_teacher_in_fp32_beside_a_student_in_bf16_has_rows_of_few_lengths(monkeypatch):
-    monkeypatch.setattr(
-        "recipe_utils.models.attention.packed_attention.missing_for_triton", lambda: None
-    )
+    monkeypatch.setattr("recipe_utils.models.attention.packed_attention.missing_for_triton", lambda: None)
     sizes = {**tiny.TEACHER_MODEL, "embed_dim": 64}  # FlashAttention has no heads of width 12
     student = on_meta(dtype="bf16")
     for teacher, multiple in ((None, 128), ("bf16", 128), ("fp32", 2048)):
@@ -138,9 +123,7 @@ def test_packing_is_refused_before_weights_load_where_triton_lacks_something(mon
     assert not attention_of(on_meta(packed_attention="by_document"), CUDA).refused
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reason"), [("bf16", "support heads of width 264"), ("fp32", "compute in float32")]
-)
+@pytest.mark.parametrize(("dtype", "reason"), [("bf16", "support heads of width 264"), ("fp32", "compute in float32")])
 def test_models_that_flash_attention_does_not_take_are_refused_by_key(dtype, reason):
     model = on_meta(with_heads(2, 264), dtype=dtype, packed_attention="varlen")
     assert attention_of(model, CUDA).refused["packed"] == (

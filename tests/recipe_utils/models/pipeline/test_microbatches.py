@@ -102,9 +102,7 @@ def live_microbatches(schedule, num_stages, numbers):
     return most, left
 
 
-@pytest.mark.parametrize(
-    ("schedule", "of_first_rank"), [("1F1B", [2, 2, 2]), ("GPipe", [4, 8, 16])]
-)
+@pytest.mark.parametrize(("schedule", "of_first_rank"), [("1F1B", [2, 2, 2]), ("GPipe", [4, 8, 16])])
 def test_live_microbatches_of_1f1b_do_not_depend_on_their_number(schedule, of_first_rank):
     (first, left), (last, _) = run_distributed(live_microbatches, 2, schedule, 2, [4, 8, 16])
     assert first == of_first_rank
@@ -151,9 +149,7 @@ results = on_two_ranks(results_by_number)
 
 @pytest.mark.parametrize("num", [4, 6])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_microbatches_of_different_shapes_give_sums_and_gradients_of_the_stages_in_a_row(
-    schedule, num, results
-):
+def test_microbatches_of_different_shapes_give_sums_and_gradients_of_the_stages_in_a_row(schedule, num, results):
     """Gradients are those of the second sum only."""
     stages = [CountingStage(i, NUM_STAGES[schedule]) for i in range(NUM_STAGES[schedule])]
     expected = torch.zeros(3)
@@ -224,9 +220,7 @@ def test_the_number_of_microbatches_is_the_least_that_pytorch_accepts(schedule, 
 def accepts(schedule, num_ranks, num_stages, num_microbatches):
     """Calls the constructor of PyTorch's class with the attributes of a stage that it reads."""
     schedule_class = SCHEDULES[schedule]
-    stage = type(
-        "Stage", (), {"group_size": num_ranks, "group_rank": 0, "num_stages": num_stages}
-    )()
+    stage = type("Stage", (), {"group_size": num_ranks, "group_rank": 0, "num_stages": num_stages})()
     stage.submod, stage.stage_index, stage.is_last = None, 0, False
     many = issubclass(schedule_class, ScheduleInterleaved1F1B) or "ZeroBubble" in schedule
     try:

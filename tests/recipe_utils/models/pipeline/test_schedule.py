@@ -34,9 +34,7 @@ def problems(pipeline, monkeypatch, world_size=None):
         ("Interleaved1F1B", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 12),
     ],
 )
-def test_the_number_of_stages_is_that_of_the_split_points_or_one_or_two_per_rank(
-    schedule, split_points, num_stages
-):
+def test_the_number_of_stages_is_that_of_the_split_points_or_one_or_two_per_rank(schedule, split_points, num_stages):
     assert settings(schedule, split_points).num_stages(4) == num_stages
 
 
@@ -49,9 +47,7 @@ def test_the_number_of_stages_is_that_of_the_split_points_or_one_or_two_per_rank
         ("Interleaved1F1B", [1, 2, 3, 4, 5, 6, 7, 8], ["9 stages", "two or more"]),
     ],
 )
-def test_split_points_of_another_number_of_stages_are_refused(
-    schedule, split_points, parts, monkeypatch
-):
+def test_split_points_of_another_number_of_stages_are_refused(schedule, split_points, parts, monkeypatch):
     pipeline = settings(schedule, split_points, num_ranks=4)
     with pytest.raises(ConfigError, match="pipeline_parallel_split_points") as raised:
         pipeline.num_stages(4)
@@ -88,18 +84,14 @@ def test_stages_on_an_older_torch_are_refused_with_both_versions(monkeypatch):
 
 def test_stages_and_tensor_parallel_layers_are_refused(monkeypatch):
     (problem,) = problems(settings(tensor_parallel_dim=2), monkeypatch, world_size=4)
-    assert problem.startswith(
-        "tensor_parallel_dim=2: it cannot be combined with pipeline_parallel_dim=2"
-    )
+    assert problem.startswith("tensor_parallel_dim=2: it cannot be combined with pipeline_parallel_dim=2")
 
 
 @pytest.mark.parametrize(
     ("schedule", "steps", "needed"),
     [("1F1B", 1, 2), ("GPipe", 1, 2), ("Interleaved1F1B", 1, 2), ("Interleaved1F1B", 5, 6)],
 )
-def test_too_few_accumulated_microbatches_are_refused_with_the_number_needed(
-    schedule, steps, needed, monkeypatch
-):
+def test_too_few_accumulated_microbatches_are_refused_with_the_number_needed(schedule, steps, needed, monkeypatch):
     def problems_of(steps):
         data = {"gradient_accumulation_steps": steps, "microbatching": "in_order"}
         return problems(settings(schedule, **data), monkeypatch)

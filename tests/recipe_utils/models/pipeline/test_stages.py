@@ -6,12 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe_utils.models.pipeline.stages import (
-    cut_to_stage,
-    layers_of_stages,
-    split_layers,
-    ties_output,
-)
+from recipe_utils.models.pipeline.stages import cut_to_stage, layers_of_stages, split_layers, ties_output
 
 
 def costliest(stages, costs, output_cost):

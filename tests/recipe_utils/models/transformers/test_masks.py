@@ -13,11 +13,7 @@ from torchtune.training import set_default_dtype
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.attention.packed_attention import (
-    AttentionNeeds,
-    attention_of,
-    choose_kernel,
-)
+from recipe_utils.models.attention.packed_attention import AttentionNeeds, attention_of, choose_kernel
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.transformers import masks as documents
 from recipe_utils.models.transformers import packing_check as probe
@@ -32,19 +28,13 @@ CLASSES = {make.__name__: make for make in MODEL_FOR_CAUSAL_LM_MAPPING.values()}
 
 @pytest.fixture
 def with_triton(monkeypatch):
-    monkeypatch.setattr(
-        "recipe_utils.models.attention.packed_attention.missing_for_triton", lambda: None
-    )
+    monkeypatch.setattr("recipe_utils.models.attention.packed_attention.missing_for_triton", lambda: None)
 
 
-@pytest.mark.parametrize(
-    "others", [frozenset(), frozenset({"softcap"}), frozenset({"other masks"})]
-)
+@pytest.mark.parametrize("others", [frozenset(), frozenset({"softcap"}), frozenset({"other masks"})])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("can_split", [True, False])
-def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(
-    others, dtype, can_split, with_triton
-):
+def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(others, dtype, can_split, with_triton):
     """All causal language models of transformers are tested, on devices that this machine may lack."""
     assert len(CLASSES) > 150
     for name, make in CLASSES.items():
@@ -74,10 +64,7 @@ def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(
 def row_of(lengths):
     torch.manual_seed(1)
     parts = [torch.randint(3, 200, (n,)) for n in lengths]
-    row = {
-        "input_pos": torch.cat([torch.arange(n) for n in lengths])[None],
-        "document_lengths": Documents([lengths]),
-    }
+    row = {"input_pos": torch.cat([torch.arange(n) for n in lengths])[None], "document_lengths": Documents([lengths])}
     return parts, torch.cat(parts)[None], row
 
 
@@ -138,18 +125,14 @@ def test_documents_are_not_inferred_from_positions():
     row["input_pos"] = torch.arange(24)[None]
     with probe.DoublePrecision():
         logits = decoder(tokens, **row)[0]
-        alone = plain(
-            input_ids=second[None], position_ids=torch.arange(11, 24)[None], use_cache=False
-        )
+        alone = plain(input_ids=second[None], position_ids=torch.arange(11, 24)[None], use_cache=False)
     torch.testing.assert_close(logits[11:], alone.logits[0])
 
 
 def test_rows_are_computed_without_a_number_from_the_device():
     """Padded and packed rows run on the meta device, where reading a number raises."""
     with torch.device("meta"):
-        decoder = Decoder(
-            build(tiny_config_of("gemma3_text")), probe.proof_of(tiny_config_of("gemma3_text"))
-        )
+        decoder = Decoder(build(tiny_config_of("gemma3_text")), probe.proof_of(tiny_config_of("gemma3_text")))
         tokens = torch.empty(1, 57, dtype=torch.long)
         positions = torch.empty(1, 57, dtype=torch.long)
     for rows in ({}, {"input_pos": positions, "document_lengths": Documents([LENGTHS])}):
@@ -200,9 +183,7 @@ def test_a_kernel_is_compared_on_the_device_in_the_dtype_of_training(dtype, monk
     assert "gradients differ by" in compare(kernel="by_document")
 
 
-def test_a_kernel_that_is_not_exact_on_the_device_is_replaced_or_rows_are_refused(
-    with_triton, caplog
-):
+def test_a_kernel_that_is_not_exact_on_the_device_is_replaced_or_rows_are_refused(with_triton, caplog):
     decoder = Decoder(build(tiny_config_of("qwen3")), probe.proof_of(tiny_config_of("qwen3")))
     needs = decoder.attention_needs
     decoder.attention_needs = needs._replace(dtype=torch.bfloat16)

@@ -98,9 +98,7 @@ def test_gradients_that_are_not_numbers_prove_nothing():
 
 
 def test_ties_of_sparse_attention_are_found():
-    with pytest.raises(
-        ValueError, match=r"DeepseekV32ForCausalLM: padding changes .*ties of a sparse"
-    ):
+    with pytest.raises(ValueError, match=r"DeepseekV32ForCausalLM: padding changes .*ties of a sparse"):
         probe.prove(tiny_config_of("deepseek_v32", index_n_heads=1))
 
 
@@ -160,10 +158,7 @@ def test_rows_as_long_as_the_model_is_wide_are_cut_along_their_positions():
 
 @pytest.mark.parametrize(
     ("model_type", "problem"),
-    [
-        ("qwen3", None),
-        ("lfm2", "max_ranks_per_row=2: Lfm2ForCausalLM has windows, or mixes tokens"),
-    ],
+    [("qwen3", None), ("lfm2", "max_ranks_per_row=2: Lfm2ForCausalLM has windows, or mixes tokens")],
 )
 def test_rows_over_ranks_are_refused_where_they_are_not_proved(model_type, problem, tmp_path):
     save_tiny(tmp_path, model_type)
@@ -181,10 +176,6 @@ def test_a_proof_is_kept_as_long_as_no_code_of_a_forward_changes():
         "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('recipe_utils.')))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    imported = {
-        path
-        for path in ran.stdout.split()
-        if re.search(r"recipe_utils/(model|data/text|parallel)/", path)
-    }
+    imported = {path for path in ran.stdout.split() if re.search(r"recipe_utils/(model|data/text|parallel)/", path)}
     assert len(imported) > 20
     assert imported <= set(map(str, probe.paths_of_code()))

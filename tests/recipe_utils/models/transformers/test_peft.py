@@ -150,9 +150,7 @@ def recorded(config):
         slow("falcon_h1", {**LORA, "target_modules": ["in_proj", "q_proj"]}, 1, PACKED),
     ],
 )
-def test_gradients_are_those_of_peft_on_one_sample_at_a_time(
-    model_type, lora, world_size, changes, config_of
-):
+def test_gradients_are_those_of_peft_on_one_sample_at_a_time(model_type, lora, world_size, changes, config_of):
     data = {"_component_": "tiny.tiny_dataset", "num_samples": 8}
     config = config_of(model_type, lora, dataset=data, **STEP_OF_8, **changes)
     expected = gradients_of_peft(config)
@@ -171,9 +169,7 @@ ATTENTION = {**LORA, "target_modules": ["q_proj", "o_proj"]}
     ("model_type", "lora"),
     [("qwen2", DORA), *map(slow, ("lfm2", "qwen3", "gpt_oss", "qwen3_moe"), (LORA, SOME, DORA, ATTENTION))],
 )  # fmt: skip
-def test_an_export_computes_the_trained_model_s_logits_merged_and_with_peft(
-    model_type, lora, config_of
-):
+def test_an_export_computes_the_trained_model_s_logits_merged_and_with_peft(model_type, lora, config_of):
     config = config_of(model_type, lora, max_steps_per_epoch=4)
     with torch.enable_grad(), set_up(config) as made:
         made.train()
@@ -220,9 +216,7 @@ def test_adapters_start_as_they_were_trained(config_of, tmp_path):
         assert re.search(f"checkpointer.adapter_checkpoint.*{words}", problem), problem
 
 
-@pytest.mark.parametrize(
-    ("model_type", "lora", "world_size"), [slow("lfm2", DORA, 2), ("qwen3", LORA, 1)]
-)
+@pytest.mark.parametrize(("model_type", "lora", "world_size"), [slow("lfm2", DORA, 2), ("qwen3", LORA, 1)])
 def test_a_stopped_training_resumes(model_type, lora, world_size, config_of, tmp_path):
     steps = {"max_steps_per_epoch": 4, "save_every_n_steps": 2}
     config = config_of(model_type, lora, **STEP_OF_8, **steps, **RECOMPUTED)
@@ -265,9 +259,7 @@ def test_the_experts_that_have_adapters_are_counted(tmp_path):
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         fused = lora_causal_lm(str(tmp_path), r=2, target_modules=["q_proj", "v_proj"])
-    experts = [
-        nn.ModuleDict({"w1": layer}) for layer in (LoRALinear(4, 4, 2, 1.0), nn.Linear(4, 4))
-    ]
+    experts = [nn.ModuleDict({"w1": layer}) for layer in (LoRALinear(4, 4, 2, 1.0), nn.Linear(4, 4))]
     single = nn.ModuleDict({"experts": nn.ModuleList(experts)})
     texts = [adapters_in_words(model, find_adapters(model)) for model in (fused, single)]
     num_layers = config.num_hidden_layers

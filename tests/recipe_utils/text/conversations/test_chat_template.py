@@ -19,16 +19,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 import trl
-from chats import (
-    CHATML,
-    TOOL_CHATML,
-    TOOLS,
-    call,
-    say,
-    targets,
-    tokenizer_of,
-    trained,
-)
+from chats import CHATML, TOOL_CHATML, TOOLS, call, say, targets, tokenizer_of, trained
 from distributed_runs import run_distributed
 from forests import mask_of
 from omegaconf import OmegaConf
@@ -46,11 +37,7 @@ from recipe_utils.examples.stdlib_docs import docstring_dataset, docstring_token
 from recipe_utils.examples.stdlib_preferences import word_order_dataset
 from recipe_utils.preference import pair_dataset
 from recipe_utils.show_data.__main__ import report
-from recipe_utils.text import (
-    conversation_dataset,
-    folder_tokenizer,
-    text_pieces_dataset,
-)
+from recipe_utils.text import conversation_dataset, folder_tokenizer, text_pieces_dataset
 from recipe_utils.text.rows import piece_of
 from recipe_utils.text.trees import merge
 from recipe_utils.training.parts.answers import _tokens_of
@@ -71,12 +58,7 @@ STOPS = {
 TWO = [
     say("user", "2 + 2?"), say("assistant", "It is 4."), say("user", "3 + 3?"), say("assistant", "6, I think."),
 ]  # fmt: skip
-THINK = [
-    TWO[0],
-    {**TWO[1], "reasoning_content": "Two."},
-    TWO[2],
-    {**TWO[3], "reasoning_content": "Two."},
-]
+THINK = [TWO[0], {**TWO[1], "reasoning_content": "Two."}, TWO[2], {**TWO[3], "reasoning_content": "Two."}]
 USE = [
     say("user", "Weather in Paris?"), say("assistant", tool_calls=[call(city="Paris")]),
     say("tool", "sunny", name="weather", tool_call_id="c"), say("assistant", "It is sunny."),
@@ -113,9 +95,7 @@ def outcome(tokenizer, trains_as, chat, tools):
     """
     inner = tokenizer.tokenizer
     try:
-        theirs = trains_as.apply_chat_template(
-            chat, tools, return_dict=True, return_assistant_tokens_mask=True
-        )
+        theirs = trains_as.apply_chat_template(chat, tools, return_dict=True, return_assistant_tokens_mask=True)
         inner.apply_chat_template(chat, tools)
     except Exception:
         return "X"
@@ -140,10 +120,7 @@ def outcome(tokenizer, trains_as, chat, tools):
         if a:
             assert tokens[i] in tokenizer.stop_tokens or (text and all(ours[i:following]))
             found.add("H")
-        elif (
-            tokens[last] in tokenizer.stop_tokens
-            and inner.decode(tokens[last + 1 : i + 1]).isspace()
-        ):
+        elif tokens[last] in tokenizer.stop_tokens and inner.decode(tokens[last + 1 : i + 1]).isspace():
             found.add("W")
         else:
             assert all(theirs[i:following])
@@ -157,9 +134,7 @@ def test_targets_are_those_of_trl_but_for_named_differences(name, tmp_path):
     found = [stops for start, stops in STOPS.items() if name.startswith(start)]
     stops = found[0] if found else ["<|im_end|>", "<|endoftext|>"]
     texts = [(TEMPLATES / f"{name}{which}.jinja").read_text() for which in ("_training", "")]
-    both = [
-        tokenizer_of(tmp_path / str(len(text)), text, stops, date="2026-01-31") for text in texts
-    ]
+    both = [tokenizer_of(tmp_path / str(len(text)), text, stops, date="2026-01-31") for text in texts]
     chats = CHATS
     if name in ("llava_next", "idefics3", "smolvlm"):
         chats = [([in_blocks(message) for message in chat], tools) for chat, tools in CHATS]
@@ -226,9 +201,7 @@ def test_a_conversation_dataset_keeps_tool_calls_and_weights(qwen3, write):
 def test_history_rendered_otherwise_is_refused_and_split_turns_trains_every_turn(qwen3, write):
     path = write({"messages": TWO}, {"messages": THINK})
     whole = CheckedDataset(conversation_dataset(qwen3, path), "dataset", lambda sample, _: sample)
-    with pytest.raises(
-        SampleError, match=r"sample 1 of dataset: line 2 of .*: turn 1 \(assistant\): .*split_turns"
-    ):
+    with pytest.raises(SampleError, match=r"sample 1 of dataset: line 2 of .*: turn 1 \(assistant\): .*split_turns"):
         whole[1]
     split = conversation_dataset(qwen3, path, split_turns=True)
     found = [targets(qwen3, split[i]) for i in range(len(split))]
@@ -365,11 +338,7 @@ def test_datasets_of_torchtune_train_answers(chatml, write):
         {"from": {"user": "human", "assistant": "gpt"}[each["role"]], "value": each["content"]} for each in TWO
     ]}  # fmt: skip
     pair = {"instruction": "2 + 2?", "input": "", "output": "It is 4."}
-    path = {
-        "source": "json",
-        "data_files": write({**chats, **pair}, name="a.json"),
-        "split": "train",
-    }
+    path = {"source": "json", "data_files": write({**chats, **pair}, name="a.json"), "split": "train"}
     answers = ["It is 4.<|im_end|>", "6, I think.<|im_end|>"]
     for style, column in (("openai", "messages"), ("sharegpt", "conversations")):
         dataset = chat_dataset(chatml, **path, conversation_style=style, conversation_column=column)
@@ -473,9 +442,7 @@ def test_a_pair_that_torchtune_would_train_in_part_is_refused(kind, chatml, writ
         data[0]
     whole = {"prompt": "2 + 2?", "chosen": TWO[:2], "rejected": [TWO[0], WRONG], "tools": None}
     (pair,) = preference_dataset(chatml, source="json", data_files=write(whole, name="b.json"))
-    assert targets(chatml, pair, ("rejected_input_ids", "rejected_labels")) == [
-        "It is 5.<|im_end|>"
-    ]
+    assert targets(chatml, pair, ("rejected_input_ids", "rejected_labels")) == ["It is 5.<|im_end|>"]
 
 
 def config_of(tokenizer, folder, dataset, **changes):
@@ -489,9 +456,7 @@ def config_of(tokenizer, folder, dataset, **changes):
     return config
 
 
-@pytest.mark.parametrize(
-    "component", [f"{MODULE}.pair_dataset", "torchtune.datasets.preference_dataset"]
-)
+@pytest.mark.parametrize("component", [f"{MODULE}.pair_dataset", "torchtune.datasets.preference_dataset"])
 def test_turns_before_the_answers_are_prompt_in_a_training(component, chatml, write, tmp_path):
     """SimPO's mean log-probabilities, computed from the rendered text, see the answers alone."""
     path = write(PAIRS["turns"], name="a.json")
@@ -504,9 +469,7 @@ def test_turns_before_the_answers_are_prompt_in_a_training(component, chatml, wr
     (logged,) = run_recipe(config, DPO)
     means, model = [], tiny.tiny_model(config["model"])
     for text in ("6, I think.<|im_end|>", "6; I guess<|im_end|>"):
-        prompt = chatml.tokenizer.apply_chat_template(
-            TWO[:3], tokenize=False, add_generation_prompt=True
-        )
+        prompt = chatml.tokenizer.apply_chat_template(TWO[:3], tokenize=False, add_generation_prompt=True)
         prompt, whole = (chatml.encode(each, False, False) for each in (prompt, prompt + text))
         log_probs = F.log_softmax(model(torch.tensor([whole]))[0], dim=-1)
         places = range(len(prompt), len(whole))
@@ -553,10 +516,7 @@ def test_an_epoch_of_pieces_has_every_token_and_a_cut_text_is_remarked(chatml, w
         config["dataset"] = {**stock, "data_files": path, "packed": packed}
         with keep_messages() as messages:
             run_recipe({**config, "max_steps_per_epoch": 1})
-        assert any(
-            f"{text}" in line and "7 tokens (tokenizer.max_seq_len=8) with" in line
-            for line in messages
-        )
+        assert any(f"{text}" in line and "7 tokens (tokenizer.max_seq_len=8) with" in line for line in messages)
 
 
 def run_recipe_keeping_stderr(config):
@@ -573,15 +533,8 @@ def run_recipe_keeping_stderr(config):
 
 def test_a_recipe_trains_and_samples_with_it(chatml, write, tmp_path):
     """Workers are forked after the tokenizer was used."""
-    data = {
-        "_component_": f"{MODULE}.conversation_dataset",
-        "path": write(*[{"messages": TWO}] * 8),
-    }
-    sampling = {
-        "sample_prompts": ["2 + 2?"],
-        "sample_every_n_steps": 1,
-        "sample_max_new_tokens": 3,
-    }
+    data = {"_component_": f"{MODULE}.conversation_dataset", "path": write(*[{"messages": TWO}] * 8)}
+    sampling = {"sample_prompts": ["2 + 2?"], "sample_every_n_steps": 1, "sample_max_new_tokens": 3}
     config = config_of(chatml, tmp_path, data, num_workers=2, **sampling)
     ((logged, text),) = run_distributed(run_recipe_keeping_stderr, 1, config)
     assert len([each for each in logged if "loss" in each]) == 2
@@ -656,16 +609,11 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
     ("prompt", "text"),
     [
         ("<|im_start|>assistant\n", None),
-        (
-            "<|im_start|>assistant\n<think></think>",
-            "prompts end with '<think></think>', which this",
-        ),
+        ("<|im_start|>assistant\n<think></think>", "prompts end with '<think></think>', which this"),
         ("", "no generation prompt, so an answer's header is a target"),
     ],
 )
-def test_a_generation_prompt_that_training_does_not_show_is_reported_once(
-    prompt, text, tmp_path, caplog
-):
+def test_a_generation_prompt_that_training_does_not_show_is_reported_once(prompt, text, tmp_path, caplog):
     template = CHATML.replace("<|im_start|>assistant\n", prompt)
     tokenizer = tokenizer_of(tmp_path / "chat", template)
     for _ in range(2):

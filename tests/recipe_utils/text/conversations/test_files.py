@@ -54,9 +54,7 @@ def test_rows_are_read_whatever_the_name_of_the_file(content, tmp_path):
         assert pool.submit(rows.__getitem__, 1).result() == rows[1] == ROWS[1]
 
 
-@given(
-    st.lists(st.sampled_from(["", " ", "\t\r", '{"a": 1}', ' {"a": [2]}\r', "{", "7"]), max_size=30)
-)
+@given(st.lists(st.sampled_from(["", " ", "\t\r", '{"a": 1}', ' {"a": [2]}\r', "{", "7"]), max_size=30))
 def test_lines_are_those_that_are_not_blank_across_chunks(tmp_path_factory, lines):
     path = tmp_path_factory.mktemp("lines") / "rows.jsonl"
     path.write_bytes("\n".join(["{}", *lines]).encode())
@@ -64,9 +62,7 @@ def test_lines_are_those_that_are_not_blank_across_chunks(tmp_path_factory, line
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(files, "_CHUNK", 7)
         rows = FileRows(str(path))
-    assert [rows.name_of(i) for i in range(len(rows))] == [
-        f"line {i} of {path}" for i, _ in expected
-    ]
+    assert [rows.name_of(i) for i in range(len(rows))] == [f"line {i} of {path}" for i, _ in expected]
     for i, (_, line) in enumerate(expected):
         if line in ("{", "7"):
             with pytest.raises(SampleError, match=r"^it is (not one JSON|a int)"):
@@ -87,9 +83,7 @@ def test_tables_are_read_with_the_library_datasets(tmp_path):
         assert pickle.loads(pickle.dumps(rows))[2] == ROWS[2]
     with pytest.raises(ValueError, match=r"the splits train; set it to .*splits/train$"):
         FileRows(str(tmp_path / "splits"))
-    with pytest.raises(
-        ValueError, match=r"a folder with rows.jsonl, saved, splits, not one of save"
-    ):
+    with pytest.raises(ValueError, match=r"a folder with rows.jsonl, saved, splits, not one of save"):
         FileRows(str(tmp_path))
 
 
@@ -141,9 +135,7 @@ rows = FileRows(sys.argv[1])
 assert [rows[i]["a"] for i in range(0, len(rows), 1000)] == [*range(200)]
 print(len(rows), peak() - before)
 """
-    printed = subprocess.run(
-        [sys.executable, "-c", program, path], check=True, capture_output=True, text=True
-    ).stdout
+    printed = subprocess.run([sys.executable, "-c", program, path], check=True, capture_output=True, text=True).stdout
     num_rows, kilobytes = map(int, printed.split()[-2:])
     assert num_rows == 200_000
     assert kilobytes < 34_000

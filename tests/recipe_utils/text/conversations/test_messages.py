@@ -58,9 +58,7 @@ ODD = 'L\'été "x"\n\\ ⟪0:0⟫ '
         ([json.dumps(F)], 'f {"a": 2}'),
     ],
 )  # fmt: skip
-def test_tool_calls_train_as_they_are_printed_whatever_their_arguments_contain(
-    calls, printed, read
-):
+def test_tool_calls_train_as_they_are_printed_whatever_their_arguments_contain(calls, printed, read):
     whole = f"<tool_call>{printed}</tool_call>"
     for content in ("", None):
         text, trained = read(use(calls, content=content))
@@ -100,9 +98,7 @@ LISTS = CHATML.replace("+ m.content +", "+ (m.content | map(attribute='text') | 
 QWEN = CHATML.replace("+ m.content +", "+ (m.content if m.content is string else '') +")
 
 
-@pytest.mark.parametrize(
-    ("template", "joint"), [(CHATML, ""), (TOOL_CHATML, ""), (QWEN, ""), (LISTS, "|")]
-)
+@pytest.mark.parametrize(("template", "joint"), [(CHATML, ""), (TOOL_CHATML, ""), (QWEN, ""), (LISTS, "|")])
 def test_parts_are_joined_where_a_template_has_no_branch_for_lists(template, joint, read):
     parts = [{"type": "text", "text": "Hel"}, {"type": "output_text", "text": "lo!"}]
     roles = "system", "user", "assistant"
@@ -114,9 +110,7 @@ def test_parts_are_joined_where_a_template_has_no_branch_for_lists(template, joi
 def test_content_is_none_where_a_template_asks_for_it(read):
     """Some print calls only then; others have a branch for lists in messages of the user only."""
     calls = "{% for c in m.tool_calls if not m.content is string %}"
-    template = TOOL_CHATML.replace("{% for c in m.tool_calls %}", calls).replace(
-        "m.content +", "(m.content or '') +"
-    )
+    template = TOOL_CHATML.replace("{% for c in m.tool_calls %}", calls).replace("m.content +", "(m.content or '') +")
     assert "<tool_call>f" in read(use([F], content=None), template)[0]
     lists = "m.content if m.content is string else m.content | map(attribute='text') | join('|')"
     some = CHATML.replace("m.content +", f"({lists} if m.role == 'user' else m.content) +")
@@ -127,35 +121,14 @@ def test_content_is_none_where_a_template_asks_for_it(read):
 
 
 def test_keys_without_a_value_are_as_absent(read):
-    nothing = {
-        "refusal": None,
-        "function_call": None,
-        "audio": None,
-        "annotations": [],
-        "tool_calls": None,
-        "name": "",
-    }
-    chat = [
-        {**say("user", "Hi"), **nothing},
-        {**say("assistant", "Yes."), **nothing, "weight": None},
-    ]
-    assert read({"messages": chat, "id": 1}) == (
-        text_of(("user", "Hi"), ("assistant", "Yes.")),
-        ["Yes.<|im_end|>"],
-    )
+    nothing = {"refusal": None, "function_call": None, "audio": None, "annotations": [], "tool_calls": None, "name": ""}
+    chat = [{**say("user", "Hi"), **nothing}, {**say("assistant", "Yes."), **nothing, "weight": None}]
+    assert read({"messages": chat, "id": 1}) == (text_of(("user", "Hi"), ("assistant", "Yes.")), ["Yes.<|im_end|>"])
 
 
 def test_sharegpt_rows_are_read(read):
-    chat = [
-        ("human", "Hi"),
-        ("function_call", json.dumps(F["function"])),
-        ("observation", "3"),
-        ("gpt", "Yes."),
-    ]
-    row = {
-        "conversations": [{"from": who, "value": text} for who, text in chat],
-        "system": "Be brief.",
-    }
+    chat = [("human", "Hi"), ("function_call", json.dumps(F["function"])), ("observation", "3"), ("gpt", "Yes.")]
+    row = {"conversations": [{"from": who, "value": text} for who, text in chat], "system": "Be brief."}
     text, trained = read(row)
     whole = '<tool_call>f {"a": 2}</tool_call>'
     assert text == text_of(
@@ -181,9 +154,7 @@ def test_a_greeting_of_a_template_without_a_header_is_history(read, caplog):
     template = CHATML.replace("m.role + ", "('x' if loop.first else m.role) + ")
     chat = [say("assistant", "Hello"), say("user", "Hi"), say("assistant", "Yes.")]
     assert read({"messages": chat}, template)[1] == ["Yes.<|im_end|>"]
-    assert [
-        "first message, which no prompt precedes, is not trained" in m for m in caplog.messages
-    ] == [True]
+    assert ["first message, which no prompt precedes, is not trained" in m for m in caplog.messages] == [True]
 
 
 @pytest.mark.parametrize(
@@ -237,9 +208,7 @@ def test_a_sample_does_not_depend_on_what_came_before(order, tmp_path):
         "c.function.arguments | tojson", "c.function.arguments.values() | select('string') | join"
     )
     path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "\n".join(json.dumps(use(calls)) for calls in ([call(a="x")], [call(a=2)], [call()]))
-    )
+    path.write_text("\n".join(json.dumps(use(calls)) for calls in ([call(a="x")], [call(a=2)], [call()])))
     dataset = conversation_dataset(tokenizer_of(tmp_path / "folder", template), str(path))
     outcomes = {}
     for index in order:
@@ -256,23 +225,15 @@ def test_a_template_that_prints_more_than_values_is_checked_key_by_key(read):
     _, trained = read(use([call(a=2, b="x")]), COUNTS)
     assert trained[0] == '<tool_call>2 weather {"a": 2, "b": "x"}</tool_call><|im_end|>'
     own = CHATML.replace("m.content +", "m.content + (m.content | length | string) +")
-    assert read({"messages": [say("user", "Hi"), say("assistant", "Yes.")]}, own)[1] == [
-        "Yes.4<|im_end|>"
-    ]
-    with pytest.raises(
-        SampleError, match=r"turn 0 \(user\): its content changes tokens or targets"
-    ):
+    assert read({"messages": [say("user", "Hi"), say("assistant", "Yes.")]}, own)[1] == ["Yes.4<|im_end|>"]
+    with pytest.raises(SampleError, match=r"turn 0 \(user\): its content changes tokens or targets"):
         read({"messages": [say("user", "Hi"), say("assistant", "Yes.")]},
              CHATML.replace("m.content +", "m.content + (messages[0].content | length | string) +"))  # fmt: skip
 
 
 # ---- Cost of long conversations -------------------------------------------------------------------
 
-LONG = [
-    say(*turn)
-    for i in range(24)
-    for turn in (("user", f" {i} + 1? "), ("assistant", f"It is {i + 1}.\n"))
-]
+LONG = [say(*turn) for i in range(24) for turn in (("user", f" {i} + 1? "), ("assistant", f"It is {i + 1}.\n"))]
 
 
 @pytest.mark.parametrize("template", [CHATML, LAST])
@@ -287,9 +248,7 @@ def test_turns_between_equal_texts_start_and_end_as_if_each_was_rendered(templat
     shared = conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), "shared")[0]["sequences"]
     assert targets(tokenizer, whole) == expected
     assert [targets(tokenizer, each) for each in shared] == [[each] for each in expected]
-    assert [list(each["tokens"]) for each in shared] == [
-        whole["tokens"][: len(each["tokens"])] for each in shared
-    ]
+    assert [list(each["tokens"]) for each in shared] == [whole["tokens"][: len(each["tokens"])] for each in shared]
 
 
 def test_each_piece_of_a_long_conversation_is_tokenized_twice_at_most(tmp_path):
@@ -310,9 +269,7 @@ def test_each_piece_of_a_long_conversation_is_tokenized_twice_at_most(tmp_path):
     tokenizer._encoded, tokenizer.tokenizer.apply_chat_template = counted_encode, counted_render
     conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), "shared")[0]
     assert num[0] <= 2 * num_characters
-    assert (
-        num[1] <= 1 + 2 * 24 + 16
-    )  # the longest; each turn and its marks; prompts of the 1st, 2nd, 4th, ... turn
+    assert num[1] <= 1 + 2 * 24 + 16  # the longest; each turn and its marks; prompts of the 1st, 2nd, 4th, ... turn
     num[:] = 0, 0
     conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"))[0]
     assert num[0] == num_characters
@@ -328,10 +285,7 @@ def test_ids_are_those_of_tokenizer_json_whatever_its_class_rebuilds(name, tmp_p
     path, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     inner = Tokenizer.from_file(str(path))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     content = json.loads(inner.to_str())
     content["model"]["vocab"]["12"] = inner.get_vocab_size()
@@ -346,8 +300,7 @@ def test_ids_are_those_of_tokenizer_json_whatever_its_class_rebuilds(name, tmp_p
         assert tokenizer.encode(text, add_bos=False, add_eos=False) == ids
     is_other = name != "PreTrainedTokenizerFast"
     assert [
-        re.search(rf"{name}.*encodes .* otherwise than tokenizer.json, which is taken", m)
-        is not None
+        re.search(rf"{name}.*encodes .* otherwise than tokenizer.json, which is taken", m) is not None
         for m in caplog.messages
     ] == [True] * is_other
     of_class = folder_tokenizer(str(tmp_path), from_pretrained={})
@@ -383,18 +336,11 @@ def test_a_missing_bos_is_reported_once(adds, template, config, warnings, tmp_pa
 
 def test_an_empty_block_of_thinking_is_reported_with_the_variable_that_moves_it(read, caplog):
     block = "<think>\n\n</think>\n\n"
-    answers = CHATML.replace(
-        "+ m.content", f"+ ('{block}' if m.role == 'assistant' else '') + m.content"
-    )
-    without = answers.replace(
-        "assistant\n'", f"assistant\n' + ('{block}' if enable_thinking is false else '')"
-    )
+    answers = CHATML.replace("+ m.content", f"+ ('{block}' if m.role == 'assistant' else '') + m.content")
+    without = answers.replace("assistant\n'", f"assistant\n' + ('{block}' if enable_thinking is false else '')")
     chat = {"messages": [say("user", "Hi"), say("assistant", "Yes.")]}
     for template in (answers, without):
         assert read(chat, template)[1] == [f"{block}Yes.<|im_end|>"]
-    remedies = (
-        "no variable of the chat template",
-        "set tokenizer.template_variables.enable_thinking to False",
-    )
+    remedies = ("no variable of the chat template", "set tokenizer.template_variables.enable_thinking to False")
     for remedy, message in zip(remedies, caplog.messages, strict=True):
         assert re.search(r"start with '<think>.*which is a target; " + remedy, message)

@@ -80,11 +80,7 @@ def answers_and_losses(config, recipe=SFT):
     return answers, [metrics["loss"] for metrics in logged if "loss" in metrics]
 
 
-LAYOUTS = {
-    "FSDP2": (2, {}),
-    "HSDP": (4, HSDP_2),
-    "tensor parallel": (2, {**TP_2, "model": tiny.UNTIED_MODEL}),
-}
+LAYOUTS = {"FSDP2": (2, {}), "HSDP": (4, HSDP_2), "tensor parallel": (2, {**TP_2, "model": tiny.UNTIED_MODEL})}
 
 
 @pytest.mark.slow

@@ -8,17 +8,7 @@ import pytest
 import tiny
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
-from recipe_runs import (
-    DPO,
-    SFT,
-    STEP_OF_8,
-    call_in_step,
-    losses,
-    run_recipe,
-    set_up,
-    slow,
-    writing_to,
-)  # fmt: skip
+from recipe_runs import DPO, SFT, STEP_OF_8, call_in_step, losses, run_recipe, set_up, slow, writing_to  # fmt: skip
 
 from recipe_utils.plot import __main__ as plot
 from recipe_utils.training.parts.sample_losses import report_of_run
@@ -70,12 +60,8 @@ def test_a_resumed_training_continues_the_file_on_other_ranks(tiny_config, tmp_p
     in_parts = Path(runs["parts"]["output_dir"], "logs", "sample_losses.npy")
     assert np.isnan(np.load(in_parts)[1]).sum() == 30 - 16
     run_distributed(train, 1, resuming_in(runs["parts"]["output_dir"], config))
-    run_distributed(
-        train, 2, runs["wrong"], None, True
-    )  # as if each rank counted its samples alone
-    whole, parts, wrong = (
-        np.load(Path(each["output_dir"], "logs", "sample_losses.npy")) for each in runs.values()
-    )
+    run_distributed(train, 2, runs["wrong"], None, True)  # as if each rank counted its samples alone
+    whole, parts, wrong = (np.load(Path(each["output_dir"], "logs", "sample_losses.npy")) for each in runs.values())
     assert whole.shape == (2, 30)
     assert not np.isnan(whole).any()
     assert parts == pytest.approx(whole, rel=1e-3)
@@ -85,9 +71,7 @@ def test_a_resumed_training_continues_the_file_on_other_ranks(tiny_config, tmp_p
     assert highest == "Highest losses of 30 trained samples:"
     index = int(whole[1].argmax())
     name, local = ("chat", index) if index < 19 else ("code", index - 19)
-    assert lines[0].startswith(
-        f"  {whole[1].max():.3f} (was {whole[0, index]:.3f}) sample {local} of dataset.{name}: "
-    )
+    assert lines[0].startswith(f"  {whole[1].max():.3f} (was {whole[0, index]:.3f}) sample {local} of dataset.{name}: ")
     data = DATA if name == "chat" else ALSO
     labels = tiny.make_samples(data["num_samples"], seed=data["seed"])[local]["labels"]
     answer = " ".join(str(label) for label in labels if label >= 0)

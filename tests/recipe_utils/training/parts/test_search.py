@@ -67,9 +67,7 @@ def test_a_power_through_two_rows_passes_the_memory(monkeypatch):
 def test_growing_from_the_budget_instead_of_its_rows_passes_the_memory(monkeypatch):
     """Rows have 0.6 to 1 of the budget."""
     add = TokenBudget.add
-    monkeypatch.setattr(
-        TokenBudget, "add", lambda self, longest, step: add(self, self.proposal, step)
-    )
+    monkeypatch.setattr(TokenBudget, "add", lambda self, longest, step: add(self, self.proposal, step))
     assert max(max(searched(seed, 2, 0.0)[2]) for seed in range(20)) > 0.95
 
 
