@@ -25,8 +25,7 @@ from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
 from recipe_utils.models.weights import load_weights
 from recipe_utils.parallel.fsdp import local, reshard
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.update_steps.loader import UpdateStep
-from recipe_utils.update_steps.step import Microbatch
+from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 
 class AverageTeacher:

@@ -17,9 +17,9 @@ from recipe_utils.dinov3.nearest_neighbors import NearestNeighbors
 from recipe_utils.optim.optimizer import make_optimizer, trained_parameters
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import build, naming
-from recipe_utils.training.loaders import validates_dataset
-from recipe_utils.update_steps.loader import UpdateStepLoader
-from recipe_utils.update_steps.samples import load_dataset
+from recipe_utils.text.datasets import load_dataset
+from recipe_utils.training.loaders import build_loader, validates_dataset
+from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
 
 
 def build_image_loaders(
@@ -43,16 +43,16 @@ def build_image_loaders(
         # The keys of views alone, which DataLoader workers can unpickle without the recipe.
         keys = {each.name: getattr(settings, each.name) for each in fields(ViewSettings)}
         views = Views(dataset, transform, ViewSettings(**keys), layout, settings.data_seed)
-        collator: Any = ViewCollator(settings, layout)
-        loader = UpdateStepLoader(views, collator, settings, ranks, "dataset", fill, is_drawn=True)
+        budget = RowBudget(ViewCollator(settings, layout))
+        loader = build_loader(views, budget, settings, ranks, "dataset", fill)
         if settings.ibot_loss_weight > 0:
-            views.check_masks(loader.global_batch_size)
+            views.check_masks(settings.samples_per_update_step(ranks.dp_degree))
         if not validates:
             return loader, None
         data = settings.of_validation()
-        collator = ImageCollator(data, layout)
+        budget = RowBudget(ImageCollator(data, layout))
         bank, images = (
-            UpdateStepLoader(WholeImages(each, transform, layout), collator, data, ranks, key, fill)
+            build_loader(WholeImages(each, transform, layout), budget, data, ranks, key, fill)
             for key, each in (("dataset_knn", bank), ("dataset_val", images))
         )
         return loader, NearestNeighbors(bank, images, settings.knn_neighbors, ranks)

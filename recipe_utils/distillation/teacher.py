@@ -27,8 +27,7 @@ from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, OnlyWith
 from recipe_utils.settings.problems import Problem, build, naming
-from recipe_utils.update_steps.loader import UpdateStep
-from recipe_utils.update_steps.step import Microbatch
+from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 _log = get_logger("INFO")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
-from recipe_utils.update_steps.step import OF_DATASET
+from recipe_utils.text.collator import OF_DATASET
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -32,7 +32,7 @@ class LossWeightSettings:
         text = ""
         with suppress(ValueError):  # a problem of ``loss`` by itself
             path = str(loss.get("_component_"))
-            if not hasattr(component_at(path), "sums_by_sample"):
+            if not hasattr(component_at(path), "weights"):
                 text = (
                     f"{path} cannot weight targets; set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
                 )
@@ -67,6 +67,15 @@ def refused_weights(text: str = "this recipe weights no datasets; remove it", **
             if not is_valid or (text and weight != 1):
                 reason = text or "it must be a number above 0"
                 yield Problem(f"{key}.{index}.loss_weight", reason, weight)
+
+
+def token_shares(totals: Mapping[str, int]) -> dict[str, float]:
+    """Returns the fraction of the target tokens of each named dataset, as ``token_share/NAME``."""
+    return {
+        f"token_share/{name.removeprefix(OF_DATASET)}": number / totals["target_tokens"]
+        for name, number in totals.items()
+        if name.startswith(OF_DATASET)
+    }
 
 
 def losses_by_dataset(sums: Tensor, totals: Mapping[str, int], prefix: str = "") -> dict[str, Tensor]:

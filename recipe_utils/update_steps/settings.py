@@ -123,7 +123,7 @@ class DataSettings(RankSettings):
         if self.sample_losses and not hasattr(self, "sft_loss_weight"):
             path = str(getattr(self, "loss", {}).get("_component_"))
             with suppress(ValueError):  # a problem of ``loss`` by itself
-                if not hasattr(component_at(path), "sums_by_sample"):
+                if not hasattr(component_at(path), "record"):
                     text = f"{path} does not sum by sample; set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
                     yield Problem("sample_losses", text, True)
         try:
