@@ -50,7 +50,7 @@ def real_peaks(recipe, config):
             made.setup(cfg)
         peaks = []
         for size in SIZES:
-            row = row_of(made.loader.collator, size, 64)
+            row = row_of(made.loader.budget.collator(), size, 64)
             totals = {name: 2 * number for name, number in row.counts.items()}
             gc.collect()
             live.peak = live.now
