@@ -113,8 +113,10 @@ class FullFinetuneRecipe:
         limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
         load = partial(load_dataset, tokenizer=self.tokenizer)
         dataset, dataset_val = load_datasets(cfg, load, settings)
+        # A target may have a weight; the sum of weights over all ranks is what the loss is divided by.
+        self.divisor, of_targets = ("weights", ("weights",)) if hasattr(loss_fn, "weights") else ("target_tokens", ())
         has_trees = makes_trees(dataset) or makes_trees(dataset_val)
-        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, has_trees)
+        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, has_trees, of_targets)
         self.loader, self.val_loader = build_loaders(dataset, dataset_val, collator, settings, ranks)
         self.by_sample = LossesBySample(loss_fn, ranks, settings.sample_losses, settings)
 
@@ -162,8 +164,8 @@ class FullFinetuneRecipe:
         per target token [nats], and the gradient norm before clipping, None with
         ``optimizer_in_bwd``.
         """
-        # dp_degree / target tokens on all ranks: FSDP2 averages gradients over data-parallel ranks.
-        scale = step.scale("target_tokens")
+        # dp_degree / target tokens (their weights) on all ranks: FSDP2 averages gradients over data-parallel ranks.
+        scale = step.scale(self.divisor)
         self.by_sample.start(step, self.loader, self.run.state.epoch)  # sets the weights of named datasets
         loss = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
         if self.pipeline is not None:
@@ -185,7 +187,7 @@ class FullFinetuneRecipe:
         self.optimizer.zero_grad(set_to_none=True)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        of_datasets = losses_by_dataset(self.by_sample.by_dataset() * scale, step.totals)
+        of_datasets = losses_by_dataset(self.by_sample.by_dataset() * step.scale("target_tokens"), step.totals)
         return {"loss": loss[0], **of_datasets}, grad_norm
 
     def validate(self) -> dict[str, Tensor]:
@@ -193,7 +195,8 @@ class FullFinetuneRecipe:
         how = {"num_sums": 1, "pipeline": self.pipeline, "device": self.ranks.device, "by_sample": self.by_sample}
         (sum_of_all, *of_datasets), totals = sum_over(self.val_loader, self.model, self.sums, **how)
         losses = {"val_loss": sum_of_all, **losses_by_dataset(of_datasets, totals, "val_")}
-        return ratios(losses, totals, "target_tokens", self.ranks.dp_degree)
+        divisors = dict.fromkeys(losses, "target_tokens") | {"val_loss": self.divisor}
+        return ratios(losses, totals, divisors, self.ranks.dp_degree)
 
     # ---- Training loop --------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class NearestNeighbors:
         num_images = 0
         with loader.epoch(0) as steps:
             for step in steps:
-                num_images += step.totals["images"]
+                num_images += int(step.totals["images"])
                 for index, found in sorted(states_of(step.microbatches).items()):
                     targets: Any = step.microbatches[index].targets
                     states.append(found)

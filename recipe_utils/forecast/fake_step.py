@@ -131,7 +131,7 @@ class FakeTraining:
         states = (s for each in single_optimizers(self._optimizer) for s in each.state.values())
         numbers = (local(v) for state in states for v in state.values() if torch.is_tensor(v))
         self.shares["optimizer"] = sum(each.nbytes for each in numbers)
-        return row.counts["positions"], self._live.peak, self._live.flops // num_microbatches
+        return int(row.counts["positions"]), self._live.peak, self._live.flops // num_microbatches
 
     def _update(self, microbatches: list[Microbatch], held: ExitStack) -> None:
         if self._frozen is not None:

@@ -37,8 +37,9 @@ def cut(row: Microbatch, part: Part, num_samples: int, row_multiple: int | None)
         labels=part_of_row(labels),
         positions=row.targets.positions[is_own] // num_ranks,
         samples=None if samples is None else samples[is_own],
+        values={name: values[is_own] for name, values in row.targets.values.items()},
     )
-    counts = dict.fromkeys((*row.counts, "spanning_samples"), 0)
+    counts: dict[str, float] = dict.fromkeys((*row.counts, "spanning_samples"), 0)
     if first == 0:
         num_positions = labels.numel() + num_missing
         counts = {**row.counts, "positions": num_positions, "spanning_samples": num_samples}

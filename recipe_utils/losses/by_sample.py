@@ -59,9 +59,14 @@ class LossesBySample:
             assert isinstance(mixture, Mixture)
             assert self._weighing is not None
             self._datasets = torch.from_numpy(mixture.datasets_of(indices))
-            weights = self._weighing.weigh(mixture.loss_weights, [step.totals[name] for name in names])
+            weights = self._weighing.weigh(mixture.loss_weights, self._totals(step, mixture))
             of_samples = weights[self._datasets].to(device, non_blocking=True)
             self._loss_module.weights = of_samples if weighs else None
+
+    def _totals(self, step: UpdateStep, mixture: Mixture) -> list[float]:
+        """Returns the weights of each dataset's targets, or their number."""
+        count = "weights" if "weights" in step.totals else "target_tokens"
+        return [step.totals[f"{count}/{name}"] for name in mixture.names]
 
     def _add(self, losses: Tensor, samples: Tensor) -> None:
         """Adds losses of targets or pairs, [n], of the samples at ``samples`` [n], without gradients."""

@@ -18,7 +18,7 @@ class LinearCrossEntropyLoss(ChunkedLoss):
     """
 
     weights: Tensor | None = None
-    """Weight of each sample's targets, [samples of the update step] fp64; None for 1."""
+    """Weight of each sample's targets, [samples of the update step] fp64, besides those of targets; None for 1."""
 
     def __init__(self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8, ignore_index: int = -100) -> None:
         super().__init__(tokens_per_chunk, num_output_chunks, ignore_index, "loss")
@@ -36,7 +36,10 @@ class LinearCrossEntropyLoss(ChunkedLoss):
         For the arguments see :mod:`recipe_utils.losses.attach`.
         """
         hidden, labels = self.at_targets(hidden, targets)
-        weights = None if self.weights is None else self.weights[targets.samples]
+        weights = targets.values.get("weights")
+        if self.weights is not None:
+            of_samples = self.weights[targets.samples]
+            weights = of_samples if weights is None else of_samples * weights
         by_target = self.new_losses(hidden)
 
         def chunk_loss(logits: Tensor, rows: slice, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:

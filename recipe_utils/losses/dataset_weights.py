@@ -43,13 +43,13 @@ class LossWeightSettings:
         if text and self.loss_weights != "tokens":
             yield Problem("loss_weights", text, self.loss_weights)
 
-    def weigh(self, weights: Sequence[float], counts: Sequence[int]) -> Tensor:
+    def weigh(self, weights: Sequence[float], counts: Sequence[float]) -> Tensor:
         """Returns the factor of a target's loss by dataset [k], fp64, 1 on average over all targets.
 
         The weighted sum of losses over the number of targets is then the loss of the update step.
         ``counts`` are target tokens over all ranks; without any, factors are 0.
         """
-        number, given = torch.tensor(counts), torch.tensor(weights, dtype=torch.float64)
+        number, given = torch.tensor([counts, weights], dtype=torch.float64)
         if self.loss_weights == "datasets":
             given = torch.where(number > 0, given / number, 0)
         return given * (number.sum() / (given * number).sum().clamp(min=1e-300))
@@ -69,7 +69,7 @@ def refused_weights(text: str = "this recipe weights no datasets; remove it", **
                 yield Problem(f"{key}.{index}.loss_weight", reason, weight)
 
 
-def token_shares(totals: Mapping[str, int]) -> dict[str, float]:
+def token_shares(totals: Mapping[str, float]) -> dict[str, float]:
     """Returns the fraction of the target tokens of each named dataset, as ``token_share/NAME``."""
     return {
         f"token_share/{name.removeprefix(OF_DATASET)}": number / totals["target_tokens"]
@@ -78,7 +78,7 @@ def token_shares(totals: Mapping[str, int]) -> dict[str, float]:
     }
 
 
-def losses_by_dataset(sums: Tensor, totals: Mapping[str, int], prefix: str = "") -> dict[str, Tensor]:
+def losses_by_dataset(sums: Tensor, totals: Mapping[str, float], prefix: str = "") -> dict[str, Tensor]:
     """Returns sums [k] of named datasets with targets as ``loss/NAME``, times N / n of ``totals``.
 
     Divided by all N target tokens, they are means over the dataset's n.

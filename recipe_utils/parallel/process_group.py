@@ -127,7 +127,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 
 def ratios(
-    sums: Mapping[str, Tensor], totals: Mapping[str, int], counts: Mapping[str, str] | str, dp_degree: int
+    sums: Mapping[str, Tensor], totals: Mapping[str, float], counts: Mapping[str, str] | str, dp_degree: int
 ) -> dict[str, Tensor]:
     """Returns sums over all ranks divided by counts, with one all-reduce.
 
@@ -136,7 +136,7 @@ def ratios(
     """
     means = mean_over_ranks(torch.stack([*sums.values()])) * dp_degree
     count_of = dict.fromkeys(sums, counts) if isinstance(counts, str) else counts
-    return {name: mean / max(totals[count_of[name]], 1) for name, mean in zip(sums, means, strict=True)}
+    return {name: mean / (totals[count_of[name]] or 1) for name, mean in zip(sums, means, strict=True)}
 
 
 def agree_on_length(length: int, group: dist.ProcessGroup) -> int:

@@ -1,7 +1,6 @@
 """Collators of rows: checks of samples, and plans and layouts of their microbatches."""
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -9,6 +8,7 @@ from functools import partial
 from typing import Any, Self
 
 import numpy as np
+import torch
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.utils import get_logger, log_rank_zero
 
@@ -52,7 +52,8 @@ class RowCollator(Collator):
 
     noun = "sample"
     counts: Sequence[str]
-    _counts_of_datasets: tuple[str, ...] = ()
+    _datasets: tuple[str, ...] = ()
+    _of_targets: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -122,8 +123,9 @@ class RowCollator(Collator):
         """Returns a collator that also counts the target tokens of named datasets, if it counts target tokens first."""
         other = copy(self)
         if self.counts[0] == "target_tokens":
-            other._counts_of_datasets = tuple(f"{OF_DATASET}{name}" for name in datasets)
-            other.counts = (*self.counts, *other._counts_of_datasets)
+            other._datasets, of_targets = tuple(datasets), self._of_targets
+            of_datasets = [f"{count}/{name}" for count in (self.counts[0], *of_targets) for name in datasets]
+            other.counts = (*self.counts, *of_datasets)
         return other
 
     def _with(self, settings: DataSettings) -> Self:
@@ -170,6 +172,8 @@ class TextCollator(RowCollator):
         ignore_index: label of positions that are not targets.
         limits: limits of the model.
         has_trees: accepts samples with ``sequences``.
+        of_targets: names of values per target, [n] floats beside ``labels`` of a sample, that the loss takes: they
+            are collated to ``targets.values[name]`` [n], and their sums counted. A target without one has 1.
 
     Raises:
         ConfigError: the model does not support ``microbatching: packed``, or rows of trees.
@@ -187,6 +191,7 @@ class TextCollator(RowCollator):
         ignore_index: int,
         limits: ModelLimits,
         has_trees: bool = False,
+        of_targets: Sequence[str] = (),
     ) -> None:
         if has_trees and not settings.is_packed:
             text = "sequences that share a beginning need rows of documents; set microbatching=packed"
@@ -198,6 +203,8 @@ class TextCollator(RowCollator):
         self._has_own_positions = settings.collate_fn == DataSettings.collate_fn
         self._is_stock_collate_fn = settings.collate_fn.startswith("torchtune.")
         self._has_warned = False
+        self._of_targets = tuple(of_targets)
+        self.counts = (*self.counts, *self._of_targets)
         self._shares = settings.is_packed and settings.max_ranks_per_row == 1 and limits.shares_beginnings
         if self._shares or has_trees:
             self.counts = (*self.counts, "shared_tokens")
@@ -260,6 +267,9 @@ class TextCollator(RowCollator):
             text = "only samples with 'seq_lens', of packed datasets, set positions; remove it"
             raise SampleError(f"{name}: it has 'input_pos'; {text}")
         arrays = {"tokens": tokens, "labels": labels}
+        for key in self._of_targets:
+            if key in sample:
+                arrays[key] = check_values(sample[key], key, len(labels), name)
         if self._is_stock_collate_fn:
             # DataLoader workers would pickle lists of NumPy integers longer than they tokenize.
             return {key: value for key, value in {**sample, **arrays}.items() if key != "mask"}
@@ -274,6 +284,9 @@ class TextCollator(RowCollator):
         ignore, kept = self._ignore_index, list[Sample]()
         for index, sequence in enumerate(sequences):
             place = f"{name}, sequence {index}"
+            if unshared := [key for key in self._of_targets if key in sequence]:
+                text = f"it has {unshared[0]}, which rows of shared beginnings do not keep"
+                raise SampleError(f"{place}: {text}; set dataset.split_turns=True")
             tokens, labels = check_sample(sequence, place, ignore, self.limits)
             if (labels[1:] != ignore).any():
                 kept.append({"tokens": tokens, "labels": labels})
@@ -298,30 +311,34 @@ class TextCollator(RowCollator):
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
         """Makes a microbatch of at least one sample, see :mod:`recipe_utils.text.rows`."""
         ignore, pad = self._ignore_index, self.pad_id
-        if self.settings.is_packed:
-            ignored = samples[0].keys() - _TEXT_KEYS
+        if self.settings.is_packed or self._is_stock_collate_fn:
+            ignored = samples[0].keys() - _TEXT_KEYS - {*self._of_targets}
             if ignored and not self._has_warned:
                 self._has_warned = True
                 text = f"rows contain only text; {', '.join(sorted(map(str, ignored)))} of samples is ignored"
-                log_rank_zero(_log, f"microbatching=packed: {text}", logging.WARNING)
-            row = collate_packed_microbatch(samples, ignore, pad, self.row_multiple, self._shares)
+                log_rank_zero(_log, f"microbatching={self.settings.microbatching}: {text}", logging.WARNING)
+        if self.settings.is_packed:
+            row = collate_packed_microbatch(samples, ignore, pad, self.row_multiple, self._shares, self._of_targets)
         else:
             collate_fn = partial(component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore)
-            row = collate_microbatch(samples, collate_fn, ignore, self.limits.merges_rows)
-        return row if not self._counts_of_datasets else self._with_counts_of_datasets(row, samples)
+            row = collate_microbatch(samples, collate_fn, ignore, self.limits.merges_rows, self._of_targets)
+        return self._with_counts_of_datasets(row, samples) if self._datasets else row
 
     def _with_counts_of_datasets(self, row: Microbatch, samples: Sequence[Sample]) -> Microbatch:
         dataset_of = {sample["step_position"]: sample["dataset_index"] for sample in samples}
         assert row.targets.samples is not None
-        numbers = Counter(dataset_of[position] for position in row.targets.samples.tolist())
-        counts = {name: numbers[index] for index, name in enumerate(self._counts_of_datasets)}
-        return replace(row, counts={**row.counts, **counts})
+        datasets = torch.tensor([dataset_of[at] for at in row.targets.samples.tolist()], dtype=torch.int64)
+        counts: dict[str, float] = dict(row.counts)
+        for count in (self.counts[0], *self._of_targets):
+            numbers = datasets.bincount(row.targets.values.get(count), minlength=len(self._datasets))
+            counts |= zip([f"{count}/{name}" for name in self._datasets], numbers.tolist(), strict=True)
+        return replace(row, counts=counts)
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Makes a dummy microbatch, see :func:`recipe_utils.text.rows.collate_dummy`."""
         if self.settings.is_packed:
             sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
-        return collate_dummy(sample, self.collate, self._ignore_index)
+        return collate_dummy(sample, self.collate, self._ignore_index, self._of_targets)
 
 
 def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimits) -> tuple[np.ndarray, np.ndarray]:
@@ -354,3 +371,16 @@ def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimi
                 f"{name}: {what} {outside[0]} is outside the model's vocabulary of {limits.vocab_size}; {instead}"
             )
     return tokens, labels
+
+
+def check_values(values: Any, key: str, num_labels: int, name: str) -> np.ndarray:
+    """Returns values per target [n] fp64; raises SampleError unless they are finite numbers of at least 0."""
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise SampleError(f"{name}: its {key} are not a list of numbers ({error})") from None
+    if numbers.shape != (num_labels,):
+        raise SampleError(f"{name}: {numbers.shape} {key} for {num_labels} labels; each label needs one")
+    if not (np.isfinite(numbers) & (numbers >= 0)).all():
+        raise SampleError(f"{name}: its {key} contain {numbers[~(numbers >= 0)][:1]}; set them to 0 or more")
+    return numbers

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,7 +70,11 @@ def _with_targets(inputs: dict[str, Any], labels: Tensor, num_real: int, ignore_
 
 
 def collate_microbatch(
-    samples: Sequence[Sample], collate_fn: CollateFn, ignore_index: int, merge_packed_rows: bool = False
+    samples: Sequence[Sample],
+    collate_fn: CollateFn,
+    ignore_index: int,
+    merge_packed_rows: bool = False,
+    of_targets: Sequence[str] = (),
 ) -> Microbatch:
     """Makes a microbatch of padded rows, or of the rows of a packed dataset.
 
@@ -79,14 +84,15 @@ def collate_microbatch(
             model's forward. Not called for samples of a packed dataset, which need no padding.
         ignore_index: label of positions that are not targets.
         merge_packed_rows: merges samples of a packed dataset by :func:`collate_packed_microbatch`.
+        of_targets: names of values per target, see :func:`values_of`.
 
     Raises:
-        ValueError: ``collate_fn`` returned no labels, or labels of another shape than the tokens.
+        ValueError: ``collate_fn`` returned no labels, or labels of another shape than the tokens, or other targets.
     """
     if "seq_lens" not in samples[0]:
         microbatch = padded(samples, collate_fn, ignore_index)
     elif merge_packed_rows:
-        return collate_packed_microbatch(samples, ignore_index)
+        return collate_packed_microbatch(samples, ignore_index, of_targets=of_targets)
     else:
         pieces = [piece_of(sample, ignore_index, has_padding=True) for sample in samples]
         rows = torch.stack([piece.columns for piece in pieces], dim=1)
@@ -94,7 +100,8 @@ def collate_microbatch(
         documents = [piece.documents for piece in pieces]
         microbatch = _microbatch(rows, documents, num_real, ignore_index)
     num_rows, length = microbatch.targets.labels.shape
-    return _with_positions(microbatch, samples, [length] * num_rows)
+    microbatch = _with_positions(microbatch, samples, [length] * num_rows)
+    return _with_values(microbatch, samples, of_targets, ignore_index)
 
 
 def collate_packed_microbatch(
@@ -103,6 +110,7 @@ def collate_packed_microbatch(
     padding_idx: int = 0,
     row_multiple: int | None = None,
     shares_beginnings: bool = False,
+    of_targets: Sequence[str] = (),
 ) -> Microbatch:
     """Makes a microbatch of one packed row.
 
@@ -125,6 +133,7 @@ def collate_packed_microbatch(
         samples = [samples[i] for i in order]
     row = packed(pieces, ignore_index, padding_idx, row_multiple)
     row = _with_positions(row, samples, [piece.columns.size(1) for piece in pieces])
+    row = _with_values(row, samples, of_targets, ignore_index)
     num_shared = num_saved + sum(sum(sample.get("num_shared", ())) for sample in samples)
     if shares_beginnings or any("documents" in sample for sample in samples):
         num_real = row.counts["real_tokens"] + num_shared
@@ -158,12 +167,43 @@ def _with_positions(microbatch: Microbatch, samples: Sequence[Sample], lengths: 
     return replace(microbatch, targets=microbatch.targets._replace(samples=numbers))
 
 
-def collate_dummy(sample: Sample, collate: Callable[..., Microbatch], ignore_index: int) -> Microbatch:
+def _with_values(
+    microbatch: Microbatch, samples: Sequence[Sample], names: Sequence[str], ignore_index: int
+) -> Microbatch:
+    """Adds named values per target, of those names that a sample has, and the sum of each name.
+
+    Targets of other samples have the value 1. Raises ValueError if a ``collate_fn`` made other targets.
+    """
+    values, num_targets = {}, len(microbatch.targets.positions)
+    for name in names:
+        if any(name in sample for sample in samples):
+            values[name] = torch.cat([_values_of(sample, name, ignore_index) for sample in samples])
+            if len(values[name]) != num_targets:
+                raise ValueError(
+                    f"collate_fn: it made {num_targets} targets of {len(values[name])}, so {name} of samples have no "
+                    "place; leave the key out"
+                )
+    sums = {name: float(values[name].sum()) if name in values else num_targets for name in names}
+    targets = microbatch.targets._replace(values=values)
+    return replace(microbatch, targets=targets, counts={**microbatch.counts, **sums})
+
+
+def _values_of(sample: Sample, name: str, ignore_index: int) -> Tensor:
+    """Returns ``sample[name]`` at its targets, [targets] fp64: the value beside a label is that of its target."""
+    is_target = piece_of(sample, ignore_index).columns[1] != ignore_index
+    values = torch.as_tensor(sample.get(name, np.ones(len(sample["tokens"]))), dtype=torch.float64)
+    return values.roll(-1)[: len(is_target)][is_target]
+
+
+def collate_dummy(
+    sample: Sample, collate: Callable[..., Microbatch], ignore_index: int, of_targets: Sequence[str] = ()
+) -> Microbatch:
     """Makes a dummy microbatch: a sample whose targets are all ignored.
 
     Its loss is zero, with a graph through every parameter. Plain text and trees are cut to one token;
     other samples (images, packed rows) keep their shape.
     """
+    sample = {key: value for key, value in sample.items() if key not in of_targets}
     if "documents" in sample:
         sample = {key: value for key, value in sample.items() if key not in OF_TREES}
     if set(sample) <= {"tokens", "labels", "mask", *OF_LOADER}:

@@ -165,7 +165,7 @@ def _hash_of(samples: Sequence[Sample | SampleError], keys: Sequence[str]) -> st
     return digest.hexdigest()[:16]
 
 
-def _counts(sample: Sample, collator: Collator) -> Mapping[str, int]:
+def _counts(sample: Sample, collator: Collator) -> Mapping[str, float]:
     try:
         return collator.collate([sample]).counts
     except Exception:  # raised again when its update step is prepared
@@ -206,7 +206,7 @@ def _with_remarks(
             continue
         counts = _counts(sample, collator)
         remarks.update(collator.remarks(sample))
-        lengths += [counts["real_tokens"]] if "real_tokens" in counts else []
+        lengths += [int(counts["real_tokens"])] if "real_tokens" in counts else []
         totals.update(counts)
         name = "" if dataset.parts is None else dataset.parts.names[dataset.parts.dataset_of(index)]
         num_read[name] += 1
@@ -216,8 +216,8 @@ def _with_remarks(
         remarks={} if stops else remarks,
         num_remarked=len(read),
         lengths=lengths,
-        num_targets=totals["target_tokens"],
-        num_shared=totals["shared_tokens"],
+        num_targets=int(totals["target_tokens"]),
+        num_shared=int(totals["shared_tokens"]),
     )
 
 

@@ -269,11 +269,11 @@ class Run:
             self.state,
             global_step=self.global_step + 1,
             samples_consumed=step.samples_consumed,
-            num_tokens_seen=self.state.num_tokens_seen + step.totals.get("target_tokens", 0),
-            num_images_seen=self.state.num_images_seen + step.totals.get("images", 0),
-            num_samples_skipped=self.state.num_samples_skipped + step.totals["skipped_samples"],
+            num_tokens_seen=self.state.num_tokens_seen + int(step.totals.get("target_tokens", 0)),
+            num_images_seen=self.state.num_images_seen + int(step.totals.get("images", 0)),
+            num_samples_skipped=self.state.num_samples_skipped + int(step.totals["skipped_samples"]),
         )
-        num_spanning = step.totals.get("spanning_samples", 0)
+        num_spanning = int(step.totals.get("spanning_samples", 0))
         self._most_spanning_samples = max(self._most_spanning_samples, num_spanning)
         self._throughput.add(step, self._wait_seconds)
 

@@ -44,7 +44,7 @@ class Row(NamedTuple):
 class RankCounts(NamedTuple):
     """Counts of an update step on one rank."""
 
-    counts: Mapping[str, int]
+    counts: Mapping[str, float]
     """Counts by name, divisors of losses among them."""
     num_microbatches: int
     max_tokens: int = 0
@@ -54,7 +54,7 @@ class RankCounts(NamedTuple):
 class StepCounts(NamedTuple):
     """Counts of an update step over all ranks, equal on all of them."""
 
-    totals: Mapping[str, int]
+    totals: Mapping[str, float]
     """Sums over the data-parallel ranks, by name."""
     max_microbatches: int
     """Microbatches of the rank that has most."""
@@ -86,15 +86,15 @@ class StepCollectives:
             AbandonedError: ``closed`` was set first. The group cannot be used after that.
             OtherRankFailedError: a rank passed None; contains the ranks.
         """
-        row: list[int] = []
+        row: list[float] = []
         if local is not None:
             counts = [local.counts[name] if self.counts_its_data else 0 for name in self.names]
             row = [1, local.num_microbatches, local.max_tokens, *counts]
-        table = self._gather_rows(row, 3 + len(self.names))
+        table = self._gather_rows(row, 3 + len(self.names), torch.float64)  # whole numbers are exact
         is_ready, num_microbatches, max_tokens, *columns = table.unbind(1)
         if local is not None:
             _check_all_ready(is_ready)
-        totals = {name: int(column.sum()) for name, column in zip(self.names, columns, strict=True)}
+        totals = {name: _plain(column.sum().item()) for name, column in zip(self.names, columns, strict=True)}
         return StepCounts(totals, int(num_microbatches.max()), int(max_tokens.min()))
 
     def exchange(
@@ -146,10 +146,10 @@ class StepCollectives:
             for index, microbatch in enumerate(planned[me])
         ]
 
-    def _gather_rows(self, row: Sequence[int], width: int) -> torch.Tensor:
-        """Returns the rows of all ranks, [ranks, width] int64, with one all-reduce."""
-        table = torch.zeros(dist.get_world_size(self.group), width, dtype=torch.int64)
-        table[dist.get_rank(self.group), : len(row)] = torch.tensor(row, dtype=torch.int64)
+    def _gather_rows(self, row: Sequence[float], width: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Returns the rows of all ranks, [ranks, width], with one all-reduce."""
+        table = torch.zeros(dist.get_world_size(self.group), width, dtype=dtype)
+        table[dist.get_rank(self.group), : len(row)] = torch.tensor(row, dtype=dtype)
         self._wait(dist.all_reduce(table, group=self.group, async_op=True))
         return table
 
@@ -192,6 +192,11 @@ def group_samples(samples: Sequence[Sample], length_of: LengthOf, plan: Plan) ->
     """Returns the microbatches, planned for this rank alone."""
     (microbatches,) = plan([length_of(sample) for sample in samples], 1)
     return [Row([samples[position] for position in each]) for each in microbatches]
+
+
+def _plain(number: float) -> float:
+    """Returns a whole number as an int: of tokens, not of their weights."""
+    return int(number) if number.is_integer() else number
 
 
 def _check_all_ready(ready: torch.Tensor) -> None:

@@ -38,6 +38,8 @@ class Targets(NamedTuple):
     pairs: Pairs | None = None
     samples: Tensor | None = None
     """[n], or [p] of pairs: position in the update step of each one's sample, for losses by sample."""
+    values: Mapping[str, Tensor] = {}
+    """[n] fp64 each: named values per target that a sample of the dataset has, such as ``weights``."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Microbatch:
     collate function; for packed rows also ``input_pos`` [b, s] and ``document_lengths``
     (:class:`recipe_utils.text.documents.Documents`), which determine the attention mask."""
     targets: Targets
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
     """Counts by name, which sum to the totals of the update step; empty for a dummy microbatch."""
 
     def pin_memory(self) -> "Microbatch":
@@ -74,7 +76,7 @@ class UpdateStep:
     """Position in its epoch, from 0."""
     microbatches: Sequence[Microbatch]
     """Microbatches of this rank, on the CPU; every rank has the same number."""
-    totals: Mapping[str, int]
+    totals: Mapping[str, float]
     """Counts of all microbatches by name, over all DP ranks: target_tokens, positions, skipped_samples, ..."""
     dp_degree: int
     """Number of ranks that hold different data."""
@@ -87,7 +89,7 @@ class UpdateStep:
 
         FSDP2 and DDP average gradients over the DP ranks, hence ``dp_degree`` over the total.
         """
-        return self.dp_degree / max(self.totals[count], 1)
+        return self.dp_degree / (self.totals[count] or 1)
 
 
 def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

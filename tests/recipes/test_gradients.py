@@ -35,6 +35,9 @@ FAST = [  # one per way to train
     Row("fsdp-2", "tied", "packed", changes=spanning(2)),
     Row("fsdp-3", "untied", "in_order", 1, "last_microbatch", "datasets"),
     Row("pp-2", "tied", "in_order", 4, "1F1B", "tokens"),
+    Row("one", "tied", "packed", 4, objective="targets"),
+    Row("fsdp-2", "untied", "in_order", 2, objective="targets"),
+    Row("fsdp-2", "untied", objective="targets and datasets", changes=spanning(2)),
     Row("pp-2", "lora", "in_order", 1, "1F1B"),
     *(Row("one", name) for name in ("qwen3", "gpt_oss", "lfm2")),
     Row("fsdp-2", "lfm2", changes=RECOMPUTED),
@@ -65,6 +68,9 @@ ROWS = [
     *covering_array(FAST, list(possible_rows())),
     Row("one", "tied lora", "in_order", changes=RECOMPUTED),
     Row("fsdp-2", "lora", "in_order", 2, changes={"custom_sharded_layers": ["tok_embeddings", "output"]}),
+    Row("pp-2", "tied", "least_padding", 4, "1F1B", "targets"),
+    Row("hsdp-2x2", "tied", "least_padding", 4, objective="targets and tokens"),
+    Row("fsdp-4", "untied", objective="targets", changes=spanning(4)),
     # Rows of several ranks
     Row("fsdp-4", "tied", changes=spanning(4, **RECOMPUTED)),
     Row("fsdp-4", "untied", changes=spanning(4, fsdp_reshard_after_forward=False)),
@@ -185,6 +191,10 @@ def no_sync_at_the_last_microbatch(patches):
     replace(patches, "gradient_sync", never)
 
 
+def weights_of_targets_not_counted(patches):
+    patches.setattr(UpdateStep, "scale", lambda self, _: self.dp_degree / self.totals["target_tokens"])
+
+
 # Of rows that several ranks compute
 
 
@@ -238,6 +248,7 @@ MUTANTS = {
     labels_shifted_after_the_cut: PARTS,
     # slow
     weights_normalized_by_microbatch: ONE._replace(objective="tokens"),
+    weights_of_targets_not_counted: ONE._replace(objective="targets"),
     tensor_parallel_ranks_counted_twice: Row("tp-2", "untied", "in_order", 2),
     a_microbatch_left_out: STAGES,
     gradients_of_tied_copies_not_summed: STAGES,

@@ -36,7 +36,7 @@ def steps_of(samples, size=16, epoch=0):
 
 def samples_of(*datasets):
     """Returns samples of tiny datasets, each with the name and the loss weight of its own."""
-    names = ("num_samples", "num_without_targets", "mask_prompts", "seed", "num_common")
+    names = ("num_samples", "num_without_targets", "mask_prompts", "seed", "num_common", "has_weights")
     return [
         {**sample, "dataset": data.get("name"), "weight": data.get("loss_weight", 1.0)}
         for data in datasets
@@ -69,16 +69,20 @@ def big_batch(model, samples):
 
 def cross_entropy(model, _, samples, loss_weights="tokens"):
     """Returns the mean over targets, or over the means of datasets, and that of each named dataset."""
-    sums, counts, weights = {}, {}, {}
+    sums, counts, weighted, totals, weights = ({} for _ in range(5))
     for sample in samples:
         logits, labels = targets_of(model, sample)
-        name = sample.get("dataset")
-        sums[name] = sums.get(name, 0) + F.cross_entropy(logits, labels, reduction="sum")
+        name, losses = sample.get("dataset"), F.cross_entropy(logits, labels, reduction="none")
+        is_target = torch.tensor(sample["labels"])[1:] != tiny.IGNORE
+        given = torch.tensor(sample.get("weights", [1.0] * len(sample["labels"])), dtype=losses.dtype)[1:][is_target]
+        sums[name] = sums.get(name, 0) + losses.sum()
         counts[name] = counts.get(name, 0) + len(labels)
+        weighted[name] = weighted.get(name, 0) + (given * losses).sum()
+        totals[name] = totals.get(name, 0) + given.sum().item()
         weights[name] = sample.get("weight", 1.0)
     means = {name: sums[name] / counts[name] for name in sums if counts[name]}
-    weights = {n: weights[n] * (counts[n] if loss_weights == "tokens" else 1) for n in means}
-    loss = sum(weights[name] * mean for name, mean in means.items()) / sum(weights.values())
+    factors = {n: weights[n] / (1 if loss_weights == "tokens" else totals[n]) for n in means if totals[n]}
+    loss = sum(f * weighted[n] for n, f in factors.items()) / sum(f * totals[n] for n, f in factors.items())
     num_tokens = sum(counts.values())
     return {
         "loss": loss,

@@ -85,9 +85,17 @@ COMMON = {**DATA, "num_common": 20}
 TREES = {"_component_": "tiny.tiny_tree_dataset", "num_samples": NUM_SAMPLES}
 
 
-def weighted(how):
+WEIGHTED = {**DATA, "has_weights": True}
+
+
+def weighted(how, has_weights=False):
     val = {"dataset_val": HELD_OUT, "run_val_every_n_steps": 1}
-    keys = {**STEP_OF_16, "dataset": MIXED, "loss_weights": how, **val}
+    keys = {
+        **STEP_OF_16,
+        "dataset": [{**data, "has_weights": has_weights} for data in MIXED],
+        "loss_weights": how,
+        **val,
+    }
     return Objective(SFT, cross_entropy, (how,), keys, 1e-12)
 
 
@@ -116,6 +124,9 @@ OBJECTIVES = {
     "ce": Objective(SFT, cross_entropy, (), STEP_OF_16),
     "tokens": weighted("tokens"),
     "datasets": weighted("datasets"),
+    "targets": Objective(SFT, cross_entropy, (), {**STEP_OF_16, "dataset": WEIGHTED}),
+    "targets and tokens": weighted("tokens", has_weights=True),
+    "targets and datasets": weighted("datasets", has_weights=True),
     "common": Objective(SFT, cross_entropy, (), {**STEP_OF_16, "dataset": COMMON}),
     "trees": Objective(SFT, cross_entropy, (), {**STEP_OF_16, "dataset": TREES}),
     "kd": distilled(0.3, 2.0, "forward"),
@@ -291,6 +302,7 @@ def losses_of_samples(row, folder):
             samples = sequences_of_samples()
         else:
             samples = [[s] for s in samples_of(*(data if isinstance(data, list) else [data]))]
+            samples = [[{k: v for k, v in s.items() if k != "weights"}] for (s,) in samples]
         terms = (row.kind.terms[0], 0) if row.kind.recipe == DPO else row.kind.terms
         _references[key] = []
         with tiny.float64_throughout(), DoublePrecision() if row.is_folder else nullcontext():

@@ -214,11 +214,12 @@ def waiting_dataset(tokenizer, num_samples, step, file):
     return WaitsBeforeStep(make_samples(num_samples), step, Path(file))
 
 
-def make_samples(num_samples, num_without_targets=0, mask_prompts=True, seed=0, num_common=0):
+def make_samples(num_samples, num_without_targets=0, mask_prompts=True, seed=0, num_common=0, has_weights=False):
     """Returns samples of 2 to 40 tokens with very uneven numbers of targets.
 
     The last ``num_without_targets`` have no target at all. Without ``mask_prompts`` the labels of the
     other ones are all their tokens, the first included. All begin with ``num_common`` further tokens.
+    With ``has_weights`` labels have weights, but in every third sample.
     """
     rng = random.Random(seed)
     samples = []
@@ -230,14 +231,25 @@ def make_samples(num_samples, num_without_targets=0, mask_prompts=True, seed=0, 
             masked = length
         labels = [IGNORE] * (num_common + masked) + tokens[masked:]
         samples.append({"tokens": [*range(1, num_common + 1), *tokens], "labels": labels})
+        if has_weights and i % 3:
+            drawn = random.Random(i)
+            samples[-1]["weights"] = [drawn.choice([0, 0.1, 0.5, 1, 3]) for _ in labels]
     return samples
 
 
 def tiny_dataset(
-    tokenizer, num_samples, num_without_targets=0, mask_prompts=True, packed=False, seed=0, replace=None, num_common=0
+    tokenizer,
+    num_samples,
+    num_without_targets=0,
+    mask_prompts=True,
+    packed=False,
+    seed=0,
+    replace=None,
+    num_common=0,
+    has_weights=False,
 ):
     """Returns samples. ``replace`` puts a sample of the test's own at an index; with None as tokens it raises."""
-    samples = make_samples(num_samples, num_without_targets, mask_prompts, seed, num_common)
+    samples = make_samples(num_samples, num_without_targets, mask_prompts, seed, num_common, has_weights)
     for index, sample in (replace or {}).items():
         samples[int(index)] = dict(sample)
     dataset = Samples(samples)

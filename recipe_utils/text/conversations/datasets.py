@@ -5,6 +5,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import starmap
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             self._turns = of_rows, ends = array("q"), array("i")
             for index in range(len(rows)):
                 try:
-                    ends_of_row = _ends_of_turns(conversation_of(rows[index])["messages"])
+                    messages, _ = _whole_weights(conversation_of(rows[index])["messages"])
+                    ends_of_row = _ends_of_turns(messages)
                 except Exception:  # any: raised again with the sample
                     ends_of_row = [_ALL]
                 ends.extend(ends_of_row)
@@ -73,7 +75,11 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         with rows.naming(index):
             row = conversation_of(rows[index])
             messages, tools = row["messages"], row["tools"]
+            messages, fractions = _whole_weights(messages)
             if self.makes_trees:
+                if fractions:
+                    text = "split_turns=shared keeps no weights of targets; set split_turns=True"
+                    raise SampleError(f"weight={next(iter(fractions.values()))}: {text}")
                 turns = [end or len(messages) for end in _ends_of_turns(messages)]
                 both = self._tokenizer.tokenize_turns(messages, turns, tools)
                 return {"sequences": list(starmap(_sample, both))}
@@ -81,12 +87,41 @@ class ConversationDataset(Dataset[dict[str, Any]]):
                 *history, turn = messages[:end]
                 messages = [*({**message, "weight": 0} for message in history), turn]
             sample = _sample(*self._tokenizer.tokenize_messages(messages, tools=tools))
-            return {**sample, "labels": sample["labels"].tolist()}
+            sample = {**sample, "labels": sample["labels"].tolist()}
+            if fractions := {index: weight for index, weight in fractions.items() if index < len(messages)}:
+                sample["weights"] = self._weights(messages, fractions, tools)
+            return sample
+
+    def _weights(self, messages: Sequence[Any], fractions: Mapping[int, float], tools: Any) -> np.ndarray:
+        """Returns the weight of each token's label [n], given those of messages by index."""
+        weights: Any = 1.0
+        for weight in {*fractions.values()}:
+            # Targets of the messages of this weight are those that are masked without them.
+            others = [
+                {**message, "weight": 0} if fractions.get(index) == weight else message
+                for index, message in enumerate(messages)
+            ]
+            both = [self._tokenizer.tokenize_messages(given, tools=tools)[1] for given in (messages, others)]
+            weights = np.where(np.array(both[0]) != np.array(both[1]), weight, weights)
+        return np.asarray(weights)
 
 
 def _sample(tokens: Any, mask: Any) -> dict[str, Any]:
     """Returns tokens as they are, and labels as an array."""
     return {"tokens": tokens, "labels": np.where(mask, CROSS_ENTROPY_IGNORE_IDX, tokens)}
+
+
+def _whole_weights(messages: Sequence[Any]) -> tuple[list[Any], dict[int, float]]:
+    """Returns messages with weights of 0 or 1, and the fractions of assistants' by index."""
+    fractions = {
+        index: float(message["weight"])
+        for index, message in enumerate(messages)
+        if message.get("role") == "assistant"
+        and type(weight := message.get("weight")) in (int, float)
+        and 0 < weight < inf
+        and weight != 1
+    }
+    return [{**m, "weight": 1} if index in fractions else m for index, m in enumerate(messages)], fractions
 
 
 _ALL = 0

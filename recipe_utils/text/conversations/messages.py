@@ -92,7 +92,7 @@ def in_openai_format(message: Any) -> tuple[dict[str, Any], bool]:
     if role not in _ROLES:
         raise SampleError(f"role={role!r}: set it to one of {', '.join(_ROLES)}")
     if weight not in (None, 0, 1) or isinstance(weight, str):
-        raise SampleError(f"weight={weight!r}: set it to 0 or 1")
+        raise SampleError(f"weight={weight!r}: set it to 0 or 1, or that of an assistant to any number above 0")
     if weight == 1 and role != "assistant":
         raise SampleError(f"weight=1 of a {role}: only assistants train")
     openai: dict[str, Any] = {"role": role}

@@ -103,7 +103,7 @@ class StepMemory:
         if (num_stages := self._ranks.dims.pp) > 1:
             # Two microbatches for each stage keep the bubble small.
             positions = sum(m.counts.get("positions", 0) for m in step.microbatches)
-            cap = positions // (2 * num_stages)
+            cap = int(positions) // (2 * num_stages)
         if self._number > 1:  # the first one has no optimizer state
             self._search.search.add(longest, memory, cap)
 
