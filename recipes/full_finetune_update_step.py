@@ -121,7 +121,7 @@ class FullFinetuneRecipe:
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, collator.longest_row, groups)
             if has_output:
-                attach_loss(decoder, loss_fn, settings.splits_backward)
+                attach_loss(decoder, loss_fn, settings.splits_backward, num_sums=1)
 
         with naming():
             self.model = build_model(make_model, prepare, settings, ranks)
