@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torchtune import config
 
 import recipe_utils
@@ -159,7 +160,7 @@ class FullDPORecipe:
 
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Returns sums of METRICS over pairs, the last one over chosen targets, [8] in fp64."""
-        with self.offloading:
+        with self.offloading, record_function("forward"):
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def objective(self, metrics: Tensor) -> Tensor:
@@ -187,7 +188,8 @@ class FullDPORecipe:
                 for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
                     with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
-                        self.objective(scaled).backward()
+                        with record_function("backward"):
+                            self.objective(scaled).backward()
                     metrics += scaled.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)

@@ -19,6 +19,7 @@ import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torchtune import config
 
 import recipe_utils
@@ -149,7 +150,7 @@ class FullFinetuneRecipe:
         Of named datasets, each target has the weight of its dataset.
         ``attach_loss`` makes the loss a part of the model, where FSDP2 gathers the output weight.
         """
-        with self.offloading:
+        with self.offloading, record_function("forward"):
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -171,7 +172,8 @@ class FullFinetuneRecipe:
             for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
                 with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                     scaled = self.sums(microbatch) * scale
-                    scaled[0].backward()
+                    with record_function("backward"):
+                        scaled[0].backward()
                 loss += scaled.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)

@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torchtune import config
 
 import recipe_utils
@@ -164,7 +165,7 @@ class KDRecipe:
 
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Returns sums of ``self.metrics`` over target tokens, [5] or [1]; first the loss."""
-        with self.offloading:
+        with self.offloading, record_function("forward"):
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -188,7 +189,8 @@ class KDRecipe:
                 for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
                     with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
-                        scaled[0].backward()
+                        with record_function("backward"):
+                            scaled[0].backward()
                     metrics += scaled.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 
 class OverStages(Protocol):
@@ -20,6 +21,7 @@ class OverStages(Protocol):
     """Ids of parameters on this rank whose norm another rank adds."""
 
 
+@record_function("clip")
 def clip_grad_norm_(
     model: nn.Module,
     max_norm: float | None = None,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from recipe_utils.long_rows.parts import WHOLE, Part, part_of
 from recipe_utils.plans.rounds import Plan
@@ -140,7 +141,8 @@ class StepCollectives:
         num_samples = [row[0] - 1 for row in rows]
         lengths = [length for row in rows for length in row[1 : row[0]]]
         owner = [source for source, number in enumerate(num_samples) for _ in range(number)]
-        planned = plan(lengths, len(self.dp_peers))
+        with record_function("plan"):
+            planned = plan(lengths, len(self.dp_peers))
         me = list(self.dp_peers).index(dist.get_rank(self.group))
         held = dict(enumerate(samples, start=sum(num_samples[:me])))
 
@@ -215,7 +217,8 @@ def reporting_failure(collective: Callable[[None], Any]) -> Iterator[None]:
 
 def group_samples(samples: Sequence[Sample], length_of: LengthOf, plan: Plan) -> list[Row]:
     """Returns the microbatches, planned for this rank alone."""
-    (microbatches,) = plan([length_of(sample) for sample in samples], 1)
+    with record_function("plan"):
+        (microbatches,) = plan([length_of(sample) for sample in samples], 1)
     return [Row([samples[position] for position in each]) for each in microbatches]
 
 

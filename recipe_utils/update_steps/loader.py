@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from recipe_utils.long_rows.parts import WHOLE, cut
 from recipe_utils.parallel.process_group import agree_on_length
@@ -138,14 +139,16 @@ class UpdateStepLoader:
             length_of, plan, most = collator.length, collator.plan, self.samples_per_rank
             exchange = partial(together.exchange, length_of=length_of, plan=plan, max_samples=most)
             with reporting_failure(exchange if exchanges else together.count):
-                samples = next(loaded)
+                with record_function("load"):
+                    samples = next(loaded)
                 if dummy is None and (ranks.dp_degree > 1 or fill is not None):
                     # Before the ranks agree on the step: nothing may fail after that.
                     dummy = collator.dummy(samples[0] if samples else self.dataset[self.probe.example])
                 rows = [] if exchanges else group_samples(samples, length_of, plan)
             if exchanges:
-                rows = exchange(samples)
-            with reporting_failure(together.count):
+                with record_function("exchange"):
+                    rows = exchange(samples)
+            with reporting_failure(together.count), record_function("collate"):
                 # Only plans over several ranks have rounds without samples.
                 microbatches: list[Microbatch] = []
                 for row in rows:
@@ -159,7 +162,8 @@ class UpdateStepLoader:
                 now_ms = time.monotonic_ns() // 1_000_000
                 proposal = self.propose_tokens() if self.propose_tokens else 0
                 local = RankCounts(counts, len(microbatches), now_ms, num_skipped, proposal)
-            agreed = together.count(local)
+            with record_function("count"):
+                agreed = together.count(local)
             num_to_run = agreed.max_microbatches if fill is None else fill(agreed.max_microbatches)
             microbatches += [dummy] * (num_to_run - len(microbatches))
             step = UpdateStep(
