@@ -33,7 +33,7 @@ from recipe_utils.optim import optimizer
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import ratios
+from recipe_utils.parallel.process_group import means_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.preference import losses as preference
@@ -207,7 +207,7 @@ class FullDPORecipe:
         sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
         found, counts = dict(zip(METRICS, sums, strict=True)), dict.fromkeys(METRICS, "pairs")
         counts["sft_loss"] = "chosen_tokens"
-        found = ratios(found, totals, counts, self.ranks.dp_degree)
+        found = means_over_ranks(found, totals, counts, self.ranks.dp_degree)
         return self.named(torch.stack([*found.values()]), prefix="val_")
 
     def named(self, metrics: Tensor, prefix: str = "") -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ from recipe_utils.optim import optimizer
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import ratios
+from recipe_utils.parallel.process_group import means_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.components import Component, MadeWith
@@ -191,7 +191,7 @@ class FullFinetuneRecipe:
         how = 1, self.pipeline, self.ranks.device
         (sum_of_all, *of_datasets), totals = sum_over(self.val_loader, self.model, self.sums, *how)
         losses = {"val_loss": sum_of_all, **losses_by_dataset(of_datasets, totals, "val_")}
-        return ratios(losses, totals, "target_tokens", self.ranks.dp_degree)
+        return means_over_ranks(losses, totals, "target_tokens", self.ranks.dp_degree)
 
     # ---- Training loop --------------------------------------------------------------------------
 

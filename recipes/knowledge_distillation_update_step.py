@@ -36,7 +36,7 @@ from recipe_utils.optim import optimizer
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import ratios
+from recipe_utils.parallel.process_group import means_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.components import Component, MadeWith
@@ -206,7 +206,7 @@ class KDRecipe:
         """Returns means per target token of ``dataset_val`` over all ranks."""
         how = len(self.metrics), self.pipeline, self.ranks.device, self.teacher.attached
         sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
-        return ratios(self.named(sums, "val_"), totals, "target_tokens", self.ranks.dp_degree)
+        return means_over_ranks(self.named(sums, "val_"), totals, "target_tokens", self.ranks.dp_degree)
 
     def named(self, sums: Tensor, prefix: str = "") -> dict[str, Tensor]:
         """Returns sums [5] or [1] by name, without those that are not computed."""

@@ -43,13 +43,13 @@ class Documents(Sequence[Sequence[Document]]):
     """
 
     lengths: DocumentLengths
-    boundaries: Tensor
+    cu_seqlens: Tensor
     """[p + 1], int32: start of each segment in the flattened [b * s] positions, and end of the
     last. No segment is empty, which FlashAttention's backward does not support. Without trees
     these are cumulative sequence lengths."""
     ends: Tensor | None
     """[p], int32: end in its row of each segment's last descendant; None without trees."""
-    longest: int
+    max_seqlen: int
     """Tokens of the longest document, all segments of a tree included."""
     num_ranks: int
     """Ranks that compute the row together, each a part of the positions; documents are the whole row's."""
@@ -57,10 +57,10 @@ class Documents(Sequence[Sequence[Document]]):
     def __init__(self, lengths: DocumentLengths, num_ranks: int = 1) -> None:
         self.lengths = lengths
         self.num_ranks = num_ranks
-        self.longest = max(length_of(each) for row in lengths for each in row)
+        self.max_seqlen = max(length_of(each) for row in lengths for each in row)
         segments = [each for row in lengths for each in spans(row)]
         sizes = [stop - start for start, stop, _ in segments]
-        self.boundaries = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+        self.cu_seqlens = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
         self.ends = None
         if any(end > stop for _, stop, end in segments):
             self.ends = torch.tensor([end for *_, end in segments], dtype=torch.int32)
@@ -77,11 +77,11 @@ class Documents(Sequence[Sequence[Document]]):
         synchronization.
         """
         num_rows, row_length = self.shape
-        positions = torch.arange(num_rows * row_length, dtype=torch.int32, device=self.boundaries.device)
-        segments = torch.searchsorted(self.boundaries[1:], positions, right=True, out_int32=True)
+        positions = torch.arange(num_rows * row_length, dtype=torch.int32, device=self.cu_seqlens.device)
+        segments = torch.searchsorted(self.cu_seqlens[1:], positions, right=True, out_int32=True)
         if self.ends is not None:
             return self.ends[segments].view(self.shape)
-        ends = self.boundaries[1:][segments].view(self.shape)
+        ends = self.cu_seqlens[1:][segments].view(self.shape)
         return ends - positions[::row_length, None]
 
     def __len__(self) -> int:
@@ -146,14 +146,14 @@ def chains(row: Sequence[Document]) -> Iterator[Chain]:
 
 
 def _flatten(documents: Documents) -> tuple[list[Any], tuple[DocumentLengths, int, int]]:
-    numbers = documents.lengths, documents.longest, documents.num_ranks
-    return [documents.boundaries, documents.ends], numbers
+    numbers = documents.lengths, documents.max_seqlen, documents.num_ranks
+    return [documents.cu_seqlens, documents.ends], numbers
 
 
 def _unflatten(tensors: Any, numbers: tuple[DocumentLengths, int, int]) -> Documents:
     documents = Documents.__new__(Documents)
-    documents.lengths, documents.longest, documents.num_ranks = numbers
-    documents.boundaries, documents.ends = tensors
+    documents.lengths, documents.max_seqlen, documents.num_ranks = numbers
+    documents.cu_seqlens, documents.ends = tensors
     return documents
 
 

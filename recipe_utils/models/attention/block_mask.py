@@ -35,7 +35,7 @@ def sees(documents: Documents, window: int | None = None) -> Callable[..., Tenso
 def dense_mask(documents: Documents) -> Tensor:
     """Returns the mask of all pairs of positions [b, s, s], on the documents' device."""
     num_rows, row_length = documents.shape
-    device = documents.boundaries.device
+    device = documents.cu_seqlens.device
     positions = torch.arange(row_length, device=device)
     rows = torch.arange(num_rows, device=device)[:, None, None]
     return sees(documents)(rows, rows, positions[:, None], positions)

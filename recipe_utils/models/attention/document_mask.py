@@ -157,7 +157,7 @@ def attend_by_varlen(
             options["enable_gqa"] = True
         else:
             k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
-    bounds = (documents.boundaries, documents.boundaries, documents.longest, documents.longest)
+    bounds = (documents.cu_seqlens, documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen)
     attended: Tensor = attend(q, k, v, *bounds, **options)
     return attended
 

@@ -241,7 +241,7 @@ def run_by_document(module: nn.Module, axes: Axes) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if (rows := _rows.get(None)) is None:
             raise RuntimeError(f"{name} runs by document, and documents are unknown")
-        if rows.documents is None or len(rows.documents.boundaries) < 3:
+        if rows.documents is None or len(rows.documents.cu_seqlens) < 3:
             return whole(*args, **kwargs)
         (row,) = rows.documents
         found = list(chains(row))
