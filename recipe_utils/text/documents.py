@@ -1,5 +1,14 @@
 """Document boundaries of packed rows, as numbers on the host and as tensors on the device.
 
+One inequality keeps documents apart: a query q attends to a key k if ``k <= q < end[k]``.
+
+Example: documents of 5, 3, 9 and 2 tokens have ``cu_seqlens`` [0, 5, 8, 17, 19]; ``end`` is 5 for the first five
+positions, then 8, 17, 19. Query 6 attends to keys 5 and 6. Key 4 is before it, too, but ends at 5.
+
+A prompt of 2 tokens with answers of 3 and 4, ``tree(2, 3, 4)``, has the segments [0, 2), [2, 5) and [5, 9). The
+prompt ends with its last answer: ``end`` is 9, 5 and 9. Query 6 attends to the prompt (0, 1) and to its own answer
+(5, 6), not to the other one (2 to 4, which end at 5), by the same inequality.
+
 Shapes: b rows, s positions per row, p segments in all rows.
 """
 
