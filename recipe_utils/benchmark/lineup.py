@@ -234,7 +234,7 @@ def _recipe_of(entry: Mapping[str, Any], recipe: str) -> tuple[str, type]:
     if (given := entry.get("recipe")) is None:
         return recipe, settings_of(recipe)
     if entry["kind"] != "update_step":
-        raise ConfigError(Problem("recipe", f"kind={entry['kind']} is a recipe itself; take it out", given))
+        raise ConfigError(Problem("recipe", "only kind=update_step runs a recipe file; take it out", given))
     try:
         settings, recipe_class = load_recipe(str(given))
     except ValueError as error:

@@ -230,7 +230,7 @@ def test_a_recipe_file_that_a_baseline_cannot_run_is_refused(read, tmp_path):
         "wrong": {**OURS, "my_key": 3},
     }
     stock, none, of_empty, wrong = problems(read, baselines=entries)
-    assert stock == "baselines.stock: recipe=my_recipe.py: kind=stock is a recipe itself; take it out"
+    assert stock == "baselines.stock: recipe=my_recipe.py: only kind=update_step runs a recipe file; take it out"
     assert none.startswith("baselines.none: recipe: no_such.py: no recipe of this name or path")
     assert of_empty.startswith(f"baselines.empty: recipe={empty}: the file needs one class")
     assert wrong.startswith("baselines.wrong: my_key: this recipe has no such key")
