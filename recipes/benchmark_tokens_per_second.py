@@ -9,8 +9,8 @@ are taken step by step, so other load on the machine affects all baselines.
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark overrides.batch_size=8
 
 Other configs: ``llama3_2/5M_lora_benchmark``, ``5M_dpo_benchmark``, ``5M_to_1M_KD_benchmark``. Keys
-of an entry of ``peers`` override the recipe's config:
-``peers.in_order.gradient_accumulation_steps=2``, ``'~peers.stock'``.
+of an entry of ``baselines`` override the recipe's config:
+``baselines.in_order.gradient_accumulation_steps=2``, ``'~baselines.stock'``.
 """
 
 import json
@@ -58,17 +58,17 @@ class Settings:
     """Folder for the report and the output of the baselines."""
     update_step_config: str
     """Config of `update_step_recipe` for all baselines, by name or path."""
-    peers: Annotated[dict[str, Any], AS_WRITTEN]
-    """Baselines: name -> `kind` (stock, update_step, hf_trainer, or limit, a bare loop) and
-    overrides of the config."""
+    baselines: Annotated[dict[str, Any], AS_WRITTEN]
+    """Baselines: name -> `kind` (stock, update_step, hf_trainer, or limit, a bare loop),
+    `recipe` (a file of kind update_step; default: `update_step_recipe`) and overrides of the config."""
     update_step_recipe: Literal[
         "full_finetune_update_step", "full_dpo_update_step", "knowledge_distillation_update_step"
     ] = "full_finetune_update_step"
     """Recipe of the config. Only fine-tuning has an hf_trainer and a limit."""
     overrides: Annotated[dict[str, Any], AS_WRITTEN] | None = None
     """Overrides of the config for all baselines."""
-    baseline: str | None = None
-    """Name of the denominator of ratios; null is the first baseline."""
+    reference: str | None = None
+    """Name of the baseline that ratios are taken over; null is the first one."""
     num_warmup_steps: Count = 1
     """Untimed update steps of each round. The first one includes loading."""
     num_update_steps: Count = 8
@@ -93,11 +93,11 @@ class Settings:
                 f"the benchmark starts processes itself; set the key nproc_per_node={world_size} instead",
             )
         yield from problems_with_folder("output_dir", self.output_dir)
-        if not self.peers:
-            yield Problem("peers", "there are none; set it to names with a kind each")
-        elif self.baseline is not None and self.baseline not in self.peers:
-            text = f"no entry of peers has this name; set it to one of {', '.join(self.peers)}"
-            yield Problem("baseline", text, self.baseline)
+        if not self.baselines:
+            yield Problem("baselines", "there are none; set it to names with a kind each")
+        elif self.reference is not None and self.reference not in self.baselines:
+            text = f"no entry of baselines has this name; set it to one of {', '.join(self.baselines)}"
+            yield Problem("reference", text, self.reference)
 
 
 class BenchmarkTokensPerSecond:
@@ -108,12 +108,12 @@ class BenchmarkTokensPerSecond:
         base = merge(load_base_config(settings.update_step_config), settings.overrides or {})
         counts = settings.nproc_per_node, settings.num_steps
         self.baselines, self.missing = line_up(
-            settings.update_step_recipe, base, settings.peers, settings.output_dir, *counts
+            settings.update_step_recipe, base, settings.baselines, settings.output_dir, *counts
         )
-        self.reference = settings.baseline or next(iter(self.baselines), "")
+        self.reference = settings.reference or next(iter(self.baselines), "")
         if self.reference not in self.baselines:
             reason = self.missing.get(self.reference, "no baseline can run")
-            raise ConfigError(Problem("baseline", f"{reason}; set another", self.reference))
+            raise ConfigError(Problem("reference", f"{reason}; set another", self.reference))
         model = self.baselines[self.reference].config["model"]
         self.other_models = [name for name, each in self.baselines.items() if each.config["model"] != model]
         self.steps: list[report.TimedStep] = []
@@ -221,7 +221,7 @@ class BenchmarkTokensPerSecond:
     def _start(self, baseline: Baseline, round: int) -> Processes:
         """Starts the processes of a baseline; they wait for their first turn."""
         tokenizer = config.instantiate(OmegaConf.create(baseline.config["tokenizer"]))
-        folder = self.settings.output_dir / "peers" / baseline.name
+        folder = self.settings.output_dir / "baselines" / baseline.name
         return Processes(
             baseline.name,
             write_spec(folder / "spec.json", baseline, tokenizer.pad_id),

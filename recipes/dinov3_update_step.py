@@ -19,6 +19,7 @@ import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torchtune import config, training
 
 import recipe_utils
@@ -165,7 +166,7 @@ class DINOv3Recipe:
         ``attach_loss`` makes the loss a part of the backbone, where FSDP2 gathers the heads'
         weights.
         """
-        with self.offloading:
+        with self.offloading, record_function("forward"):
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -193,7 +194,8 @@ class DINOv3Recipe:
                 for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
                     with gradient_sync(self.model, is_last, settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
-                        scaled[0].backward()
+                        with record_function("backward"):
+                            scaled[0].backward()
                     metrics += scaled.detach()
 
         settings.freeze_prototypes(self.model, run.global_step)

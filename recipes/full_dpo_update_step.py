@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torchtune import config
 
 import recipe_utils
@@ -33,7 +34,7 @@ from recipe_utils.optim import optimizer
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import ratios
+from recipe_utils.parallel.process_group import means_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.preference import losses as preference
@@ -160,7 +161,7 @@ class FullDPORecipe:
 
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Returns sums of METRICS over pairs, the last one over chosen targets, [8] in fp64."""
-        with self.offloading:
+        with self.offloading, record_function("forward"):
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def objective(self, metrics: Tensor) -> Tensor:
@@ -189,7 +190,8 @@ class FullDPORecipe:
                 for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
                     with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
-                        self.objective(scaled).backward()
+                        with record_function("backward"):
+                            self.objective(scaled).backward()
                     metrics += scaled.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)
@@ -207,7 +209,7 @@ class FullDPORecipe:
         sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
         found, counts = dict(zip(METRICS, sums, strict=True)), dict.fromkeys(METRICS, "pairs")
         counts["sft_loss"] = "chosen_tokens"
-        found = ratios(found, totals, counts, self.ranks.dp_degree)
+        found = means_over_ranks(found, totals, counts, self.ranks.dp_degree)
         return self.named(torch.stack([*found.values()]), prefix="val_")
 
     def named(self, metrics: Tensor, prefix: str = "") -> dict[str, Tensor]:

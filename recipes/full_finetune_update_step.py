@@ -19,6 +19,7 @@ import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torchtune import config
 
 import recipe_utils
@@ -37,7 +38,7 @@ from recipe_utils.optim import optimizer
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import ratios
+from recipe_utils.parallel.process_group import means_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.components import Component, MadeWith
@@ -126,7 +127,7 @@ class FullFinetuneRecipe:
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, collator.longest_row, groups)
             if has_output:
-                attach_loss(decoder, loss_fn, settings.splits_backward)
+                attach_loss(decoder, loss_fn, settings.splits_backward, num_sums=1)
 
         with naming():
             self.model = build_model(make_model, prepare, settings, ranks)
@@ -154,7 +155,7 @@ class FullFinetuneRecipe:
         Of named datasets, each target has the weight of its dataset.
         ``attach_loss`` makes the loss a part of the model, where FSDP2 gathers the output weight.
         """
-        with self.offloading:
+        with self.offloading, record_function("forward"):
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -177,7 +178,8 @@ class FullFinetuneRecipe:
             for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
                 with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                     scaled = self.sums(microbatch) * scale
-                    scaled[0].backward()
+                    with record_function("backward"):
+                        scaled[0].backward()
                 loss += scaled.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)
@@ -196,7 +198,7 @@ class FullFinetuneRecipe:
         (sum_of_all, *of_datasets), totals = sum_over(self.val_loader, self.model, self.sums, **how)
         losses = {"val_loss": sum_of_all, **losses_by_dataset(of_datasets, totals, "val_")}
         divisors = dict.fromkeys(losses, "target_tokens") | {"val_loss": self.divisor}
-        return ratios(losses, totals, divisors, self.ranks.dp_degree)
+        return means_over_ranks(losses, totals, divisors, self.ranks.dp_degree)
 
     # ---- Training loop --------------------------------------------------------------------------
 

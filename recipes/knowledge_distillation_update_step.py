@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torchtune import config
 
 import recipe_utils
@@ -36,7 +37,7 @@ from recipe_utils.optim import optimizer
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import ratios
+from recipe_utils.parallel.process_group import means_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.components import Component, MadeWith
@@ -168,7 +169,7 @@ class KDRecipe:
 
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Returns sums of ``self.metrics`` over target tokens, [5] or [1]; first the loss."""
-        with self.offloading:
+        with self.offloading, record_function("forward"):
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -193,7 +194,8 @@ class KDRecipe:
                 for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
                     with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
-                        scaled[0].backward()
+                        with record_function("backward"):
+                            scaled[0].backward()
                     metrics += scaled.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)
@@ -209,7 +211,7 @@ class KDRecipe:
         """Returns means per target token of ``dataset_val`` over all ranks."""
         how = len(self.metrics), self.pipeline, self.ranks.device, self.teacher.attached
         sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
-        return ratios(self.named(sums, "val_"), totals, "target_tokens", self.ranks.dp_degree)
+        return means_over_ranks(self.named(sums, "val_"), totals, "target_tokens", self.ranks.dp_degree)
 
     def named(self, sums: Tensor, prefix: str = "") -> dict[str, Tensor]:
         """Returns sums [5] or [1] by name, without those that are not computed."""

@@ -26,7 +26,7 @@ from recipe_utils.dinov3.images.multi_crop import check_fits
 from recipe_utils.models.construct import ModelSettings, build_on_meta
 from recipe_utils.models.sizes import num_outputs, vocab_size_and_max_seq_len
 from recipe_utils.models.transformers import decoder
-from recipe_utils.models.transformers.packing_check import prove
+from recipe_utils.models.transformers.packing_check import check_packing
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.read import read_settings
@@ -326,11 +326,11 @@ def test_a_model_of_transformers_has_its_published_size_and_the_memory_in_its_he
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_a_model_of_transformers_is_packed_in_its_way(name):
-    """Models have the heads and switches of their config; the proof has few layers anyway."""
+    """Models have the heads and switches of their config; the check has few layers anyway."""
     _, way, described = OF_TRANSFORMERS[name]
     narrow = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "pad_token_id": 0}
-    proof = prove(AutoConfig.for_model(**{**described, **narrow}), "sdpa")
-    assert (proof.problem, bool(proof.modules)) == (None, way == "by_document")
+    check = check_packing(AutoConfig.for_model(**{**described, **narrow}), "sdpa")
+    assert (check.problem, bool(check.modules)) == (None, way == "by_document")
 
 
 @pytest.mark.parametrize("name", BACKBONES)

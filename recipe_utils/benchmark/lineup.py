@@ -18,7 +18,7 @@ from recipe_utils.benchmark.baselines.start import adapters_in
 from recipe_utils.benchmark.token_audit import StepContents, contents_of, contents_of_pairs, samples_in_order
 from recipe_utils.cli.registry import config_path
 from recipe_utils.parallel.ranks import resolve_device
-from recipe_utils.settings.describe import settings_of
+from recipe_utils.settings.describe import load_recipe, settings_of
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.read import check_keys, read_settings
@@ -70,12 +70,14 @@ _SUPPORTED = {
 
 @dataclass(frozen=True)
 class Baseline:
-    """Entry of ``peers``."""
+    """Entry of ``baselines``."""
 
     name: str
     kind: str
     recipe: str
     """Update-step recipe of the config."""
+    recipe_file: str
+    """Registered name or path of the recipe that ``kind=update_step`` runs."""
     config: dict[str, Any]
     """Resolved config in plain containers."""
     contents: list[StepContents]
@@ -85,24 +87,24 @@ class Baseline:
 
 
 def line_up(
-    recipe: str, base: DictConfig, peers: Mapping[str, Any], output_dir: Path, num_ranks: int,
+    recipe: str, base: DictConfig, entries: Mapping[str, Any], output_dir: Path, num_ranks: int,
     num_steps: int,
 ) -> tuple[dict[str, Baseline], dict[str, str]]:  # fmt: skip
-    """Returns the baselines of ``peers`` over a ``base`` config by name, and why others are skipped.
+    """Returns the baselines of ``entries`` over a ``base`` config by name, and why others are skipped.
 
     ``num_steps`` are the update steps of each round. Raises ConfigError with problems of all entries.
     """
     problems = list(_problems_with_base(base, recipe, output_dir))
     baselines: dict[str, Baseline] = {}
     skipped: dict[str, str] = {}
-    for name, entry in peers.items() if not problems else ():
+    for name, entry in entries.items() if not problems else ():
         try:
             made = _resolve(name, entry, base, recipe, output_dir, num_ranks, num_steps)
         except ConfigError as error:
-            problems += [Problem(f"peers.{name}", str(each)) for each in error.problems]
+            problems += [Problem(f"baselines.{name}", str(each)) for each in error.problems]
             continue
         except (ValueError, OSError, OmegaConfBaseException) as error:
-            problems.append(Problem(f"peers.{name}", first_line(error)))
+            problems.append(Problem(f"baselines.{name}", first_line(error)))
             continue
         if isinstance(made, str):
             skipped[name] = made
@@ -174,12 +176,13 @@ def _resolve(
     kind = entry.get("kind") if isinstance(entry, Mapping) else None
     if kind not in KINDS[recipe]:
         raise ConfigError(Problem("kind", f"set it to one of {', '.join(KINDS[recipe])}", kind))
-    overrides = {key: value for key, value in entry.items() if key != "kind"}
+    overrides = {key: value for key, value in entry.items() if key not in ("kind", "recipe")}
+    recipe_file, settings = _recipe_of(entry, recipe)
     foreign = OWN_KEYS.get(kind, set())
     of_recipe = {key: value for key, value in overrides.items() if key not in foreign}
     merged = merge(base, {**of_recipe, "output_dir": str(output_dir)})
     # Only keys of this entry: it may have replaced the reference to a key of the base config.
-    wrong = check_keys(merged, settings_of(recipe))[1]
+    wrong = check_keys(merged, settings)[1]
     if problems := [problem for problem in wrong if problem.root in overrides]:
         raise ConfigError(*problems)
     adapters = adapters_in(merged)
@@ -206,9 +209,9 @@ def _resolve(
     config.max_steps_per_epoch = num_steps + SPARE_STEPS
     container: Any = OmegaConf.to_container(config, resolve=True)
     # Keys used only in references are resolved; the recipe would reject them.
-    known = {*keys_of(settings_of(recipe)), *foreign}
+    known = {*keys_of(settings), *foreign}
     plain = {str(key): value for key, value in container.items() if key in known}
-    folder = f"{output_dir}/peers/{name}"
+    folder = f"{output_dir}/baselines/{name}"
     checkpointer = {**plain["checkpointer"], "output_dir": folder}
     given = checkpointer.get("adapter_checkpoint")
     if adapters.modules:
@@ -220,7 +223,25 @@ def _resolve(
     plain |= {"output_dir": folder, "checkpointer": checkpointer}
     draws_adapters = bool(adapters.modules) and given is None
     contents = _contents_of(recipe, kind, plain, num_ranks, num_steps)
-    return Baseline(name, kind, recipe, plain, contents, draws_adapters)
+    return Baseline(name, kind, recipe, recipe_file, plain, contents, draws_adapters)
+
+
+def _recipe_of(entry: Mapping[str, Any], recipe: str) -> tuple[str, type]:
+    """Returns the update-step recipe that an entry runs, a registered name or a path, and its settings.
+
+    Raises ConfigError if the key ``recipe`` names none, or the kind is another trainer's.
+    """
+    if (given := entry.get("recipe")) is None:
+        return recipe, settings_of(recipe)
+    if entry["kind"] != "update_step":
+        raise ConfigError(Problem("recipe", "only kind=update_step runs a recipe file; take it out", given))
+    try:
+        settings, recipe_class = load_recipe(str(given))
+    except ValueError as error:
+        raise ConfigError(Problem("recipe", str(error))) from error
+    if recipe_class is None:
+        raise ConfigError(Problem("recipe", "the file needs one class with setup, update and train", given))
+    return str(given), settings
 
 
 def _contents_of(

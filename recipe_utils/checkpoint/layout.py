@@ -1,6 +1,14 @@
 """Assignment of tensor parts to ranks for writing, and to shards for reading.
 
 torch.distributed.checkpoint plans both. The files are not in its format, which is pickled.
+
+Example: a weight [8, 4] sharded over two ranks, and a norm [4] that both have. Each rank writes its rows to
+``rank_00000.safetensors`` and ``rank_00001.safetensors``, and one of them the norm. ``tensors.json`` contains where:
+
+    "weight": {"shape": [8, 4], "parts": [{"file": "rank_00000.safetensors", "offset": [0, 0], "shape": [4, 4]}, ...]}
+
+On three ranks, with 3, 3 and 2 rows, the second one needs rows 3 to 5: it reads one row from the first file and two
+from the second.
 """
 
 from collections.abc import Iterable, Mapping
@@ -53,21 +61,23 @@ def plan_save(tensors: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup
     ``tensors`` are sharded, or the same on all ranks; ``group`` is a CPU (gloo) group of all ranks.
     Raises ValueError on all ranks if a tensor cannot be saved.
     """
+    # Replicated tensors are assigned to the rank with the least bytes so far; each rank computes the plan of all.
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors))
-    # Every rank computes the same plan of all ranks.
     plans, metadata = planner.create_global_plan(gather_objects(planner.create_local_plan(), group))
+
+    # The same plan in JSON: the parts of each tensor, with the files that contain them.
     index: dict[str, Any] = {}
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
         dtype = dtype_name(tensor.properties.dtype)
         index[name] = {"dtype": dtype, "shape": list(tensor.size), "parts": []}
-    for each, plan in enumerate(plans):
+    for writer, plan in enumerate(plans):
         for item in plan.items:
             assert item.tensor_data is not None
             chunk = item.tensor_data.chunk
             part = {"offset": list(chunk.offsets), "shape": list(chunk.sizes)}
-            index[item.index.fqn]["parts"].append({"file": rank_file(each), **part})
+            index[item.index.fqn]["parts"].append({"file": rank_file(writer), **part})
     names = [item.index.fqn for item in plans[rank].items]
     assert len(set(names)) == len(names), f"rank {rank} has two parts of one tensor"
     return SaveLayout(names, index)
@@ -114,6 +124,7 @@ def read_index(index: Mapping[str, Any], files: Iterable[str]) -> Metadata:
             for part in tensor["parts"]:
                 chunk = ChunkStorageMetadata(torch.Size(part["offset"]), torch.Size(part["shape"]))
                 chunks.append(chunk)
+                # A damaged or foreign index must not read outside of a tensor or of the folder.
                 spans = zip(part["offset"], part["shape"], tensor["shape"], strict=True)
                 if any(offset < 0 or size < 0 or offset + size > of for offset, size, of in spans):
                     raise ValueError(f"a part of {name} lies outside of it")
@@ -138,6 +149,7 @@ def read_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) 
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), metadata)
+    # By file, so that each is opened once.
     by_file: dict[str, list[Any]] = {}
     for item in planner.create_local_plan().items:
         by_file.setdefault(metadata.storage_data[item.storage_index], []).append(item)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
 """Prefixes of the names of tensors in a checkpoint."""
 
 _Counted = Annotated[int, Field(ge=0)]
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class DamagedError(CheckpointError):
@@ -140,80 +142,109 @@ def load(
     rank, world_size = 0, 1
     if dist.is_initialized():
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    trained = model_tensors(model)
+    trained_on_any_rank = set[str]().union(*gather_objects(list(trained), group))
+    names_of_other_stages = trained_on_any_rank - trained.keys()
 
-    tensors = model_tensors(model)
-    all_trained = set[str]().union(*gather_objects(list(tensors), group))
-    names_of_other_stages = all_trained - tensors.keys()
+    # No content is used before every rank has checked its share of the bytes, and nothing is changed
+    # before the content fits on all ranks: a run that fails here is as it was.
+    marker = _on_all_ranks(group, _check_bytes, path, recipe, rank, world_size)
+    state, metadata = _on_all_ranks(group, _read_descriptions, path, marker)
+    _on_all_ranks(group, _check_data, path, state, data_fingerprint)
+    _on_all_ranks(group, _check_parameters, path, state, _like(MODEL, metadata), trained, trained_on_any_rank, frozen)
+    if not other_model:
+        _on_all_ranks(group, _check_model_config, path, state, config)
 
-    def check_bytes() -> Marker:
-        problem = check_whole(path, recipe=recipe)
-        if problem is None:
-            marker = read_marker(path)
-            problem = check_checksums(path, sorted(marker.files)[rank::world_size])
-        if problem is not None:
-            raise DamagedError(f"resume_from_checkpoint: {path} cannot be used: {problem}")
-        return marker
-
-    def check_fit() -> tuple[TrainingState, Metadata]:
-        state = read_as(TrainingState, path / "state.json")
-        pairs = differences(state.data_fingerprint, data_fingerprint or {}).items()
-        # Earlier checkpoints have no hashes of files.
-        problems = _texts({k: v for k, v in pairs if v[0] is not None or "content_hash" not in k})
-        if data_fingerprint is not None and problems:
-            cause = ""
-            if "hash" in str(problems):
-                cause = "; the file, tokenizer, chat template or max_seq_len has changed"
-            raise CheckpointError(
-                "; ".join(problems) + f" ({path}){cause}; set what it was saved with, or resume_with_other_data=True"
-            )
-        metadata = read_index(read_as(dict[str, Any], path / "tensors.json"), marker.files)
-        saved = _like(MODEL, metadata)
-        thawed, newly_frozen = all_trained & state.frozen.keys(), frozen.keys() & saved.keys()
-        if thawed or newly_frozen:
-            raise CheckpointError(
-                f"model: trained now, frozen in {path}: {in_words(thawed)} ({len(thawed)}); frozen now, trained "
-                f"then: {in_words(newly_frozen)} ({len(newly_frozen)}); set it as then"
-            )
-        _check_frozen(state.frozen, frozen, path)
-        problem = describe_mismatch(saved, tensors, names_of_other_stages)
-        if problem:
-            raise CheckpointError(
-                f"model: {path} does not fit it: {problem}; set model, dtype and weights_dtype as then"
-            )
-        models = [each.get("model") or {} for each in (state.config, config)]
-        if all(models) and not other_model and (found := differences(*models)):
-            text = "; ".join(_texts(found, "model."))
-            raise CheckpointError(f"{text} ({path}); set it as then, or resume_with_other_model=True")
-        return state, metadata
-
-    def restore() -> dict[str, Tensor]:
-        try:
-            return restore_optimizer(
-                model,
-                optimizer,
-                read_as(dict[str, Any], path / "optimizer.json"),
-                _like(OPTIMIZER, metadata),
-                names_of_other_stages,
-                _changed_options(state.config, config),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path / 'optimizer.json'}: it does not describe an optimizer ({error!r})"
-            ) from error
-
-    def read() -> None:
-        read_tensors(path, metadata, targets)
-        if marker.world_size == world_size:
-            _load_random_state(path / rank_file(rank))
-
-    # No content is used before every rank has checked its share of the bytes.
-    marker = _on_all_ranks(check_bytes, group)
-    state, metadata = _on_all_ranks(check_fit, group)
-    states = _on_all_ranks(restore, group)
-    targets = {MODEL + name: tensor for name, tensor in tensors.items()}
+    # The optimizer's state is made as it was saved, then both are filled in place from the files.
+    configs = state.config, config
+    states = _on_all_ranks(group, _make_state, path, metadata, model, optimizer, names_of_other_stages, configs)
+    targets = {MODEL + name: tensor for name, tensor in trained.items()}
     targets |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
-    _on_all_ranks(read, group)
+    _on_all_ranks(group, read_tensors, path, metadata, targets)
+
+    # A random state belongs to one rank, so that another number of ranks has none to resume with.
+    if marker.world_size == world_size:
+        _on_all_ranks(group, _load_random_state, path / rank_file(rank))
     return state
+
+
+def _check_bytes(path: Path, recipe: str, rank: int, world_size: int) -> Marker:
+    """Returns the marker of a complete checkpoint after comparing the checksums of this rank's share of its files."""
+    problem = check_whole(path, recipe=recipe)
+    if problem is None:
+        marker = read_marker(path)
+        problem = check_checksums(path, sorted(marker.files)[rank::world_size])
+    if problem is not None:
+        raise DamagedError(f"resume_from_checkpoint: {path} cannot be used: {problem}")
+    return marker
+
+
+def _read_descriptions(path: Path, marker: Marker) -> tuple[TrainingState, Metadata]:
+    state = read_as(TrainingState, path / "state.json")
+    return state, read_index(read_as(dict[str, Any], path / "tensors.json"), marker.files)
+
+
+def _check_data(path: Path, state: TrainingState, data_fingerprint: Mapping[str, Any] | None) -> None:
+    """Raises CheckpointError if update steps would contain other samples than at the save."""
+    if data_fingerprint is None:
+        return
+    changed = differences(state.data_fingerprint, data_fingerprint)
+    # Earlier checkpoints have no hashes of files.
+    problems = _texts({k: v for k, v in changed.items() if v[0] is not None or "content_hash" not in k})
+    if problems:
+        cause = ""
+        if "hash" in str(problems):
+            cause = "; the file, tokenizer, chat template or max_seq_len has changed"
+        raise CheckpointError(
+            "; ".join(problems) + f" ({path}){cause}; set what it was saved with, or resume_with_other_data=True"
+        )
+
+
+def _check_parameters(
+    path: Path,
+    state: TrainingState,
+    saved: Mapping[str, Tensor],
+    trained: Mapping[str, Tensor],
+    trained_on_any_rank: set[str],
+    frozen: Mapping[str, str],
+) -> None:
+    """Raises CheckpointError unless the same parameters are trained and frozen, with the same shapes and dtypes."""
+    thawed, newly_frozen = trained_on_any_rank & state.frozen.keys(), frozen.keys() & saved.keys()
+    if thawed or newly_frozen:
+        raise CheckpointError(
+            f"model: trained now, frozen in {path}: {in_words(thawed)} ({len(thawed)}); frozen now, trained "
+            f"then: {in_words(newly_frozen)} ({len(newly_frozen)}); set it as then"
+        )
+    _check_frozen(state.frozen, frozen, path)
+    problem = describe_mismatch(saved, trained, trained_on_any_rank - trained.keys())
+    if problem:
+        raise CheckpointError(f"model: {path} does not fit it: {problem}; set model, dtype and weights_dtype as then")
+
+
+def _check_model_config(path: Path, state: TrainingState, config: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if both configs have a ``model`` and these differ."""
+    before, now = (each.get("model") or {} for each in (state.config, config))
+    if before and now and (changed := differences(before, now)):
+        text = "; ".join(_texts(changed, "model."))
+        raise CheckpointError(f"{text} ({path}); set it as then, or resume_with_other_model=True")
+
+
+def _make_state(
+    path: Path,
+    metadata: Metadata,
+    model: nn.Module,
+    optimizer: AnyOptimizer,
+    names_of_other_stages: set[str],
+    configs: tuple[Mapping[str, Any], Mapping[str, Any]],
+) -> dict[str, Tensor]:
+    """Returns the tensors of the optimizer's state by name, made as the checkpoint describes them and not yet read."""
+    try:
+        description = read_as(dict[str, Any], path / "optimizer.json")
+        saved = _like(OPTIMIZER, metadata)
+        changed = _changed_options(*configs)
+        return restore_optimizer(model, optimizer, description, saved, names_of_other_stages, changed)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / 'optimizer.json'}: it does not describe an optimizer ({error!r})") from error
 
 
 def _check_frozen(saved: Mapping[str, str], current: Mapping[str, str], path: Path) -> None:
@@ -255,17 +286,16 @@ def _load_random_state(path: Path) -> None:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+def _on_all_ranks(
+    group: dist.ProcessGroup | None, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+) -> _T:
     """Calls ``function``; a CheckpointError on one rank is raised on all, with the same class."""
-    result, mine = None, None
     try:
-        result = function()
+        result = function(*args, **kwargs)
     except CheckpointError as error:
-        mine = error
-    reports = gather_objects(None if mine is None else (type(mine), str(mine)), group)
-    if mine is not None:
-        raise mine
-    for rank, report in enumerate(reports):
+        gather_objects((type(error), str(error)), group)
+        raise
+    for rank, report in enumerate(gather_objects(None, group)):
         if report is not None:
             error_class, text = report
             raise error_class(f"rank {rank}: {text}")

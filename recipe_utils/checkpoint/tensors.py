@@ -160,6 +160,7 @@ def restore_optimizer(
     Raises:
         CheckpointError: parameters or options, named in the message, do not fit.
     """
+    # Groups are compared by the names of their parameters: their number and order may have changed.
     names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
     options_of = {name: group["options"] for group in description["groups"] for name in group["names"]}
     current = {names[id(p)] for _, group in _groups(optimizer) for p in group["params"]}
@@ -171,6 +172,7 @@ def restore_optimizer(
             f"{in_words(lacking)}; no longer: {in_words(superfluous)}"
         )
 
+    # What will be set, so that an error leaves the optimizer as it was.
     tensors: dict[str, Tensor] = {}
     new_options, new_states = [], []
     for part, group in _groups(optimizer):
@@ -202,6 +204,7 @@ def restore_optimizer(
                     state[key] = value[0]
             new_states.append((part, parameter, state))
 
+    # Everything fits. A schedule or a fused step holds tensors of options, so these are filled in place.
     for group, options in new_options:
         for key, value in options.items():
             if isinstance(group.get(key), Tensor):

@@ -48,7 +48,8 @@ def register() -> bool:
 
     For such a run, or that of a copy, it also patches the launcher. Suggests names similar to an
     unknown one of ``tune run``. ``tune validate`` only accepts paths, so the name of a config in
-    ``sys.argv`` is replaced by its path.
+    ``sys.argv`` is replaced by its path. torchtune runs a file as a module of the current folder, so
+    a copy elsewhere (``/home/me/my_recipe.py``, ``../my_recipe.py``) is added to its registry.
     """
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 
@@ -74,14 +75,17 @@ def register() -> bool:
         similar = difflib.get_close_matches(argument, {*RECIPES, *known}, n=1, cutoff=0.9)
         if similar and argument not in of_all and not Path(argument).exists():
             sys.stderr.write(f"{argument}: unknown; did you mean {similar[0]}?\n")
-    is_run_of_ours = command == "run" and any(map(_is_ours, arguments))
-    if is_run_of_ours:
+    of_ours = [argument for argument in arguments if command == "run" and _is_ours(argument)]
+    if of_ours:
+        if of_ours[0].startswith(("/", ".")):
+            path = str(Path(of_ours[0]).resolve())
+            _ALL_RECIPES.append(Recipe(of_ours[0], path, configs=[], supports_distributed=True))
         signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)
         sys.stderr.write("Importing PyTorch, torchtune and the recipe ...\n")  # takes 5 to 10 s
         from recipe_utils.cli.launcher import wait_for_ranks
 
         wait_for_ranks()
-    return is_run_of_ours
+    return bool(of_ours)
 
 
 def _is_ours(argument: str) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchtune import config, training
 
 from recipe_utils.compiler import configure_compiler
-from recipe_utils.settings.problems import naming
+from recipe_utils.settings.problems import ConfigError, Problem, naming
 from recipe_utils.update_steps.step import Targets
 
 
@@ -47,14 +47,17 @@ def build_loss(cfg: DictConfig) -> Any:
     return loss_fn
 
 
-def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False) -> None:
+def attach_loss(
+    model: nn.Module, loss_fn: Any, backward_in_parts: bool = False, *, num_sums: int | None = None
+) -> None:
     """Makes ``model(..., targets=targets)`` return sums [k], of which only the first is differentiated.
 
     Without ``targets`` the model still returns logits.
 
     ``model`` is a torchtune decoder, or a fusion model with one at ``decoder``; with a stock loss
     (:class:`SummedLoss`), any model that returns logits. Raises ValueError if the loss does not fit
-    the model.
+    the model. The first forward raises ConfigError if the loss returns another number of sums than
+    ``num_sums``; None allows any.
     """
     decoder: Any = getattr(model, "decoder", model)
     targets_in_forward: list[Targets] = []
@@ -82,7 +85,9 @@ def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
                 return logits_of(hidden)
             sums: Any = loss_fn(decoder.output, decoder.norm(hidden), targets_in_forward.pop(), backward_in_parts)
             if isinstance(sums, Tensor) and sums.dim() == 0:
-                return torch.stack([sums])  # not a view, for which FSDP2 warns
+                sums = torch.stack([sums])  # not a view, for which FSDP2 warns
+            if num_sums is not None:
+                _check_sums(loss_fn, sums, num_sums)
             return sums
 
         decoder.unembed = unembed
@@ -115,6 +120,14 @@ def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
         return torch.stack([summed_loss(logits, targets_in_forward.pop())])
 
     model.register_forward_hook(logits_to_loss)
+
+
+def _check_sums(loss_fn: Any, sums: Any, num_sums: int) -> None:
+    shape = list(sums.shape) if isinstance(sums, Tensor) else type(sums).__name__
+    if shape not in ([], [num_sums]):
+        text = f"{type(loss_fn).__name__} returns {shape}, and this recipe uses [{num_sums}], the sum over targets; "
+        text += "return that alone, or copy the recipe (tune cp) and use the others in its update"
+        raise ConfigError(Problem("loss._component_", text))
 
 
 class SummedLoss:
@@ -173,7 +186,9 @@ class SummedLoss:
             labels = (1 + positions % (vocab_size - 1)).where(kept, self.ignore_index)
             targets = Targets(labels[None], (labels != self.ignore_index).nonzero().squeeze(1))
             with naming("loss"):
-                sums.append(float(self(logits, targets)))
+                summed = self(logits, targets)
+                _check_sums(self._loss_fn, summed, 1)
+                sums.append(float(summed))
         if not math.isclose(sums[0], sums[1] + sums[2], rel_tol=1e-4):
             raise ValueError(
                 f"loss: {type(self._loss_fn).__name__} is no mean over target tokens: the sum of 24 is {sums[0]:g}, "

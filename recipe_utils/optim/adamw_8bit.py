@@ -1,5 +1,10 @@
 """AdamW with 8-bit states whose blocks do not depend on how parameters are sharded.
 
+Example: rows of a weight [8, 600] are cut into blocks of 256, 256 and 88 elements. Both moments have codes [8, 600] of
+one byte and fp32 scales [8, 3]: 9,792 bytes instead of 38,400. A rank with 4 of the rows has 4 of the rows of codes and
+scales, and makes the same update. Blocks of the flattened weight would begin anew with each shard: element 2,400, the
+first of row 4, begins a block on the second of two ranks, and is inside of that from 2,304 to 2,559 on one.
+
 Shapes: r rows (all dimensions but the last), w width, c blocks per row.
 """
 
@@ -148,6 +153,7 @@ def _update(
     *moments: Tensor,
 ) -> None:
     """Steps a parameter in place. ``moments`` are both, each with its scales if it is in codes."""
+    # Moments of this step in fp32; codes exist between steps only.
     lr, beta1, beta2, eps, weight_decay = numbers
     has_codes = len(moments) == 4
     first, second = moments[:: len(moments) // 2]
@@ -157,15 +163,19 @@ def _update(
     gradient, value = grad.to(first.dtype), p.to(first.dtype)
     first = first.lerp(gradient, 1 - beta1)
     second = second.lerp(gradient.square(), 1 - beta2)
+
+    # AdamW with corrections of the bias of the first steps (https://arxiv.org/abs/1711.05101, algorithm 2).
     count = step + 1
     root = (second / (1 - beta2**count)).sqrt() + eps
     stepped = value * (1 - lr * weight_decay) - lr / (1 - beta1**count) * first / root
+
     kept: tuple[Tensor, ...] = (first, second)
     if has_codes:
         codes, scales = _quantized(second, tables[1])
         # A second moment of 0 beside a first one that is none would be a huge step.
         codes = codes.clamp(min=1).where(second > 0, codes)
         kept = (*_quantized(first, tables[0]), codes, scales)
+    # In place, and on the device where nothing changes if a gradient is not finite.
     for old, new in zip((p, step, *moments), (stepped, count, *kept), strict=True):
         new = new.to(old.dtype)
         old.copy_(new if found_inf is None else torch.where(found_inf.to(old.device) > 0, old, new))

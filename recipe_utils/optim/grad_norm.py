@@ -1,4 +1,9 @@
-"""Norm of all gradients together, and clipping."""
+"""Norm of all gradients together, and clipping.
+
+Example: gradients of norm 3 are sharded with FSDP2, others of norm 4 also with tensor parallelism, on another mesh.
+The norm of all is 5; with ``max_norm`` 1 both are divided by 5. Clipped mesh by mesh, as PyTorch's function would, they
+would be divided by 3 and by 4, and the gradient would point elsewhere.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
@@ -9,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 
 class OverStages(Protocol):
@@ -20,6 +26,7 @@ class OverStages(Protocol):
     """Ids of parameters on this rank whose norm another rank adds."""
 
 
+@record_function("clip")
 def clip_grad_norm_(
     model: nn.Module,
     max_norm: float | None = None,
@@ -39,6 +46,7 @@ def clip_grad_norm_(
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
             parameters_by_mesh[mesh].append(parameter)
 
+    # The norm of the norms of the meshes, and over the stages of a pipeline.
     if not parameters_by_mesh and pipeline is None:
         return None
     norms = []
@@ -58,6 +66,7 @@ def clip_grad_norm_(
         dist.all_gather(stage_norms, total_norm, group=pipeline.group)
         total_norm = torch.linalg.vector_norm(torch.stack(stage_norms))
 
+    # By the norm of all, so that the direction stays.
     if max_norm is not None and max_norm != float("inf"):
         for group in parameters_by_mesh.values():
             nn.utils.clip_grads_with_norm_(group, max_norm, total_norm)

@@ -126,7 +126,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     return values.double() / dist.get_world_size()
 
 
-def ratios(
+def means_over_ranks(
     sums: Mapping[str, Tensor], totals: Mapping[str, float], counts: Mapping[str, str] | str, dp_degree: int
 ) -> dict[str, Tensor]:
     """Returns sums over all ranks divided by counts, with one all-reduce.

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ def to_device_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
     stream = _copy_stream(device) if device.type == "cuda" else None
     ahead: list[tuple[T, torch.cuda.Event | None]] = []
     for tree in trees:
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with record_function("to device"), torch.cuda.stream(stream) if stream is not None else nullcontext():
             copy = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), tree)
             ahead.append((copy, stream.record_event() if stream is not None else None))
         del tree, copy

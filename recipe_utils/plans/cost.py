@@ -21,9 +21,9 @@ class MicrobatchCost(NamedTuple):
 
     def __call__(self, num_rows: int, longest: int) -> float:
         """Returns the cost of ``num_rows`` samples padded to ``longest`` tokens."""
-        return num_rows * self.of_sample(longest) + self.overhead
+        return num_rows * self.sample_cost(longest) + self.overhead
 
-    def of_sample(self, length: int) -> float:
+    def sample_cost(self, length: int) -> float:
         """Returns the part of a sample of ``length`` tokens, padding included, in its microbatch's cost."""
         return length * (1 + length / self.equal_attention_length)
 

@@ -1,16 +1,31 @@
 """Plan of packed rows, of which a long one is computed by several ranks together.
 
-Example: 4 ranks of at most 100 tokens, up to 2 of them per row, and samples of 190, 60, 50 and 10 tokens.
-The long one begins a row of ranks 0 and 1, the others fill rows of ranks 2 and 3: [60], [50, 10].
+Example: samples of 5, 3, 9 and 2 tokens on two ranks of at most 10 tokens per microbatch. 19 tokens need one
+round of two rows. Longest first, each sample goes into the cheaper row with space: 9 into the first, 5, 3 and 2
+into the second. The costlier row goes to the rank with the least load: rank 0 computes [5, 3, 2], rank 1 [9].
+Sorted and padded in twos, the same samples are 2 x 9 + 2 x 3 = 24 positions instead of 19.
+
+With up to two ranks per row, four ranks of at most 100 tokens and samples of 190, 60, 50 and 10 tokens, the long
+one begins a row of ranks 0 and 1, which compute 95 tokens each. The others fill rows of ranks 2 and 3: [60] and
+[50, 10].
 """
 
 import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.rounds import Microbatches, longest_first
+
+
+class _Sample(NamedTuple):
+    position: int
+    length: int
+    cost: float
+    num_ranks: int
+    """Ranks of its row: as few as hold it."""
 
 
 @dataclass
@@ -23,10 +38,13 @@ class _Row:
     """On each of its ranks."""
     positions: list[int] = field(default_factory=list)
 
-    def add(self, position: int, length: int, cost: float) -> None:
-        self.positions.append(position)
-        self.space -= length
-        self.cost += cost / self.num_ranks
+    def fits(self, length: int) -> bool:
+        return length <= self.space or not self.positions  # a sample above the bound has a row of its own
+
+    def add(self, sample: _Sample) -> None:
+        self.positions.append(sample.position)
+        self.space -= sample.length
+        self.cost += sample.cost / self.num_ranks
 
 
 def plan_packed(
@@ -52,61 +70,65 @@ def plan_packed(
     on these.
     """
     max_tokens = max_tokens_per_microbatch or batch_size * max(lengths, default=1)
-    costs = [cost.of_sample(length) for length in lengths]
-    most = math.gcd(max_ranks_per_row, num_ranks)
-    sizes = [min(1 << ((n - 1) // max_tokens).bit_length(), most) for n in lengths]
-    short = [position for position in longest_first(lengths) if sizes[position] == 1]
-    long = [position for position, size in enumerate(sizes) if size > 1]
-    # Costliest first, so that the rows of a round cost about the same.
-    long.sort(key=lambda position: (-costs[position] / sizes[position], position))
-    num_tokens = sum(min(n, size * max_tokens) for n, size in zip(lengths, sizes, strict=True))
-    num_rounds = max(-(-num_tokens // (num_ranks * max_tokens)), 1)
-    filled = None
-    while filled is None:
-        num_free = [num_ranks] * num_rounds
-        rows: list[_Row] = []
-        for position in long:
-            size = sizes[position]
-            at = next((i for i, free in enumerate(num_free) if free >= size), len(num_free))
-            num_free += [num_ranks] * (at == len(num_free))
-            num_free[at] -= size
-            rows.append(_Row(at, size, size * max_tokens))
-            rows[-1].add(position, lengths[position], costs[position])
-        rows += [_Row(at, 1, max_tokens) for at, n in enumerate(num_free) for _ in range(n)]
-        filled = _filled(rows, short, lengths, costs)
-        num_rounds += 1
-    return _dealt(filled, num_ranks)
-
-
-def _filled(
-    rows: Sequence[_Row], short: Sequence[int], lengths: Sequence[int], costs: Sequence[float]
-) -> list[_Row] | None:
-    """Returns the rows with short samples, given longest first; without empty ones. None if one fits in no row.
-
-    A round with a long sample lasts as long as that, so its other rows are filled up to that first.
-    """
-    levels: dict[int, float] = {}
-    for row in rows:
-        levels[row.round] = max(levels.get(row.round, 0.0), row.cost)
-
-    def entry(index: int) -> tuple[float, int]:
-        return rows[index].cost - levels[rows[index].round], index
-
-    # Two heaps: rows that the last sample fitted in, the cheapest first, and the others, those with
-    # most space first. A row is looked at again only once a sample is short enough for it.
-    least_costly = [entry(index) for index in range(len(rows))]
-    heapq.heapify(least_costly)
-    too_full: list[tuple[int, int]] = []
-    for position in short:
+    most_ranks = math.gcd(max_ranks_per_row, num_ranks)
+    samples = []
+    for position in longest_first(lengths):
         length = lengths[position]
-        while too_full and -too_full[0][0] >= length:
-            heapq.heappush(least_costly, entry(heapq.heappop(too_full)[1]))
-        while least_costly and (row := rows[least_costly[0][1]]).positions and row.space < length:
-            heapq.heappush(too_full, (-row.space, heapq.heappop(least_costly)[1]))
-        if not least_costly:
+        ranks_to_hold_it = 1 << ((length - 1) // max_tokens).bit_length()  # the next power of two
+        samples.append(_Sample(position, length, cost.sample_cost(length), min(ranks_to_hold_it, most_ranks)))
+    short = [sample for sample in samples if sample.num_ranks == 1]
+    long = [sample for sample in samples if sample.num_ranks > 1]
+    # Costliest first, so that the rows of a round cost about the same.
+    long.sort(key=lambda sample: (-sample.cost / sample.num_ranks, sample.position))
+
+    # As few rounds as the tokens need; one more as long as whole samples leave too much space unused.
+    num_tokens = sum(min(sample.length, sample.num_ranks * max_tokens) for sample in samples)
+    num_rounds = max(-(-num_tokens // (num_ranks * max_tokens)), 1)
+    while (rows := _filled(_opened(long, num_ranks, max_tokens, num_rounds), short)) is None:
+        num_rounds += 1
+    return _dealt(rows, num_ranks)
+
+
+def _opened(long: Sequence[_Sample], num_ranks: int, max_tokens: int, num_rounds: int) -> list[_Row]:
+    """Returns rows that use every rank in at least ``num_rounds`` rounds: one per long sample, and empty ones."""
+    num_free = [num_ranks] * num_rounds
+    rows: list[_Row] = []
+    for sample in long:
+        index = next((i for i, free in enumerate(num_free) if free >= sample.num_ranks), len(num_free))
+        if index == len(num_free):
+            num_free.append(num_ranks)
+        num_free[index] -= sample.num_ranks
+        rows.append(_Row(index, sample.num_ranks, sample.num_ranks * max_tokens))
+        rows[-1].add(sample)
+    return rows + [_Row(index, 1, max_tokens) for index, free in enumerate(num_free) for _ in range(free)]
+
+
+def _filled(rows: Sequence[_Row], short: Sequence[_Sample]) -> list[_Row] | None:
+    """Returns the rows with short samples, given longest first; without empty ones. None if one fits in no row."""
+    # A round lasts as long as its long sample, so its other rows are filled up to that first.
+    costs_before = dict[int, float]()
+    for row in rows:
+        costs_before[row.round] = max(costs_before.get(row.round, 0.0), row.cost)
+
+    def added_cost(index: int) -> tuple[float, int]:
+        return rows[index].cost - costs_before[rows[index].round], index
+
+    # A row that a sample does not fit in waits among the full ones until a sample is short enough, so that
+    # the work grows with samples and not with samples times rows.
+    cheapest = [added_cost(index) for index in range(len(rows))]
+    heapq.heapify(cheapest)
+    with_most_space: list[tuple[int, int]] = []  # (-space, index)
+    for sample in short:
+        while with_most_space and -with_most_space[0][0] >= sample.length:
+            heapq.heappush(cheapest, added_cost(heapq.heappop(with_most_space)[1]))
+        while cheapest and not rows[cheapest[0][1]].fits(sample.length):
+            index = heapq.heappop(cheapest)[1]
+            heapq.heappush(with_most_space, (-rows[index].space, index))
+        if not cheapest:
             return None
-        row.add(position, length, costs[position])
-        heapq.heapreplace(least_costly, entry(least_costly[0][1]))
+        index = cheapest[0][1]
+        rows[index].add(sample)
+        heapq.heapreplace(cheapest, added_cost(index))
     return [row for row in rows if row.positions]
 
 
@@ -117,19 +139,21 @@ def _dealt(rows: Sequence[_Row], num_ranks: int) -> list[Microbatches]:
     ranks: list[Microbatches] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
     for index in range(1 + max((row.round for row in rows), default=-1)):
-        of_round = [row for row in rows if row.round == index and row.num_ranks > 1]
-        num_free = num_ranks - sum(row.num_ranks for row in of_round)
-        of_round, single = of_round + single[:num_free], single[num_free:]
-        of_round.sort(key=lambda row: -row.cost)
+        # A round's rows: those of its long samples, and the costliest single ones that are left.
+        round_rows = [row for row in rows if row.round == index and row.num_ranks > 1]
+        num_free = num_ranks - sum(row.num_ranks for row in round_rows)
+        round_rows, single = round_rows + single[:num_free], single[num_free:]
+        round_rows.sort(key=lambda row: -row.cost)
         # Most ranks first, so that the first rank of a row is a multiple of their number.
-        for size in sorted({row.num_ranks for row in of_round}, reverse=True):
+        for size in sorted({row.num_ranks for row in round_rows}, reverse=True):
             free = [first for first in range(0, num_ranks, size) if len(ranks[first]) == index]
             free.sort(key=lambda first: sum(loads[first : first + size]))
-            of_size = (row for row in of_round if row.num_ranks == size)
-            for first, row in zip(free, of_size, strict=False):
+            rows_of_size = (row for row in round_rows if row.num_ranks == size)
+            for first, row in zip(free, rows_of_size, strict=False):
                 for rank in range(first, first + size):
                     ranks[rank].append(row.positions)
                     loads[rank] += row.cost
+        # A rank without a row has an empty place, so that the parts of later rows meet in one round.
         for microbatches in ranks:
             microbatches += [[]] * (len(microbatches) == index)
     for microbatches in ranks:

@@ -6,15 +6,16 @@ ranks, so arithmetic is elementwise or in Python's order: no sum may depend on t
 
 A *round* is one microbatch on every rank; FSDP's ranks run rounds in lockstep. Plans that regroup
 samples sort them, longest first, and give each round's costliest microbatch to the rank with the
-least cost so far.
+least cost so far. The plan ``[[[0, 3], [2]], [[1]]]`` has two rounds: in the first, rank 0 computes
+samples 0 and 3 and rank 1 sample 1; in the second, rank 0 computes sample 2 and rank 1 a dummy microbatch.
 """
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 Microbatches = list[list[int]]
-"""Microbatches of one rank: for each of them the positions of its samples, none in a round without
-one. Ranks with the same positions in a round compute one row together."""
+"""Microbatches of one rank: for each of them the positions of its samples, an empty list in a round without
+samples. Ranks with the same positions in a round compute one row together."""
 
 Plan = Callable[[Sequence[int], int], list[Microbatches]]
 """Lengths of samples [tokens], number of ranks -> microbatches of each rank."""

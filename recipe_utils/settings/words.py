@@ -32,6 +32,7 @@ class Removed(NamedTuple):
 _TEACHER_CACHE = "it stored a teacher's outputs before training; the teacher runs in every update step: remove it"
 _SPIKES = "it skipped update steps with a gradient norm far above the median; set clip_grad_norm instead"
 REMOVED: Mapping[str, Removed] = {
+    "baseline": Removed("it named the baseline that ratios are taken over; write reference"),
     "dataset.max_epochs": Removed("it bounded passes over a dataset; the log shows them, set weight"),
     "dataset.weight.0": Removed(
         "weights by update step; set one number, and resume with resume_with_other_data=True to change it"
@@ -47,6 +48,7 @@ REMOVED: Mapping[str, Removed] = {
         "weights are those of samples; take it out, and divide weight by target tokens per sample"
     ),
     "on_spike": Removed(_SPIKES, changes_losses=True),
+    "peers": Removed("it contained the baselines; write baselines"),
     "spike_factor": Removed(_SPIKES),
     "teacher_cache": Removed(_TEACHER_CACHE, changes_losses=("top_k",)),
     "teacher_cache_dir": Removed(_TEACHER_CACHE),

@@ -1,5 +1,14 @@
 """Document boundaries of packed rows, as numbers on the host and as tensors on the device.
 
+One inequality keeps documents apart: a query q attends to a key k if ``k <= q < end[k]``.
+
+Example: documents of 5, 3, 9 and 2 tokens have ``cu_seqlens`` [0, 5, 8, 17, 19]; ``end`` is 5 for the first five
+positions, then 8, 17, 19. Query 6 attends to keys 5 and 6. Key 4 is before it, too, but ends at 5.
+
+A prompt of 2 tokens with answers of 3 and 4, ``tree(2, 3, 4)``, has the segments [0, 2), [2, 5) and [5, 9). The
+prompt ends with its last answer: ``end`` is 9, 5 and 9. Query 6 attends to the prompt (0, 1) and to its own answer
+(5, 6), not to the other one (2 to 4, which end at 5), by the same inequality.
+
 Shapes: b rows, s positions per row, p segments in all rows.
 """
 
@@ -43,13 +52,13 @@ class Documents(Sequence[Sequence[Document]]):
     """
 
     lengths: DocumentLengths
-    boundaries: Tensor
+    cu_seqlens: Tensor
     """[p + 1], int32: start of each segment in the flattened [b * s] positions, and end of the
     last. No segment is empty, which FlashAttention's backward does not support. Without trees
     these are cumulative sequence lengths."""
     ends: Tensor | None
     """[p], int32: end in its row of each segment's last descendant; None without trees."""
-    longest: int
+    max_seqlen: int
     """Tokens of the longest document, all segments of a tree included."""
     num_ranks: int
     """Ranks that compute the row together, each a part of the positions; documents are the whole row's."""
@@ -57,10 +66,10 @@ class Documents(Sequence[Sequence[Document]]):
     def __init__(self, lengths: DocumentLengths, num_ranks: int = 1) -> None:
         self.lengths = lengths
         self.num_ranks = num_ranks
-        self.longest = max(length_of(each) for row in lengths for each in row)
+        self.max_seqlen = max(length_of(each) for row in lengths for each in row)
         segments = [each for row in lengths for each in spans(row)]
         sizes = [stop - start for start, stop, _ in segments]
-        self.boundaries = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+        self.cu_seqlens = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
         self.ends = None
         if any(end > stop for _, stop, end in segments):
             self.ends = torch.tensor([end for *_, end in segments], dtype=torch.int32)
@@ -77,11 +86,11 @@ class Documents(Sequence[Sequence[Document]]):
         synchronization.
         """
         num_rows, row_length = self.shape
-        positions = torch.arange(num_rows * row_length, dtype=torch.int32, device=self.boundaries.device)
-        segments = torch.searchsorted(self.boundaries[1:], positions, right=True, out_int32=True)
+        positions = torch.arange(num_rows * row_length, dtype=torch.int32, device=self.cu_seqlens.device)
+        segments = torch.searchsorted(self.cu_seqlens[1:], positions, right=True, out_int32=True)
         if self.ends is not None:
             return self.ends[segments].view(self.shape)
-        ends = self.boundaries[1:][segments].view(self.shape)
+        ends = self.cu_seqlens[1:][segments].view(self.shape)
         return ends - positions[::row_length, None]
 
     def __len__(self) -> int:
@@ -146,14 +155,14 @@ def chains(row: Sequence[Document]) -> Iterator[Chain]:
 
 
 def _flatten(documents: Documents) -> tuple[list[Any], tuple[DocumentLengths, int, int]]:
-    numbers = documents.lengths, documents.longest, documents.num_ranks
-    return [documents.boundaries, documents.ends], numbers
+    numbers = documents.lengths, documents.max_seqlen, documents.num_ranks
+    return [documents.cu_seqlens, documents.ends], numbers
 
 
 def _unflatten(tensors: Any, numbers: tuple[DocumentLengths, int, int]) -> Documents:
     documents = Documents.__new__(Documents)
-    documents.lengths, documents.longest, documents.num_ranks = numbers
-    documents.boundaries, documents.ends = tensors
+    documents.lengths, documents.max_seqlen, documents.num_ranks = numbers
+    documents.cu_seqlens, documents.ends = tensors
     return documents
 
 

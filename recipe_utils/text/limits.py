@@ -85,7 +85,7 @@ class PackedAttention:
                 kernel = self.kernel_of_trees
         if reason := self.reason_against(*layouts):
             raise ConfigError(reason)
-        if documents.boundaries.device.type != "cpu":
+        if documents.cu_seqlens.device.type != "cpu":
             _log_once(kernel, why)
         return kernel
 

@@ -35,13 +35,15 @@ USER_ERRORS = (ExportError, NonfiniteError, SampleError, WorkerDiedError)
 """Training errors that are reported without a traceback."""
 _OF_A_LIST = re.compile(r"[^=~]+?\.\d+(\.[^=]+)?=")
 """Override of an entry of a list, such as ``dataset.0.weight=0.4``."""
+_COMPONENT = re.compile(r"([^=~.]+)=\s*[{\[].*_component_")
+"""Override of a component, or a list of them, such as ``dataset={_component_: my.data, path: x}``."""
 
 
 def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     """Wraps the ``main`` of a recipe; replaces torchtune's ``config.parse``.
 
-    The command line is torchtune's; ``~KEY`` also removes components, and ``dataset.0.weight=0.4``
-    sets a key of an entry of a list. One rank prints user errors once, last and without a traceback;
+    The command line is torchtune's; ``~KEY`` also removes components, ``dataset.0.weight=0.4`` sets a
+    key of an entry of a list, and ``dataset={_component_: my.data, path: x}`` a component. One rank prints user errors once, last and without a traceback;
     each rank that lost another one prints a line. The exit code is 2 for errors in the config or a
     checkpoint, so that the launcher does not retry; otherwise 1 or 3.
     """
@@ -49,8 +51,8 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     @wraps(recipe_main)
     def main() -> Any:
         removed = [word[1:].split("=")[0] for word in sys.argv[1:] if word.startswith("~")]
-        entries = [word for word in sys.argv[1:] if _OF_A_LIST.match(word)]
-        sys.argv[1:] = [w for w in sys.argv[1:] if not w.startswith("~") and w not in entries]
+        overrides = _not_of_torchtune(sys.argv[1:])
+        sys.argv[1:] = [w for w in sys.argv[1:] if not w.startswith("~") and w not in overrides]
         has_started, text = False, None
         # User components must be importable before torchtune adds the working directory.
         if os.getcwd() not in sys.path:
@@ -58,8 +60,8 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 
         def start(cfg: DictConfig) -> Any:
             nonlocal has_started
+            cfg = with_overrides(cfg, overrides, removed)
             has_started = True
-            cfg = with_entries(cfg, entries, removed)
             try:
                 return recipe_main(cfg)
             except RowsDoNotFitError as error:
@@ -104,24 +106,32 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     return main
 
 
-def with_entries(cfg: DictConfig, words: Sequence[str], removed: Sequence[str] = ()) -> DictConfig:
-    """Returns a copy of a config with ``KEY.INDEX.KEY=value`` set, which torchtune's parser cannot merge.
+def _not_of_torchtune(words: Sequence[str]) -> list[str]:
+    """Returns the overrides that torchtune's parser cannot merge, and all others of the same components."""
+    components = {match[1] for word in words if (match := _COMPONENT.match(word))}
+    names = [re.split(r"[.=]", word)[0] for word in words]
+    return [word for name, word in zip(names, words, strict=True) if name in components or _OF_A_LIST.match(word)]
 
-    Also takes out the paths ``removed``. Raises ConfigError if the config has no such entry or key.
+
+def with_overrides(cfg: DictConfig, words: Sequence[str], removed: Sequence[str] = ()) -> DictConfig:
+    """Returns a copy of a config with overrides applied in order that torchtune's parser cannot merge.
+
+    ``KEY={...}`` replaces a component, ``KEY.INDEX.KEY=value`` sets a value in a list. Also takes out the paths ``removed``. Raises ConfigError if the config has no such entry or key.
     """
     changed = copy.deepcopy(cfg)
     problems = []
     for word in words:
         path, _, value = word.partition("=")
-        key, index = re.findall(r"(.+?)\.(\d+)(?=\.|$)", path)[0]
-        entries = OmegaConf.select(changed, key)
+        in_list = re.match(r"(.+?)\.(\d+)(?=\.|$)", path)
+        key, index = in_list.groups() if in_list else (path, 0)
+        entries = OmegaConf.select(changed, key) if in_list else None
         if isinstance(entries, ListConfig) and int(index) >= len(entries):
             problems.append(f"{word}: {key} has {len(entries)} entries, from {key}.0")
-        elif not isinstance(entries, ListConfig | DictConfig):
+        elif in_list and not isinstance(entries, ListConfig | DictConfig):
             problems.append(f"{word}: {key} is no list in the config; set {key} there")
         else:
             value = OmegaConf.from_dotlist([f"value={value}"]).value
-            OmegaConf.update(changed, path, value, force_add=True)
+            OmegaConf.update(changed, path, value, merge=False, force_add=True)
     for path in removed:
         parent, _, key = path.rpartition(".")
         mapping = OmegaConf.select(changed, parent) if parent else changed

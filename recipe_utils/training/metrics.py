@@ -3,18 +3,20 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
 from torchtune import config
 
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.training.log import Log
-from recipe_utils.training.settings import PROFILER
+from recipe_utils.training.settings import PROFILER, RunSettings
 from recipe_utils.update_steps.step import UpdateStep
 
 _RATES = {
@@ -143,13 +145,20 @@ class Metrics:
         self._log.close()
 
 
-def build_profiler(cfg: Mapping[str, Any] | None, ranks: Ranks) -> Any:
-    """Builds torchtune's profiler, disabled if ``cfg`` is None.
+def build_profiler(run_settings: RunSettings, ranks: Ranks) -> Any:
+    """Builds torchtune's profiler, disabled without ``profiler`` in the config.
 
-    With ``profile_memory``, CUDA allocations are recorded in the active steps of the first cycle.
+    Traces are written below ``output_dir`` and contain the thread that prepares update steps. With
+    ``profile_memory``, CUDA allocations are recorded in the active steps of the first cycle.
     """
-    component = OmegaConf.create({"_component_": PROFILER, **(cfg or {"enabled": False})})
-    profiler, settings = config.instantiate(component)
+    component: dict[str, Any] = {"_component_": PROFILER, **(run_settings.profiler or {"enabled": False})}
+    if "output_dir" in component or component["_component_"] == PROFILER:
+        folder = component.get("output_dir") or "profiler_output"
+        component["output_dir"] = str(Path(run_settings.output_dir) / folder)  # an absolute path stays
+    profiler, settings = config.instantiate(OmegaConf.create(component))
+    if settings["enabled"] and isinstance(profiler, torch.profiler.profile):
+        with_stack = bool(settings.get("with_stack"))
+        profiler.experimental_config = _ExperimentalConfig(profile_all_threads=True, verbose=with_stack)
     is_on_cuda = ranks.is_zero and ranks.device.type == "cuda"
     if is_on_cuda and settings["enabled"] and settings.get("profile_memory"):
         first = settings["wait_steps"] + settings["warmup_steps"]

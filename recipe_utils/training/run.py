@@ -107,7 +107,7 @@ class Run:
         Call it after all other checks; ``model`` is whole, on the meta device.
         """
         with naming("profiler"):
-            self.profiler = build_profiler(self.settings.profiler, self._ranks)
+            self.profiler = build_profiler(self.settings, self._ranks)
         if self._ranks.is_zero and self.settings.metric_logger is not None:
             with naming("metric_logger"):
                 self._log.add("metric_logger", config.instantiate(cfg.metric_logger))

@@ -46,7 +46,8 @@ class RunSettings(RankSettings):
     log_peak_memory_stats: bool = False
     """Also logs peak memory (not on CPU)."""
     profiler: Annotated[dict[str, Any], MadeWith(default=PROFILER)] | None = None
-    """torchtune's profiler, stepped once per update step."""
+    """torchtune's profiler, stepped once per update step. Its ``output_dir`` is relative to the key
+    ``output_dir``."""
     run_val_every_n_steps: Count | None = None
     """Update steps between validations, besides one before and one after the training; null disables them."""
     keep_best_checkpoint: Annotated[bool, OnlyWith("run_val_every_n_steps")] = False

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from recipe_utils.plans.rounds import WHOLE, Part, Plan, part_of
 from recipe_utils.update_steps.samples import Sample
@@ -125,7 +126,8 @@ class StepCollectives:
         num_samples = [row[0] - 1 for row in rows]
         lengths = [length for row in rows for length in row[1 : row[0]]]
         owner = [source for source, number in enumerate(num_samples) for _ in range(number)]
-        planned = plan(lengths, len(self.dp_peers))
+        with record_function("plan"):
+            planned = plan(lengths, len(self.dp_peers))
         me = list(self.dp_peers).index(dist.get_rank(self.group))
         held = dict(enumerate(samples, start=sum(num_samples[:me])))
 
@@ -190,7 +192,8 @@ class StepCollectives:
 
 def group_samples(samples: Sequence[Sample], length_of: LengthOf, plan: Plan) -> list[Row]:
     """Returns the microbatches, planned for this rank alone."""
-    (microbatches,) = plan([length_of(sample) for sample in samples], 1)
+    with record_function("plan"):
+        (microbatches,) = plan([length_of(sample) for sample in samples], 1)
     return [Row([samples[position] for position in each]) for each in microbatches]
 
 
@@ -226,14 +229,16 @@ class Agreement:
         if self._max_samples is None:
             return group_samples(samples, self._length_of, self._plan)
         self._next = None
-        rows = self._exchange(samples)
+        with record_function("exchange"):
+            rows = self._exchange(samples)
         self._next = self._together.count
         return rows
 
     def count(self, local: RankCounts) -> StepCounts:
         """Returns counts over all ranks."""
         self._next = None
-        return self._together.count(local)
+        with record_function("count"):
+            return self._together.count(local)
 
     def report_failure(self) -> None:
         """Enters the collective that the other ranks wait in, without data."""

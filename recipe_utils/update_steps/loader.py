@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.update_steps.collectives import RankCounts, Row, StepCollectives, agreement
@@ -103,12 +104,17 @@ class UpdateStepLoader:
             if ranks.dp_degree > 1 and collator.moves_samples:
                 max_samples = indices.most_on_a_rank(number)
             with agreement(together, collator.length, collator.plan, max_samples) as agree:
-                samples = next(loaded)
+                with record_function("load"):
+                    samples = next(loaded)
                 # A rank without a microbatch runs a dummy one. It is made before the ranks agree to start:
                 # nothing may fail after that.
                 if dummy is None and may_lack_microbatches:
-                    dummy = collator.dummy(samples[0] if samples else self.dataset[self.dataset.report.example])
-                made = [m for row in agree.exchange(samples) for m in _collate(collator, row, dummy)]
+                    dummy = collator.dummy(
+                        samples[0] if samples else self.dataset.unread()[self.dataset.report.example]
+                    )
+                rows = agree.exchange(samples)
+                with record_function("collate"):
+                    made = [microbatch for row in rows for microbatch in _collate(collator, row, dummy)]
                 counts = {name: sum(m.counts.get(name, 0) for m in made) for name in first.counts}
                 counts["skipped_samples"] = len(indices[number]) - len(samples)
                 agreed = agree.count(RankCounts(counts, len(made), budget.proposal()))

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from torch.profiler import record_function
+
 T = TypeVar("T")
 
 _END = object()
@@ -38,7 +40,8 @@ class Prefetched(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         while True:
             started = time.perf_counter()
-            item = next(self._items, _END) if self._thread is None else self._queue.get()
+            with record_function("wait for data"):
+                item = next(self._items, _END) if self._thread is None else self._queue.get()
             self.wait_seconds = time.perf_counter() - started
             if item is _END or isinstance(item, BaseException):
                 if self._thread is not None:

@@ -1,5 +1,6 @@
 """An update step as a value: all that one optimizer step computes, on one rank.
 
+:mod:`recipe_utils.benchmark.baselines.bare_loop` is the idea in one file, with a worked example.
 Shapes: b rows, s positions per row, n target tokens.
 """
 

@@ -22,6 +22,7 @@ from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark import interleave
 from recipe_utils.benchmark.baselines import worker
+from recipe_utils.cli.registry import recipe_path
 
 RECIPE = "benchmark_tokens_per_second"
 STOCK, LIMIT = {"kind": "stock"}, {"kind": "limit"}
@@ -39,7 +40,7 @@ def fresh_checkpointer(folder, model, seed=0):
     }
 
 
-def write_configs(folder, peers, of_recipe=None, **changes):
+def write_configs(folder, baselines, of_recipe=None, **changes):
     """Returns paths of the benchmark's config and its output."""
     recipe_config = {**hugging_face_runs.config(folder), "batch_size": 2, **(of_recipe or {})}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_config))
@@ -47,7 +48,7 @@ def write_configs(folder, peers, of_recipe=None, **changes):
         "output_dir": f"{folder}/benchmark",
         "update_step_config": f"{folder}/recipe.yaml",
         "overrides": {"gradient_accumulation_steps": 2},
-        "peers": peers,
+        "baselines": baselines,
         "num_update_steps": 1,
         "num_rounds": 1,
         "step_timeout_seconds": 120,
@@ -117,6 +118,7 @@ OF_TEXT = {
     "stock": STOCK,
     "in_order": IN_ORDER,
     "packed": PACKED,
+    "mine": {**PACKED, "recipe": str(recipe_path("full_finetune_update_step"))},
     "hf_batch_rebalance": {"kind": "hf_trainer", "train_sampling_strategy": "batch_rebalance"},
     "limit": LIMIT,
     "broken": {**IN_ORDER, "max_tokens_per_microbatch": 8},  # refused once the recipe runs
@@ -179,11 +181,11 @@ def test_all_baselines_train_the_same_adapters_with_the_same_losses(tmp_path):
         "model_type": "LLAMA3_2",
         "output_dir": f"{tmp_path}/out",
     }
-    peers = {"stock": STOCK, "packed": PACKED, "full": {**PACKED, "model": tiny.MODEL}, "limit": LIMIT}
+    baselines = {"stock": STOCK, "packed": PACKED, "full": {**PACKED, "model": tiny.MODEL}, "limit": LIMIT}
     of_recipe = {"model": tiny.adapted(tiny.MODEL, use_dora=True), "checkpointer": checkpointer}
-    *_, results = run_here(tmp_path, peers, of_recipe)
+    *_, results = run_here(tmp_path, baselines, of_recipe)
     found = deviations(results)
-    assert list(found) == list(peers)
+    assert list(found) == list(baselines)
     assert found.pop("full") is None
     assert max(found.values()) < 1e-4
 
@@ -192,17 +194,21 @@ def test_all_baselines_train_the_same_adapters_with_the_same_losses(tmp_path):
 def test_all_baselines_train_the_same_pairs_and_compute_shared_tokens_once(tmp_path):
     pairs = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 40, "kind": "alike_beginnings"}
     loss = {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.3}
-    peers = {
+    baselines = {
         "stock": STOCK,
         "packed": {**PACKED, "prefix_sharing": False},
         "shared": PACKED,
         "shared_cached": {**PACKED, "reference": "cached", "precompute_reference": True},
     }
     *_, results = run_here(
-        tmp_path, peers, {"dataset": pairs, "loss": loss}, update_step_recipe="full_dpo_update_step", num_update_steps=2
+        tmp_path,
+        baselines,
+        {"dataset": pairs, "loss": loss},
+        update_step_recipe="full_dpo_update_step",
+        num_update_steps=2,
     )
     found = deviations(results)
-    assert list(found) == list(peers)
+    assert list(found) == list(baselines)
     assert max(found.values()) < 1e-5
     last_loss = results["losses"]["stock"][0][-1]
     assert abs(last_loss - math.log(2)) > 0.005, "the policy is still the reference"
@@ -216,7 +222,7 @@ def test_all_baselines_train_the_same_pairs_and_compute_shared_tokens_once(tmp_p
     ("model", "kd_ratio"), [(tiny.MODEL, 1.0), (tiny.adapted(tiny.MODEL), 0.7)], ids=["divergence_alone", "adapters"]
 )
 def test_all_baselines_learn_from_the_same_teacher(model, kd_ratio, tmp_path):
-    peers = {"stock": STOCK, "packed": PACKED}
+    baselines = {"stock": STOCK, "packed": PACKED}
     of_recipe = {
         "model": model,
         "checkpointer": fresh_checkpointer(tmp_path, tiny.MODEL),
@@ -224,10 +230,12 @@ def test_all_baselines_learn_from_the_same_teacher(model, kd_ratio, tmp_path):
         "teacher_checkpointer": fresh_checkpointer(tmp_path, tiny.TEACHER_MODEL, seed=1),
         "kd_ratio": kd_ratio,
     }
-    screen, _, results = run_here(tmp_path, peers, of_recipe, update_step_recipe="knowledge_distillation_update_step")
+    screen, _, results = run_here(
+        tmp_path, baselines, of_recipe, update_step_recipe="knowledge_distillation_update_step"
+    )
     assert "The loss deviation is that of the first update step" in screen
     found = deviations(results)
-    assert list(found) == list(peers)
+    assert list(found) == list(baselines)
     assert max(found.values()) < 1e-5
 
 
@@ -239,7 +247,7 @@ def workers_of(folder):
     found = []
     for path in Path("/proc").glob("[0-9]*/fd/1"):
         with contextlib.suppress(OSError):
-            if str(path.readlink()).startswith(f"{folder}/peers/"):
+            if str(path.readlink()).startswith(f"{folder}/baselines/"):
                 found.append(int(path.parts[2]))
     return found
 
@@ -267,23 +275,23 @@ def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path,
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"baseline": "stoc", "num_rounds": 0}, ["num_rounds=0: it must be at least 1"]),
-        ({"baseline": "stoc"}, ["baseline=stoc: no entry of peers has this name; set it to one of"]),
-        ({"peers": {}}, ["peers: there are none"]),
+        ({"reference": "stoc", "num_rounds": 0}, ["num_rounds=0: it must be at least 1"]),
+        ({"reference": "stoc"}, ["reference=stoc: no entry of baselines has this name; set it to one of"]),
+        ({"baselines": {}}, ["baselines: there are none"]),
         ({"overrides": {"optimizer_in_bwd": True}}, ["overrides.optimizer_in_bwd=True"]),
         (
             {"num_update_steps": 500},
             [
-                "peers.stock: kind=stok: set it to one of stock, update_step, hf_trainer, limit",
-                "peers.ours: microbatchng: this recipe has no such key; did you mean microbatching?",
-                "peers.limit: num_update_steps: the dataset has 160 samples",
+                "baselines.stock: kind=stok: set it to one of stock, update_step, hf_trainer, limit",
+                "baselines.ours: microbatchng: this recipe has no such key; did you mean microbatching?",
+                "baselines.limit: num_update_steps: the dataset has 160 samples",
             ],
         ),
     ],
 )
 def test_problems_of_a_config_are_reported(changes, expected, tmp_path):
-    peers = {"stock": {"kind": "stok"}, "ours": {"kind": "update_step", "microbatchng": "in_order"}, "limit": LIMIT}
-    config_path, _ = write_configs(tmp_path, **{"peers": peers, **changes})
+    baselines = {"stock": {"kind": "stok"}, "ours": {"kind": "update_step", "microbatchng": "in_order"}, "limit": LIMIT}
+    config_path, _ = write_configs(tmp_path, **{"baselines": baselines, **changes})
     code, screen = tune_run_here(RECIPE, config_path)
     assert code == 2
     for problem in expected:

@@ -2,6 +2,8 @@
 
 import pytest
 import recipe_runs
+import tiny
+import torch
 from distributed_runs import run_distributed
 from recipe_runs import (
     STOCK_LOSS,
@@ -15,7 +17,9 @@ from recipe_runs import (
 )
 from torch._dynamo.utils import counters
 
+from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.models.attention import packed_attention
+from recipe_utils.settings.problems import ConfigError
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 160}
 
@@ -128,3 +132,28 @@ def test_losses_are_those_of_hugging_face_trainer(tmp_path):
     (theirs,) = run_distributed(hugging_face_runs.trainer_losses, 1, config)
     assert len(theirs) == 10
     assert losses(ours) == pytest.approx(theirs, rel=1e-4)
+
+
+class TwoSums(LinearCrossEntropyLoss):
+    """Also returns the number of targets."""
+
+    def forward(self, output, hidden, targets, *args):
+        sums = super().forward(output, hidden, targets, *args)
+        return torch.cat([sums.view(1), sums.new_tensor([len(targets.positions)])])
+
+
+class TwoSumsOfLogits(torch.nn.CrossEntropyLoss):
+    def forward(self, logits, labels):
+        return super().forward(logits, labels).repeat(2)
+
+
+@pytest.mark.parametrize("loss", [TwoSums, TwoSumsOfLogits])
+@pytest.mark.parametrize("validation", [{}, {"dataset_val": DATA, "run_val_every_n_steps": 1}])
+def test_a_loss_with_two_sums_is_refused_before_the_first_update(loss, validation, tiny_config, monkeypatch):
+    monkeypatch.setattr(tiny, loss.__name__, loss, raising=False)
+    config = tiny_config(loss={"_component_": f"tiny.{loss.__name__}"}, **validation)
+    with pytest.raises(
+        ConfigError, match=rf"loss._component_: {loss.__name__} returns \[2\], and this recipe uses \[1\]"
+    ):
+        run_recipe(config)
+    assert not ListLogger.logged

@@ -1,4 +1,4 @@
-"""Models of transformers in the recipes: plan, proof, resume, and refusals by name.
+"""Models of transformers in the recipes: plan, check, resume, and refusals by name.
 
 ``test_gradients.py`` and its like have their gradients.
 """
@@ -14,9 +14,8 @@ from recipe_runs import DPO, losses, refusal, run_compiled_recipe, run_recipe, r
 from tiny_transformers import save_tiny
 
 from recipe_utils.models.attention import chains
-from recipe_utils.models.transformers import decoder
+from recipe_utils.models.transformers import decoder, packing_check
 from recipe_utils.models.transformers import masks as documents
-from recipe_utils.models.transformers import packing_check as probe
 from recipe_utils.text.documents import chains as chains_of
 from recipe_utils.text.documents import length_of
 
@@ -96,9 +95,9 @@ def test_what_cannot_be_split_is_refused_by_name(tiny_config, tiny_dpo_config, t
 def test_a_recomputation_has_the_documents_of_its_forward(keeps_documents, monkeypatch):
     """A recomputation without them raises, instead of computing the row as one document."""
     config = tiny_config_of("lfm2")
-    model = decoder.Decoder(decoder.build(config, "sdpa"), probe.prove(config, "sdpa"))
+    model = decoder.Decoder(decoder.build(config, "sdpa"), packing_check.check_packing(config, "sdpa"))
     samples = torch.arange(3, 12).split([4, 5])
-    of_row = partial(probe.logits_of_row, [model], torch.cat(samples), [4, 5])
+    of_row = partial(packing_check.logits_of_row, [model], torch.cat(samples), [4, 5])
     expected = torch.autograd.grad(torch.cat(of_row()).sum(), [*model.parameters()])
     if not keeps_documents:
         wrap = decoder.checkpoint_wrapper
@@ -174,4 +173,4 @@ def ancestors_but_the_nearest(patches):
 )
 def test_a_wrong_mask_is_not_proved(mutate, model_type, monkeypatch):
     mutate(monkeypatch)
-    assert not probe.prove(tiny_config_of(model_type), "sdpa").computes_trees
+    assert not packing_check.check_packing(tiny_config_of(model_type), "sdpa").computes_trees

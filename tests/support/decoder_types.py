@@ -19,7 +19,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from recipe_utils.models.transformers.packing_check import prove
+from recipe_utils.models.transformers.packing_check import check_packing
 
 _SECONDS = 100
 _processes = multiprocessing.get_context("fork")  # they share the imports
@@ -86,7 +86,7 @@ def tiny_config_of(model_type: str, **changes: Any) -> Any:
 
 
 def result_of(model_type: str) -> dict[str, Any]:
-    """Returns the fields of a type's proof, or its ``error`` as text."""
+    """Returns the fields of a type's packing check, or its ``error`` as text."""
     pipe, theirs = _processes.Pipe()
     process = _processes.Process(target=_prove, args=(model_type, theirs))
     process.start()
@@ -105,9 +105,9 @@ def result_of(model_type: str) -> dict[str, Any]:
 def _prove(model_type: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     try:
-        proof = prove(tiny_config_of(model_type))
-        way = "padded" if proof.problem else "by_document" if proof.modules else "masks"
-        pipe.send({"way": way, **asdict(proof)})
+        check = check_packing(tiny_config_of(model_type))
+        way = "padded" if check.problem else "by_document" if check.modules else "masks"
+        pipe.send({"way": way, **asdict(check)})
     except Exception as error:  # any: each type has its own
         refused = isinstance(error, ValueError) and str(error).startswith("model: ")
         text = f"{type(error).__name__}: {error}".splitlines()[0]

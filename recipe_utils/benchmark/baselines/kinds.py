@@ -11,14 +11,15 @@ DISTILLATION = "knowledge_distillation_update_step"
 KINDS: dict[str, dict[str, str]] = {
     TEXT: {
         "stock": "stock.train",
-        "update_step": "update_step.train_text",
+        "update_step": "update_step.train",
         "hf_trainer": "hugging_face.train_hf_trainer",
         "limit": "bare_loop.train_text",
     },
-    PAIRS: {"stock": "stock.train_dpo", "update_step": "update_step.train_dpo"},
-    DISTILLATION: {"stock": "stock.train_distillation", "update_step": "update_step.train_distillation"},
+    PAIRS: {"stock": "stock.train_dpo", "update_step": "update_step.train"},
+    DISTILLATION: {"stock": "stock.train_distillation", "update_step": "update_step.train"},
 }
-"""Recipe -> kind -> function in this package that trains with a resolved update-step config."""
+"""Recipe -> kind -> function in this package that trains with a resolved update-step config; ``update_step.train``
+also takes the recipe's name or path."""
 OWN_KEYS = {"hf_trainer": {"train_sampling_strategy"}}
 """Kind -> config keys of this kind only."""
 

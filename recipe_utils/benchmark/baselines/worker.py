@@ -19,10 +19,11 @@ from recipe_utils.benchmark.lineup import Baseline
 from recipe_utils.benchmark.token_audit import FedTokens
 
 
-def write_spec(path: Path, of: Baseline, pad_id: int) -> Path:
+def write_spec(path: Path, baseline: Baseline, pad_id: int) -> Path:
     """Writes what a worker trains."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    spec = {"recipe": of.recipe, "kind": of.kind, "config": of.config, "pad_id": pad_id}
+    names = "recipe", "recipe_file", "kind", "config"
+    spec = {**{name: getattr(baseline, name) for name in names}, "pad_id": pad_id}
     path.write_text(json.dumps(spec, indent=1))
     return path
 
@@ -41,7 +42,7 @@ def main() -> None:
     gate.wait_for_turn()
     fed_tokens.install()
     gate.install()
-    train(config)
+    train(config, *[spec["recipe_file"]] * (spec["kind"] == "update_step"))
     raise RuntimeError("the training ended before the benchmark")
 
 

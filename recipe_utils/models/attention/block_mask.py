@@ -1,5 +1,14 @@
 """Flex attention's block mask from the lengths of documents, without a mask of all pairs of positions.
 
+Example: documents of 200 and 184 tokens are a row of three blocks of 128. Keys of block 0 all end at 200, those of
+block 1 at 200 or 384. Block 2 of queries begins at 256: it attends to no key of block 0 (200 <= 256), and to some of
+block 1 (384 > 256, but 200 < 384, the end of block 2). So 5 of 9 blocks are computed, each with the mask of its pairs:
+
+    queries    keys 0    keys 1    keys 2
+    0          some
+    1          some      some
+    2                    some      some
+
 Shapes: b rows, s positions per row, n blocks of :data:`BLOCK` positions in s.
 """
 
@@ -35,7 +44,7 @@ def sees(documents: Documents, window: int | None = None) -> Callable[..., Tenso
 def dense_mask(documents: Documents) -> Tensor:
     """Returns the mask of all pairs of positions [b, s, s], on the documents' device."""
     num_rows, row_length = documents.shape
-    device = documents.boundaries.device
+    device = documents.cu_seqlens.device
     positions = torch.arange(row_length, device=device)
     rows = torch.arange(num_rows, device=device)[:, None, None]
     return sees(documents)(rows, rows, positions[:, None], positions)
@@ -48,10 +57,13 @@ def block_mask(documents: Documents, window: int | None = None) -> BlockMask:
     least and the greatest end of a block of keys tell which later blocks of queries see all or some of
     it: O(n^2) numbers, without a device synchronization.
     """
+    # The least and the greatest end of each block of keys; padded keys do not count.
     _, row_length = documents.shape
     ends, padding = documents.last_queries(), -row_length % BLOCK
     first, last = (F.pad(ends, (0, padding), value=fill).unflatten(1, (-1, BLOCK)) for fill in (row_length, 0))
     first, last = first.amin(2)[:, None, :], last.amax(2)[:, None, :]  # [b, 1, key block]
+
+    # Earlier blocks of keys: seen if one of them ends after the block of queries begins, by all if none ends in it.
     index = torch.arange(first.size(2), device=first.device)
     begin = index[:, None] * BLOCK
     is_before = index < index[:, None]  # [query block, key block]
@@ -62,6 +74,7 @@ def block_mask(documents: Documents, window: int | None = None) -> BlockMask:
         distance = index[:, None] - index  # in blocks; of positions one block more or less
         is_seen &= (distance - 1) * BLOCK + 1 < window
         is_seen_by_all &= (distance + 1) * BLOCK - 1 < window
+
     # On the diagonal each position attends to itself and not to later ones.
     is_partial = (is_seen & ~is_seen_by_all) | (index == index[:, None])
     return BlockMask.from_kv_blocks(

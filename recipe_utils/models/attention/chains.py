@@ -1,5 +1,9 @@
 """Queries, keys and values of a row's chains of segments, and their attention on a CPU.
 
+Example: a prompt of 2 tokens with answers of 3 and 4 has two chains. The first is prompt and first answer, positions 0
+to 4: plain causal attention. The second is the other answer, positions 5 to 8, behind the ancestors 0 and 1: its 4
+queries attend to 6 keys, and the mask [4, 6] is causal in the last 4.
+
 Shapes: b rows, h heads, s positions of a row, n of a chain, m of a chain and its ancestors, d head width.
 """
 
@@ -23,22 +27,23 @@ def parts_of_chains(
 
     ``mask`` is [b, h, s, s], its parts are [b, h, n, m].
     """
-    found, segments = list(chains(row)), list(spans(row))
+    row_chains, segments = list(chains(row)), list(spans(row))
     starts = [start for start, *_ in segments]
     # split and cat, because the backward of a slice fills a gradient of the whole row.
-    queries = q.split([chain.stop - chain.start for chain in found], dim=2)
-    keys, values = (each.split([b - a for a, b, _ in segments], dim=2) for each in (k, v))
-    for chain, of_chain in zip(found, queries, strict=True):
+    queries = q.split([chain.stop - chain.start for chain in row_chains], dim=2)
+    keys, values = (tensor.split([stop - start for start, stop, _ in segments], dim=2) for tensor in (k, v))
+    for chain, chain_queries in zip(row_chains, queries, strict=True):
+        # The segments of the ancestors and of the chain itself, by their numbers in the row.
         bounds = [(bisect_left(starts, low), bisect_left(starts, high)) for low, high in chain.ranges]
         seen = [index for bound in bounds for index in range(*bound)]
-        of_keys, of_values = (
-            each[seen[0]] if len(seen) == 1 else torch.cat([each[i] for i in seen], dim=2) for each in (keys, values)
+        chain_keys, chain_values = (
+            parts[seen[0]] if len(seen) == 1 else torch.cat([parts[i] for i in seen], dim=2) for parts in (keys, values)
         )
-        of_mask = None
+        chain_mask = None
         if mask is not None:
             rows = mask[:, :, chain.start : chain.stop]
-            of_mask = torch.cat([rows[..., low:high] for low, high in chain.ranges], dim=3)
-        yield of_chain, of_keys, of_values, of_mask
+            chain_mask = torch.cat([rows[..., low:high] for low, high in chain.ranges], dim=3)
+        yield chain_queries, chain_keys, chain_values, chain_mask
 
 
 def mask_of_chain(q: Tensor, k: Tensor, window: int | None = None) -> Tensor:
@@ -63,13 +68,15 @@ class MergedAttention(torch.autograd.Function):
         outs, lses = [], []
         for chain in ctx.chains:
             queries = q[:, :, chain.start : chain.stop]
-            own, *ancestors = (_part(k, v, each) for each in reversed(chain.ranges))
-            out, lse = _flash(queries, *own, 0.0, True)
-            for keys_and_values in ancestors:
-                of_part, lse_of_part = _flash(queries, *keys_and_values, 0.0, False)
-                merged = torch.logaddexp(lse, lse_of_part)
-                weights = (each.sub(merged).exp().unsqueeze(3) for each in (lse, lse_of_part))
-                out = out * next(weights) + of_part * next(weights)
+            chain_keys, *ancestor_keys = (_part(k, v, positions) for positions in reversed(chain.ranges))
+            # Causal in the chain itself; every query attends to all of its ancestors.
+            out, lse = _flash(queries, *chain_keys, 0.0, True)
+            for keys_and_values in ancestor_keys:
+                # Two softmaxes over parts of the keys are one over all, weighted by their shares of its sum.
+                part_out, part_lse = _flash(queries, *keys_and_values, 0.0, False)
+                merged = torch.logaddexp(lse, part_lse)
+                share, part_share = ((each - merged).exp().unsqueeze(3) for each in (lse, part_lse))
+                out = out * share + part_out * part_share
                 lse = merged
             outs.append(out.transpose(1, 2))
             lses.append(lse)
@@ -81,18 +88,18 @@ class MergedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Returns the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
-        of_q, of_k, of_v = map(torch.zeros_like, (q, k, v))
+        grad_q, grad_k, grad_v = map(torch.zeros_like, (q, k, v))
         for chain in ctx.chains:
-            own = slice(chain.start, chain.stop)
+            queries = slice(chain.start, chain.stop)
             for low, high in chain.ranges:
                 parts = _flash_backward(
-                    grad[:, :, own], q[:, :, own], *_part(k, v, (low, high)), out[:, :, own],
-                    lse[:, :, own], 0.0, low == chain.start,
+                    grad[:, :, queries], q[:, :, queries], *_part(k, v, (low, high)), out[:, :, queries],
+                    lse[:, :, queries], 0.0, low == chain.start,
                 )  # fmt: skip
-                of_q[:, :, own] += parts[0]
-                of_k[:, :, low:high] += parts[1]
-                of_v[:, :, low:high] += parts[2]
-        return of_q, of_k, of_v, None
+                grad_q[:, :, queries] += parts[0]
+                grad_k[:, :, low:high] += parts[1]
+                grad_v[:, :, low:high] += parts[2]
+        return grad_q, grad_k, grad_v, None
 
 
 def can_merge(q: Tensor, v: Tensor, dropout_p: float) -> bool:

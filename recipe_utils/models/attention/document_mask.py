@@ -1,6 +1,9 @@
 """Attention within documents: a token of a packed row attends to preceding tokens of its own document.
 
-In a document that is a tree, it attends to its segment and to that one's ancestors.
+In a document that is a tree, it attends to its segment and to that one's ancestors. The model is called with
+``document_lengths=Documents([[5, 3, 9, 2]])`` beside the row's 19 tokens. A hook turns them into the ``mask`` that
+torchtune's layers pass on: a block mask for flex attention, a dense one, or the documents themselves, which the
+replaced attention call of each layer computes one by one or hands to FlashAttention.
 
 Shapes: b rows, s positions per row, h heads, d head width.
 """
@@ -105,7 +108,7 @@ def _forward(by_varlen: bool) -> Callable[..., Tensor]:
             output: Tensor = MultiHeadAttention.forward(self, x, y, mask=mask, input_pos=input_pos)
             return output
         b, s, _ = x.shape
-        # -1 heads, since tensor parallel ranks have a part of them.
+        # As in torchtune, up to the copies of keys. -1 heads, since tensor parallel ranks have a part of them.
         q, k, v = (
             projection(x).view(b, s, -1, self.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -117,6 +120,7 @@ def _forward(by_varlen: bool) -> Callable[..., Tensor]:
         if self.k_norm is not None:
             k = self.k_norm(k)
         q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+        # The whole row for a part of the heads, in place of a part of the row for all heads.
         if group is not None:
             q, k, v = heads_of_row(q, k, v, group)
         if is_varlen:
@@ -157,7 +161,7 @@ def attend_by_varlen(
             options["enable_gqa"] = True
         else:
             k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
-    bounds = (documents.boundaries, documents.boundaries, documents.longest, documents.longest)
+    bounds = (documents.cu_seqlens, documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen)
     attended: Tensor = attend(q, k, v, *bounds, **options)
     return attended
 

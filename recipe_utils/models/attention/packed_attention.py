@@ -6,6 +6,10 @@
 | ``varlen`` | FlashAttention over all documents of a microbatch at once | CUDA, bf16, a supported head width; causal masks and sliding windows |
 | ``flex`` | flex attention with a block mask | CUDA, Triton, few different row lengths |
 | ``dense`` | the model's own attention with a mask [b, s, s] | nothing; attention that cannot be split by document |
+
+Example: documents of 5, 3, 9 and 2 tokens are a row of 19. ``dense`` computes the scores of 19 x 19 = 361 pairs,
+``by_document`` those of 25 + 9 + 81 + 4 = 119 with four kernels per layer, ``varlen`` the same with one, and ``flex``
+those of all blocks of 128 x 128 with a pair of one document.
 """
 
 import importlib
@@ -74,12 +78,15 @@ def attention_of(
     transformers are compared with it on the device: if it is not exact, ``by_document`` replaces it, with
     a warning, and if that is not exact either, rows cannot be packed.
     """
+    # Heads that ranks of a row divide among themselves, by the key that a user would change.
     decoder: Any = getattr(model, "decoder", model)
     configured: Kernel | None = getattr(model, "packed_attention", None)
     num_heads = {"model.num_heads": getattr(decoder, "num_heads", 0)}
     if tensor_parallel_dim > 1:
         key = "model.num_heads / tensor_parallel_dim"
         num_heads = {key: decoder.num_heads // tensor_parallel_dim}
+
+    # The kernel: of another library's attention a dense mask, of transformers one that is compared on the device.
     runs_by_document = False
     other = other_attention(model)
     if other is not None:
@@ -97,6 +104,8 @@ def attention_of(
             max((float(each.attn_dropout) for each in attentions), default=0.0),
         )
         chosen = choose_kernel(needs, device, configured)
+
+    # A compiled layer is compiled again for each of the first lengths of rows.
     compiled = _COMPILED_LENGTHS.get(device.type, _COMPILED_LENGTHS["cuda"])
     return replace(
         chosen,
@@ -133,11 +142,14 @@ def choose_kernel(needs: AttentionNeeds, device: torch.device, configured: Kerne
     if device.type != "cuda":
         return PackedAttention("by_document", f"the device is {device.type}")
 
+    # The fastest kernel that supports the model, or the configured one.
     against_varlen = _reason_against("varlen", needs, device)
     against_flex = _reason_against("flex", needs, device)
     kernel, why = _default_kernel(against_varlen, against_flex)
     if configured is not None:
         kernel, why = configured, "packed_attention is set to it"
+
+    # Layouts that it cannot compute here, with the reason: an error only once rows are packed.
     key = f"packed_attention={configured or 'null'}: "
     of_trees: Kernel | None = None
     refused = dict[Layout, str | None]()

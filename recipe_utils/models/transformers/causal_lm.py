@@ -16,13 +16,13 @@ from recipe_utils.checkpoint.export import WEIGHTS
 from recipe_utils.checkpoint.transformers import check_folder
 from recipe_utils.files import log_once, write_atomically
 from recipe_utils.models.transformers.decoder import Decoder, build
-from recipe_utils.models.transformers.packing_check import error_on_device, proof_of
+from recipe_utils.models.transformers.packing_check import cached_packing_check, error_on_device
 
 
 def causal_lm(path: str, attention: str | None = None, config: dict[str, Any] | None = None) -> Decoder:
     """Returns the decoder that a folder's ``config.json`` describes, without its weights.
 
-    It is proved to compute packed rows, see :mod:`recipe_utils.models.transformers.packing_check`. A recipe
+    It is checked to compute packed rows, see :mod:`recipe_utils.models.transformers.packing_check`. A recipe
     without ``microbatching`` packs if that is exact, and pads otherwise.
 
     Args:
@@ -55,14 +55,14 @@ def decoder_of(
         )
     model = build(described, attention)
     if adapt is not None:
-        adapt(model)  # before the proof, which takes longer than to find a wrong name
-    proof = proof_of(described, attention)
-    log_once(f"{path}: {proof}")
-    decoder = Decoder(model, proof)
+        adapt(model)  # before the check, which takes longer than to find a wrong name
+    check = cached_packing_check(described, attention)
+    log_once(f"{path}: {check}")
+    decoder = Decoder(model, check)
     decoder.path = path
     dtype = torch.get_default_dtype()
     if torch.cuda.is_available():
-        decoder.error_on = partial(error_on_device, described, attention, proof, dtype)
+        decoder.error_on = partial(error_on_device, described, attention, check, dtype)
     if decoder.max_seq_len < (getattr(described.get_text_config(), "max_position_embeddings", 0) or 0):
         log_once(
             f"{path}: samples have at most {decoder.max_seq_len} tokens; beyond, the frequencies of its RoPE "

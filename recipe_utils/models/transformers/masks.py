@@ -233,7 +233,7 @@ def run_by_document(module: nn.Module, axes: Axes) -> None:
 
     This is exact for any causal module, but calls it once per chain. Tensors are cut along ``axes`` and
     joined again. Sizes do not identify the axes, because a row can be as long as the model is wide: the
-    proof finds them, with a row of 69 positions, which is no size of a model.
+    packing check finds them, with a row of 69 positions, which is no size of a model.
     Raises RuntimeError if documents are unknown, as in a recomputation without those of its forward.
     """
     whole, name = module.forward, type(module).__name__
@@ -241,7 +241,7 @@ def run_by_document(module: nn.Module, axes: Axes) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if (rows := _rows.get(None)) is None:
             raise RuntimeError(f"{name} runs by document, and documents are unknown")
-        if rows.documents is None or len(rows.documents.boundaries) < 3:
+        if rows.documents is None or len(rows.documents.cu_seqlens) < 3:
             return whole(*args, **kwargs)
         (row,) = rows.documents
         found = list(chains(row))

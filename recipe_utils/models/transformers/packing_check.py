@@ -1,8 +1,14 @@
-"""Proof that a decoder of transformers computes packed rows as it computes their documents one at a time.
+"""Check that a decoder of transformers computes packed rows as it computes their documents one at a time.
 
 Gradients of a cut copy of the model are compared in float64: all kinds of layers, few of each, with
 the real widths and numbers of heads, and documents longer than every window. A gradient of zero
 across documents is not a test: models with sparse attention pass it, and their gradients still differ.
+
+Example: documents of 17, 29, 1 and 22 tokens are computed one at a time, then as one row of 69 positions whose
+positions restart at 17, 46 and 47. For Qwen3 all gradients agree to 1e-15, since its mask keeps documents apart.
+For LFM2 they do not: its convolution passes tokens of one document to the next. Compared module by module,
+``Lfm2ShortConv`` is the first to return other outputs for equal inputs. So it runs once for each document, and
+the gradients of the row agree. If they still differ after three classes of modules, rows are padded.
 """
 
 import copy
@@ -57,7 +63,7 @@ _BOUND = 1e-8
 
 
 @dataclass(frozen=True)
-class Proof:
+class PackingCheck:
     """Result of the start-up check of a decoder.
 
     Attributes:
@@ -93,18 +99,18 @@ class Proof:
         return f"{how} (gradients of a small copy equal those of separate samples to {self.error:.0e})"
 
 
-def proof_of(config: Any, attention: str | None = None) -> Proof:
-    """Returns the proof for a config, from the user's cache if it was made before.
+def cached_packing_check(config: Any, attention: str | None = None) -> PackingCheck:
+    """Returns :func:`check_packing` of a config, from the user's cache if it was made before.
 
     Raises ValueError if the model is not causal, its padded rows are not exact, or its logits are
     not made of its decoder's hidden states.
     """
-    found = _cached([config, attention], lambda: asdict(prove(config, attention)))
-    return TypeAdapter(Proof).validate_python(found)  # lists of JSON become tuples
+    result = _cached([config, attention], lambda: asdict(check_packing(config, attention)))
+    return TypeAdapter(PackingCheck).validate_python(result)  # lists of JSON become tuples
 
 
 def error_on_device(
-    config: Any, attention: str | None, proof: Proof, dtype: torch.dtype, device: torch.device, kernel: Kernel
+    config: Any, attention: str | None, check: PackingCheck, dtype: torch.dtype, device: torch.device, kernel: Kernel
 ) -> str | None:
     """Compares gradients of a packed row with those of its documents on a device, in the dtype of training.
 
@@ -116,28 +122,28 @@ def error_on_device(
         # fp32: some versions of PyTorch draw other weights in bf16.
         with torch.device(device), set_default_dtype(torch.float32), torch.random.fork_rng():
             copied = cut(config)
-            in_fp32, in_dtype = (_copies(copied, attention, each) for each in (torch.float32, dtype))
+            in_fp32, in_dtype = (_copies(copied, attention, precision) for precision in (torch.float32, dtype))
             lengths = [n * _TIMES_ON_DEVICE for n in _LENGTHS]
             documents = _drawn(copied, lengths)
             expected = gradients(in_fp32(), one_by_one, documents)
             alone = gradients(in_dtype(), one_by_one, documents)
-            decoder = Decoder(in_dtype(), proof)
+            decoder = Decoder(in_dtype(), check)
             decoder.attention = PackedAttention(kernel, "it is compared with separate documents")
-            of_row = partial(logits_of_row, [decoder], torch.cat(documents), lengths)
-            row = gradients(decoder.model, lambda *_: of_row(), documents)
+            row_logits = partial(logits_of_row, [decoder], torch.cat(documents), lengths)
+            row = gradients(decoder.model, lambda *_: row_logits(), documents)
         return {"row": distance(row, expected), "alone": distance(alone, expected)}
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    found = _cached([config, attention, name, kernel, str(dtype)], measure)
-    if found["row"] <= 2 * found["alone"] + 1e-5:
+    distances = _cached([config, attention, name, kernel, str(dtype)], measure)
+    if distances["row"] <= 2 * distances["alone"] + 1e-5:
         return None
-    return f"gradients differ by {found['row']:.0e}, and by {found['alone']:.0e} of rounding"
+    return f"gradients differ by {distances['row']:.0e}, and by {distances['alone']:.0e} of rounding"
 
 
 def paths_of_code() -> list[Path]:
-    """Returns the files of this package that a proof depends on."""
+    """Returns the files of this package that the check depends on."""
     package = Path(__file__).parents[2]
-    folders = ("model", "data/text", "parallel")
+    folders = ("models", "text", "parallel", "long_rows")
     paths = [path for folder in folders for path in sorted((package / folder).rglob("*.py"))]
     return [*paths, package / "checkpoint" / "transformers.py"]
 
@@ -158,7 +164,7 @@ def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dic
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            # One of several processes proves. A soft lock would outlive a killed process.
+            # One of several processes checks. A soft lock would outlive a killed process.
             with FileLock(path.with_suffix(".lock"), timeout=600, fallback_to_soft=False):
                 if not path.exists():
                     result = make()
@@ -172,12 +178,15 @@ def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dic
     return result or make()
 
 
-def prove(config: Any, attention: str | None = None) -> Proof:
-    """Compares gradients of padded and packed rows with those of documents one at a time; see :func:`proof_of`."""
+def check_packing(config: Any, attention: str | None = None) -> PackingCheck:
+    """Compares gradients of padded and packed rows with those of documents one at a time.
+
+    Raises ValueError as :func:`cached_packing_check`.
+    """
     with torch.device("cpu"), set_default_dtype(torch.float64), torch.random.fork_rng(devices=[]), DoublePrecision():
         copied = cut(config)
         make = _copies(copied, attention, torch.float64)
-        return _compare(make, _drawn(copied, _LENGTHS))
+        return _compare(_Comparison(make, _drawn(copied, _LENGTHS)))
 
 
 def _drawn(config: Any, lengths: Sequence[int]) -> list[Tensor]:
@@ -207,69 +216,110 @@ def _copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[
     return make
 
 
-def _compare(make: Callable[[], Any], documents: Sequence[Tensor]) -> Proof:
-    """Returns the proof of the first way to compute rows that is exact: by attention, then module by module."""
-    tokens, lengths, name = torch.cat(list(documents)), [len(d) for d in documents], type(make())
-    of_row, of_trees = (
-        gradients(make(), one_by_one, [tokens[place] for place in _places(row)]) for row in (lengths, _FOREST)
-    )
+class _Comparison:
+    """Layouts of the same documents, each compared with the gradients of the documents one at a time.
 
+    Each method computes one layout by the way that a check describes and returns the largest relative
+    difference of a gradient, infinity if the model cannot compute it.
+    """
+
+    def __init__(self, make: Callable[[], Any], documents: Sequence[Tensor]) -> None:
+        self.make, self.documents = make, documents
+        self._lengths = [len(document) for document in documents]
+        self._tokens = torch.cat(list(documents))
+        self._expected = gradients(make(), one_by_one, documents)
+        self._expected_of_trees = gradients(make(), one_by_one, self._sequences(_FOREST))
+
+    def padded_rows(self, check: PackingCheck) -> float:
+        """A document per row, padded at the end."""
+        decoder = Decoder(self.make(), check)
+        padded = pad_sequence(list(self.documents), batch_first=True, padding_value=1)
+        return _error([decoder], partial(decoder, padded), self.documents, self._expected)
+
+    def packed_row(self, check: PackingCheck, calls: set[str | tuple[int, int]]) -> float:
+        """All documents in one row; adds the needs of attention to ``calls``."""
+        decoder = Decoder(self.make(), check)
+        decoder.calls = calls
+        return self._row_error([decoder], self._lengths, self._expected)
+
+    def row_of_trees(self, check: PackingCheck) -> float:
+        """Documents that share what they begin with."""
+        return self._row_error([Decoder(self.make(), check)], _FOREST, self._expected_of_trees)
+
+    def row_by_stages(self, check: PackingCheck) -> float:
+        """Pipeline stages of one layer each."""
+        num_layers = len(layers_of(self.make()))
+        stages = [Decoder(self.make(), check) for _ in range(num_layers)]
+        return self._row_error(stages, self._lengths, self._expected)
+
+    def row_in_parts(self, check: PackingCheck) -> float:
+        """Three ranks that compute a part of the row each."""
+        return self._row_error([Decoder(self.make(), check)], self._lengths, self._expected, num_ranks=3)
+
+    def _row_error(
+        self, stages: Sequence[Decoder], row: Sequence[Document], expected: Mapping[str, Tensor], num_ranks: int = 1
+    ) -> float:
+        forward = partial(logits_of_row, stages, self._tokens, row, num_ranks)
+        return _error(stages, forward, self._sequences(row), expected)
+
+    def _sequences(self, row: Sequence[Document]) -> list[Tensor]:
+        return [self._tokens[place] for place in _places(row)]
+
+
+def _compare(comparison: _Comparison) -> PackingCheck:
+    """Returns the first way to compute rows that is exact: by attention, then module by module."""
     # Any model is trained with padded rows, through its output layer alone or all that follows its decoder.
-    padded = pad_sequence(list(documents), batch_first=True, padding_value=1)
     for head_is_tail in (True, False):
-        plain = Proof(head_is_tail)
-        decoder = Decoder(make(), plain)
-        of_padded = _error([decoder], partial(decoder, padded), documents, of_row)
-        if of_padded <= _BOUND:
+        padded = PackingCheck(head_is_tail)
+        padded = replace(padded, error=comparison.padded_rows(padded))
+        if padded.error <= _BOUND:
             break
     else:
         raise ValueError(
-            f"model: {name.__name__}: padding changes gradients by {of_padded:.0e}; it is not causal, its logits are "
-            "not made of its decoder's hidden states, or its choices depend on rounding (ties of a sparse "
-            "attention's scores), and it cannot be trained exactly"
+            f"model: {type(comparison.make()).__name__}: padding changes gradients by {padded.error:.0e}; it is not "
+            "causal, its logits are not made of its decoder's hidden states, or its choices depend on rounding (ties "
+            "of a sparse attention's scores), and it cannot be trained exactly"
         )
 
-    def error_of(stages: Sequence[Decoder], row: Sequence[Document], expected: Any, num_ranks: int = 1) -> float:
-        forward = partial(logits_of_row, stages, tokens, row, num_ranks)
-        return _error(stages, forward, [tokens[place] for place in _places(row)], expected)
-
-    splits = (True, False) if make()._can_set_attn_implementation() else (False,)
-    tries = _proofs_to_try(make, documents, replace(plain, computes_trees=True))
-    for proof in (replace(each, splits_attention=split) for each in tries for split in splits):
-        decoder = Decoder(make(), proof)
-        decoder.calls = set()
-        error = error_of([decoder], lengths, of_row)
+    # The first candidate with exact packed rows is kept; other layouts are allowed if they are exact, too.
+    for check in _candidates(comparison, replace(padded, computes_trees=True)):
+        calls = set[str | tuple[int, int]]()
+        error = comparison.packed_row(check, calls)
         if error > _BOUND:
             continue
-        whole, in_parts, *stages = (Decoder(make(), proof) for _ in range(2 + len(decoder.layers)))
         # A rank computes some of the heads, and sinks (s_aux) are those of all.
-        can_span = proof.splits_attention and not proof.modules and "s_aux" not in decoder.calls
+        can_span = check.splits_attention and not check.modules and "s_aux" not in calls
         return replace(
-            proof,
+            check,
             error=error,
-            head_dims=tuple(sorted(c for c in decoder.calls if isinstance(c, tuple))),
-            attention_needs=tuple(sorted(c for c in decoder.calls if isinstance(c, str))),
-            computes_trees=error_of([whole], _FOREST, of_trees) <= _BOUND,
-            can_be_cut=error_of(stages, lengths, of_row) <= _BOUND,
-            spans_ranks=can_span and error_of([in_parts], lengths, of_row, num_ranks=3) <= _BOUND,
+            head_dims=tuple(sorted(c for c in calls if isinstance(c, tuple))),
+            attention_needs=tuple(sorted(c for c in calls if isinstance(c, str))),
+            computes_trees=comparison.row_of_trees(check) <= _BOUND,
+            can_be_cut=comparison.row_by_stages(check) <= _BOUND,
+            spans_ranks=can_span and comparison.row_in_parts(check) <= _BOUND,
         )
-    problem, _ = _modules_that_mix(make, documents, plain)
-    return replace(plain, problem=problem or name.__name__, error=of_padded)
+    problem, _ = _modules_that_mix(comparison.make, comparison.documents, padded)
+    return replace(padded, problem=problem or type(comparison.make()).__name__)
 
 
-def _proofs_to_try(make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof) -> Iterator[Proof]:
-    """Yields proofs with no module by document, each that mixes documents, innermost first, then more than one."""
-    yield proof
-    for _ in range(_MAX_MODULES):
-        try:
-            _, mixing = _modules_that_mix(make, documents, proof)
-        except Exception:  # any: the modules so far cannot run once per document
+def _candidates(comparison: _Comparison, check: PackingCheck) -> Iterator[PackingCheck]:
+    """Yields ways to compute packed rows: by attention alone, then with modules that run by document.
+
+    First with each class alone that mixes documents, innermost first, then with more than one. Each with
+    attention that computes one document after the other, if the model's can be replaced, and with a mask.
+    """
+    splits = (True, False) if comparison.make()._can_set_attn_implementation() else (False,)
+    ways = [check]
+    for num_modules in range(_MAX_MODULES + 1):
+        if num_modules > 0:
+            try:
+                _, mixing = _modules_that_mix(comparison.make, comparison.documents, ways[0])
+            except Exception:  # any: the modules so far cannot run once per document
+                return
+            ways = [replace(ways[0], modules={**ways[0].modules, name: axes}) for name, axes in mixing.items()]
+        if not ways:
             return
-        tries = [replace(proof, modules={**proof.modules, n: axes}) for n, axes in mixing.items()]
-        yield from tries
-        if not tries:
-            return
-        proof = tries[0]
+        yield from (replace(way, splits_attention=split) for way in ways for split in splits)
 
 
 def one_by_one(model: Any, documents: Sequence[Tensor]) -> list[Tensor]:
@@ -293,22 +343,22 @@ def gradients(
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def difference(computed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Returns the largest difference of a gradient, over the largest element of the expected one.
 
     A gradient that is zero but for rounding, as a key's bias has, is compared with 1e-6 of the
     largest of all.
     """
-    if found.keys() != expected.keys():
+    if computed.keys() != expected.keys():
         return float("inf")
     least = 1e-6 * max(g.abs().max() for g in expected.values())
-    errors = [(found[n] - g).abs().max() / g.abs().max().clamp(min=least) for n, g in expected.items()]
+    errors = [(computed[n] - g).abs().max() / g.abs().max().clamp(min=least) for n, g in expected.items()]
     return torch.stack(errors).nan_to_num(nan=torch.inf).max().item()
 
 
-def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def distance(computed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Returns the norm of the difference of all gradients, over that of the expected ones."""
-    squares = [(found[n].double() - g).square().sum() for n, g in expected.items()]
+    squares = [(computed[n].double() - g).square().sum() for n, g in expected.items()]
     norms = [g.double().square().sum() for g in expected.values()]
     return (torch.stack(squares).sum() / torch.stack(norms).sum()).sqrt().item()
 
@@ -325,7 +375,7 @@ def _error(
     expected: Mapping[str, Tensor],
 ) -> float:
     """Compares gradients of all stages with the expected ones; infinity if a module cannot compute ``forward``."""
-    found = dict[str, Any]()
+    computed = dict[str, Any]()
     try:
         gradients(stages[0].model, lambda *_: forward(), sequences)
     except Exception:  # any: each module has its own
@@ -333,8 +383,8 @@ def _error(
     for stage in stages:
         for name, weight in stage.model.named_parameters():
             if weight.grad is not None:  # twice for a tied output
-                found[name] = found.get(name, 0) + weight.grad
-    return difference(found, expected)
+                computed[name] = computed.get(name, 0) + weight.grad
+    return difference(computed, expected)
 
 
 def logits_of_row(
@@ -366,7 +416,7 @@ def logits_of_row(
 
 @torch.no_grad()
 def _modules_that_mix(
-    make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof
+    make: Callable[[], Any], documents: Sequence[Tensor], check: PackingCheck
 ) -> tuple[str | None, dict[str, Axes]]:
     """Compares a document in a row with the same one alone, module by module.
 
@@ -374,38 +424,41 @@ def _modules_that_mix(
     inputs; and the classes of all that are smaller than a layer, with their tensors' dimensions as long as
     the row. Modules inside of those that run by document are called more often, and are not compared.
     """
-    decoder, calls = Decoder(make(), proof), defaultdict[str, list[dict[str, Tensor]]](list)
+    decoder, calls = Decoder(make(), check), defaultdict[str, list[dict[str, Tensor]]](list)
 
     def record(name: str, _: Any, *values: Any) -> None:  # args, kwargs, output
         flat = tree_leaves_with_path(values)
         calls[name].append({keystr(p): t.clone() for p, t in flat if isinstance(t, Tensor)})
 
+    # The same second document is computed as part of the row, and alone.
     for name, module in decoder.model.named_modules():
         module.register_forward_hook(partial(record, name), with_kwargs=True)
-    lengths = [len(d) for d in documents]
+    lengths = [len(document) for document in documents]
     logits_of_row([decoder], torch.cat(list(documents)), lengths)
-    in_row = calls.copy()
+    calls_in_row = calls.copy()
     calls.clear()
     decoder(documents[1][None])
+
+    # A module mixes documents if outputs differ and inputs do not. The axis of tokens is as long as the row.
     layers, axes = set(map(id, decoder.layers)), defaultdict[str, Axes](dict)
     problem, mixing = None, dict[str, Axes]()
-    for name, of_module in in_row.items():
+    for name, module_calls in calls_in_row.items():
         module = decoder.model.get_submodule(name)
-        of_class = type(module).__name__
-        for tensors, alone in zip(of_module, calls[name], strict=False):
-            differ = set[str]()
+        class_name = type(module).__name__
+        for tensors, alone in zip(module_calls, calls[name], strict=False):
+            differing = set[str]()  # [0] args, [1] kwargs, [2] output
             for path, tensor in tensors.items():
-                long = [axis for axis, size in enumerate(tensor.shape) if size == sum(lengths)]
-                if long:
-                    axes[of_class][path] = long
-                if len(long) == 1 and path in alone and len(of_module) == len(calls[name]):
-                    own, part = alone[path], tensor.narrow(long[0], lengths[0], lengths[1])
-                    if part.shape == own.shape and not torch.allclose(part, own, 1e-9, 1e-9):
-                        differ.add(path[:3])
-            if differ == {"[2]"}:  # outputs only
-                problem = problem or f"{name} ({of_class})"
-                if not any(id(part) in layers for part in module.modules()):
-                    mixing[of_class] = axes[of_class]
+                token_axes = [axis for axis, size in enumerate(tensor.shape) if size == sum(lengths)]
+                if token_axes:
+                    axes[class_name][path] = token_axes
+                if len(token_axes) == 1 and path in alone and len(module_calls) == len(calls[name]):
+                    part = tensor.narrow(token_axes[0], lengths[0], lengths[1])
+                    if part.shape == alone[path].shape and not torch.allclose(part, alone[path], 1e-9, 1e-9):
+                        differing.add(path[:3])
+            if differing == {"[2]"}:
+                problem = problem or f"{name} ({class_name})"
+                if not any(id(child) in layers for child in module.modules()):
+                    mixing[class_name] = axes[class_name]
     return problem, mixing
 
 

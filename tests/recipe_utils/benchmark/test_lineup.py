@@ -11,7 +11,7 @@ from torchtune import config as torchtune_config
 from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.lineup import line_up, load_base_config, merge
 from recipe_utils.cli.registry import RECIPES as RECIPES_OF_PROJECT
-from recipe_utils.cli.registry import config_path
+from recipe_utils.cli.registry import config_path, recipe_path
 from recipe_utils.settings.problems import ConfigError
 
 OURS = {"kind": "update_step"}
@@ -30,12 +30,12 @@ RECIPES = {
 def read(tmp_path):
     """Resolves the baselines of a benchmark over a tiny config, with changes."""
 
-    def read(base=None, recipe="text", peers=None, overrides=None, num_ranks=1):
+    def read(base=None, recipe="text", baselines=None, overrides=None, num_ranks=1):
         name, make = RECIPES[recipe]
         path = tmp_path / "base.yaml"
         path.write_text(yaml.safe_dump(make(tmp_path, **(base or {}))))
         merged = merge(load_base_config(str(path)), overrides or {})
-        return line_up(name, merged, peers or {"ours": OURS}, tmp_path / "out", num_ranks, 3)
+        return line_up(name, merged, baselines or {"ours": OURS}, tmp_path / "out", num_ranks, 3)
 
     return read
 
@@ -48,12 +48,12 @@ def problems(read, *args, **changes):
 
 def config_of(read, base=None, **entry):
     """Returns the resolved config of one baseline."""
-    return read(base, peers={"mine": {**OURS, **entry}})[0]["mine"].config
+    return read(base, baselines={"mine": {**OURS, **entry}})[0]["mine"].config
 
 
 def test_overrides_may_refer_to_keys_of_the_config(read):
-    peers = {"ours": {**OURS, "gradient_accumulation_steps": "${batch_size}"}}
-    config = read(overrides={"batch_size": 3, "seed": "${batch_size}"}, peers=peers)[0]["ours"].config
+    baselines = {"ours": {**OURS, "gradient_accumulation_steps": "${batch_size}"}}
+    config = read(overrides={"batch_size": 3, "seed": "${batch_size}"}, baselines=baselines)[0]["ours"].config
     assert config["seed"] == config["gradient_accumulation_steps"] == 3
 
 
@@ -62,7 +62,7 @@ def test_baselines_share_what_derives_from_output_dir_and_write_to_their_own_fol
     base = {"my_folder": "${output_dir}/fresh", "checkpointer": checkpointer}
     config = config_of(read, base)
     assert config["checkpointer"]["checkpoint_dir"] == f"{tmp_path}/out/fresh"
-    own = f"{tmp_path}/out/peers/mine"
+    own = f"{tmp_path}/out/baselines/mine"
     assert config["output_dir"] == config["checkpointer"]["output_dir"] == own
     assert "my_folder" not in config, "the recipe refuses a key that nothing refers to"
 
@@ -83,13 +83,13 @@ def test_a_global_batch_is_divided_over_the_ranks(read):
 
 
 def test_baselines_of_one_model_start_from_the_same_adapters(read, tmp_path):
-    peers = {
+    baselines = {
         "stock": {"kind": "stock"},
         "packed": {**OURS, "microbatching": "packed"},
         "rank_2": {**OURS, "model": tiny.adapted(tiny.MODEL, lora_rank=2)},
         "full": {**OURS, "model": tiny.MODEL},
     }
-    baselines = read(ADAPTED, peers=peers)[0].values()
+    baselines = read(ADAPTED, baselines=baselines)[0].values()
     assert [each.draws_adapters for each in baselines] == [True, True, True, False]
     stock, packed, rank_2, full = (each.config["checkpointer"] for each in baselines)
     assert stock["adapter_checkpoint"].startswith(f"{tmp_path}/out/start_adapters/")
@@ -115,15 +115,15 @@ def test_an_override_that_names_a_component_replaces_it_whole(tmp_path):
     ],
 )
 def test_baselines_are_skipped_where_they_cannot_run(recipe, kind, changes, num_ranks, reason, read):
-    peers = {"ours": OURS, "other": {"kind": kind}}
-    baselines, skipped = read(changes, recipe, peers=peers, num_ranks=num_ranks)
+    baselines = {"ours": OURS, "other": {"kind": kind}}
+    baselines, skipped = read(changes, recipe, baselines=baselines, num_ranks=num_ranks)
     assert list(baselines) == ["ours"]
     assert skipped == {"other": f"skipped: {reason}"}
 
 
 def test_missing_packages_are_named(read, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    skipped = read(peers={"ours": OURS, "hf": {"kind": "hf_trainer"}})[1]
+    skipped = read(baselines={"ours": OURS, "hf": {"kind": "hf_trainer"}})[1]
     assert skipped["hf"] == ("skipped: transformers and accelerate not installed (pip install transformers accelerate)")
 
 
@@ -143,18 +143,18 @@ def test_keys_and_components_of_the_base_config_are_checked(read):
     ("key", "value"), [("batch_size", 0), ("batch_size", "2"), ("global_batch_size", 3), ("dataset", {"num": 1})]
 )
 def test_a_problem_of_a_baseline_names_it_and_its_key(read, key, value):
-    (problem,) = problems(read, peers={"ours": {**OURS, key: value}})
-    assert problem.startswith(f"peers.ours: {key}")
+    (problem,) = problems(read, baselines={"ours": {**OURS, key: value}})
+    assert problem.startswith(f"baselines.ours: {key}")
 
 
 def test_pairs_have_kinds_and_keys_of_their_own(read):
-    peers = {"hf": {"kind": "hf_trainer"}, "stock": {"kind": "stock", "train_sampling_strategy": 9}}
+    baselines = {"hf": {"kind": "hf_trainer"}, "stock": {"kind": "stock", "train_sampling_strategy": 9}}
     base = {"ref_checkpointer": None, "sft_loss_weight": 1.0}
-    (found,) = problems(read, base, "pairs", peers=peers)
+    (found,) = problems(read, base, "pairs", baselines=baselines)
     assert found.startswith("overrides.sft_loss_weight=1.0: only kind=update_step adds it")
-    first, second = problems(read, {"ref_checkpointer": None}, "pairs", peers=peers)
-    assert first == "peers.hf: kind=hf_trainer: set it to one of stock, update_step"
-    assert second.startswith("peers.stock: train_sampling_strategy: this recipe has no such key")
+    first, second = problems(read, {"ref_checkpointer": None}, "pairs", baselines=baselines)
+    assert first == "baselines.hf: kind=hf_trainer: set it to one of stock, update_step"
+    assert second.startswith("baselines.stock: train_sampling_strategy: this recipe has no such key")
 
 
 @pytest.mark.parametrize(
@@ -186,12 +186,12 @@ def test_configs_of_the_benchmark_are_read(name, tmp_path):
     cfg = OmegaConf.load(config_path(name))
     base = merge(load_base_config(cfg.update_step_config), OmegaConf.to_container(cfg.overrides))
     recipe = cfg.get("update_step_recipe", "full_finetune_update_step")
-    assert line_up(recipe, base, OmegaConf.to_container(cfg.peers), tmp_path, 1, 3)[0]
+    assert line_up(recipe, base, OmegaConf.to_container(cfg.baselines), tmp_path, 1, 3)[0]
 
 
 def test_losses_include_the_teachers_entropy_with_the_weight_of_the_divergence(read, monkeypatch):
-    base, peers = {"kd_ratio": 0.25, "kd_loss": KD_LOSS}, {"stock": {"kind": "stock"}, "ours": OURS}
-    stock, ours = read(base, "distillation", peers=peers)[0].values()
+    base, baselines = {"kd_ratio": 0.25, "kd_loss": KD_LOSS}, {"stock": {"kind": "stock"}, "ours": OURS}
+    stock, ours = read(base, "distillation", baselines=baselines)[0].values()
     assert stock.config["kd_loss"]["_component_"].endswith(".ForwardKLWithChunkedOutputLoss")
     assert ours.config["kd_loss"] == KD_LOSS
     taken = []
@@ -200,3 +200,37 @@ def test_losses_include_the_teachers_entropy_with_the_weight_of_the_divergence(r
     logger.log_dict({"loss": 2.0, "teacher_entropy": 4.0}, 1)
     logger.log_dict({"loss": 2.0}, 2)
     assert taken == [3, 2]
+
+
+def own_recipe(path, *changes):
+    """Writes a copy of the recipe with a key of its own."""
+    text = recipe_path(RECIPES["text"][0]).read_text()
+    for old, new in [("    dataset_val:", "    my_key: int = 1\n    dataset_val:"), *changes]:
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_baseline_may_run_a_recipe_file_with_keys_of_its_own(read, tmp_path):
+    path = own_recipe(tmp_path / "my_recipe.py")
+    mine = {**OURS, "recipe": path, "my_key": 3}
+    baselines, _ = read(baselines={"ours": OURS, "mine": mine})
+    assert [each.recipe_file for each in baselines.values()] == ["full_finetune_update_step", path]
+    assert baselines["mine"].config["my_key"] == 3
+    assert "my_key" not in baselines["ours"].config
+
+
+def test_a_recipe_file_that_a_baseline_cannot_run_is_refused(read, tmp_path):
+    empty = own_recipe(tmp_path / "empty.py", ("def update(", "def other("))
+    entries = {
+        "stock": {"kind": "stock", "recipe": "my_recipe.py"},
+        "none": {**OURS, "recipe": "no_such.py"},
+        "empty": {**OURS, "recipe": empty},
+        "wrong": {**OURS, "my_key": 3},
+    }
+    stock, none, of_empty, wrong = problems(read, baselines=entries)
+    assert stock == "baselines.stock: recipe=my_recipe.py: only kind=update_step runs a recipe file; take it out"
+    assert none.startswith("baselines.none: recipe: no_such.py: no recipe of this name or path")
+    assert of_empty.startswith(f"baselines.empty: recipe={empty}: the file needs one class")
+    assert wrong.startswith("baselines.wrong: my_key: this recipe has no such key")

@@ -37,7 +37,7 @@ def cost_of(name, lengths, microbatch):
     of_samples = [lengths[position] for position in microbatch]
     if name != "packed":
         of_samples = [max(of_samples)] * len(of_samples)
-    return COST.overhead + sum(map(COST.of_sample, of_samples))
+    return COST.overhead + sum(map(COST.sample_cost, of_samples))
 
 
 @given(LENGTHS, NUM_RANKS, st.integers(1, 9), st.sampled_from(sorted(PLANS)))
@@ -81,7 +81,7 @@ def test_no_rank_computes_much_more_than_the_mean(num_ranks, name, bound):
         loads = [sum(cost_of(name, lengths, m) for m in microbatches) for microbatches in ranks]
         planned.append(max(loads) / fmean(loads))
         in_order = [lengths[16 * rank : 16 * rank + 16] for rank in range(num_ranks)]
-        loads = [sum(map(COST.of_sample, of_rank)) for of_rank in in_order]
+        loads = [sum(map(COST.sample_cost, of_rank)) for of_rank in in_order]
         undealt.append(max(loads) / fmean(loads))
     assert fmean(planned) < bound
     assert fmean(undealt) > 1.2

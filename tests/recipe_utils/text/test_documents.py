@@ -26,7 +26,7 @@ def test_each_key_has_the_end_of_its_queries(lengths):
     ends = documents.last_queries()
     assert (documents.ends is None) == (lengths in (PLAIN, [[1]]))
     assert documents.shape == tuple(ends.shape)
-    assert ends.dtype == documents.boundaries.dtype == torch.int32
+    assert ends.dtype == documents.cu_seqlens.dtype == torch.int32
     at = torch.arange(ends.shape[1])
     for row, of_row in zip(lengths, ends, strict=True):
         seen = (at <= at[:, None]) & (at[:, None] < of_row)
@@ -35,7 +35,7 @@ def test_each_key_has_the_end_of_its_queries(lengths):
 
 def test_no_segment_is_empty():
     documents = Documents([[3, 0, 2, tree(0, 2, 1), tree(4, 0, 1), tree(1, 2, 0)]])
-    assert documents.boundaries.tolist() == [0, 3, 5, 7, 8, 12, 13, 14, 16]
+    assert documents.cu_seqlens.tolist() == [0, 3, 5, 7, 8, 12, 13, 14, 16]
     assert [(c.stop - c.start, c.ancestors) for c in chains(documents[0])] == [
         (size, ()) for size in (3, 2, 2, 1, 5, 3)
     ]
@@ -62,10 +62,10 @@ def test_a_tree_of_as_many_levels_as_a_long_conversation_has_turns():
 def test_they_are_a_sequence_of_rows_equal_by_their_numbers():
     documents = Documents(PLAIN)
     assert list(documents) == PLAIN
-    assert (documents[1], len(documents), documents.longest) == ([8], 2, 8)
+    assert (documents[1], len(documents), documents.max_seqlen) == ([8], 2, 8)
     assert documents == Documents(PLAIN) == PLAIN
     assert documents != Documents(TREES)
-    assert Documents(TREES).longest == 10  # all segments included
+    assert Documents(TREES).max_seqlen == 10  # all segments included
 
 
 @pytest.mark.parametrize("lengths", [PLAIN, TREES])

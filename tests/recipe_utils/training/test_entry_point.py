@@ -1,10 +1,12 @@
 """Overrides of the command line that torchtune's parser cannot merge."""
 
+import sys
+
 import pytest
 from omegaconf import OmegaConf
 
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.training.entry_point import with_entries
+from recipe_utils.training.entry_point import entry_point, with_overrides
 
 MIXTURE = {"dataset": [{"name": "a", "weight": 1.0}, {"name": "b"}], "lr": {"0": 1}, "seed": 1}
 
@@ -12,7 +14,7 @@ MIXTURE = {"dataset": [{"name": "a", "weight": 1.0}, {"name": "b"}], "lr": {"0":
 def test_a_key_of_an_entry_of_a_list_is_set_with_its_type():
     cfg = OmegaConf.create(MIXTURE)
     words = ["dataset.0.weight=0.4", "dataset.1.loss_weight=2", "dataset.1.subset=null", "lr.0=2"]
-    changed = OmegaConf.to_container(with_entries(cfg, words))
+    changed = OmegaConf.to_container(with_overrides(cfg, words))
     assert changed["dataset"] == [{"name": "a", "weight": 0.4}, {"name": "b", "loss_weight": 2, "subset": None}]
     assert changed["lr"] == {"0": 2}
     assert cfg == MIXTURE
@@ -20,8 +22,42 @@ def test_a_key_of_an_entry_of_a_list_is_set_with_its_type():
 
 def test_an_entry_that_the_config_does_not_have_is_refused():
     with pytest.raises(ConfigError) as error:
-        with_entries(OmegaConf.create(MIXTURE), ["dataset.2.weight=1", "seed.0=1", "none.0.x=1"])
+        with_overrides(OmegaConf.create(MIXTURE), ["dataset.2.weight=1", "seed.0=1", "none.0.x=1"])
     text = str(error.value)
     assert "dataset.2.weight=1: dataset has 2 entries, from dataset.0" in text
     assert "seed.0=1: seed is no list in the config" in text
     assert "none.0.x=1: none is no list in the config" in text
+
+
+def test_a_component_on_the_command_line_is_a_mapping(tmp_path, monkeypatch):
+    """It replaces the config's, or a list, with its arguments; later words set arguments of the new one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text(
+        "dataset: {_component_: old.data, split: train}\nloss: {_component_: old.loss}\n"
+        "tokenizer: {_component_: old.tokenizer, path: a}\noptimizer: {_component_: old.optimizer, lr: 1}\n"
+    )
+    words = ["dataset={_component_: my.data, path: 'a=b'}", "dataset.max_len=3", "loss=[{_component_: my.loss}]"]
+    words += ["loss.0.weight=2", "tokenizer=my.tokenizer", "optimizer.lr=2", "lr_scheduler={_component_: my.schedule}"]
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--config", "my.yaml", *words])
+    read = []
+    with pytest.raises(SystemExit) as end:
+        entry_point(lambda cfg: read.append(OmegaConf.to_container(cfg)))()
+    assert not end.value.code
+    assert read == [
+        {
+            "dataset": {"_component_": "my.data", "path": "a=b", "max_len": 3},
+            "loss": [{"_component_": "my.loss", "weight": 2}],
+            "tokenizer": {"_component_": "my.tokenizer", "path": "a"},
+            "optimizer": {"_component_": "old.optimizer", "lr": 2},
+            "lr_scheduler": {"_component_": "my.schedule"},
+        }
+    ]
+
+
+def test_a_component_that_is_no_yaml_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my.yaml").write_text("dataset: {_component_: old.data}\n")
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--config", f"{tmp_path}/my.yaml", "dataset={_component_: a, b"])
+    with pytest.raises(SystemExit) as end:
+        entry_point(lambda cfg: None)()
+    assert end.value.code == 2
+    assert "command line or YAML" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.attention.packed_attention import AttentionNeeds, attention_of, choose_kernel
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.transformers import masks as documents
-from recipe_utils.models.transformers import packing_check as probe
+from recipe_utils.models.transformers import packing_check
 from recipe_utils.models.transformers.causal_lm import causal_lm
 from recipe_utils.models.transformers.decoder import Decoder, build, max_seq_len_of
 from recipe_utils.text.documents import Documents
@@ -76,13 +76,13 @@ def gradients_of(model, logits):
 def models_of(model_type):
     """Returns a decoder, and the same model as transformers computes it, in float64."""
     config = tiny_config_of(model_type)
-    with set_default_dtype(torch.float64), probe.DoublePrecision():
+    with set_default_dtype(torch.float64), packing_check.DoublePrecision():
         torch.manual_seed(0)
         plain = build(config).eval()
         for p in plain.parameters():
             if p.dim() > 1:
                 nn.init.normal_(p, std=p[0].numel() ** -0.5)
-        decoder = Decoder(copy.deepcopy(plain), probe.proof_of(config))
+        decoder = Decoder(copy.deepcopy(plain), packing_check.cached_packing_check(config))
     return decoder, plain
 
 
@@ -109,7 +109,7 @@ def test_each_kernel_gives_the_gradients_of_single_documents(
     attend_within_documents(decoder, CUDA if kernel != "by_document" else CPU, 64)
     assert decoder.attention.kernel == kernel
     documents_, tokens, row = row_of(LENGTHS)
-    with torch.compiler.set_stance("force_eager"), probe.DoublePrecision():
+    with torch.compiler.set_stance("force_eager"), packing_check.DoublePrecision():
         found = gradients_of(decoder.model, [decoder(tokens, **row)])
         alone = [plain(input_ids=d[None], use_cache=False).logits for d in documents_]
         expected = gradients_of(plain, alone)
@@ -123,7 +123,7 @@ def test_documents_are_not_inferred_from_positions():
     decoder, plain = models_of("qwen3")
     (_, second), tokens, row = row_of([11, 13])
     row["input_pos"] = torch.arange(24)[None]
-    with probe.DoublePrecision():
+    with packing_check.DoublePrecision():
         logits = decoder(tokens, **row)[0]
         alone = plain(input_ids=second[None], position_ids=torch.arange(11, 24)[None], use_cache=False)
     torch.testing.assert_close(logits[11:], alone.logits[0])
@@ -132,7 +132,9 @@ def test_documents_are_not_inferred_from_positions():
 def test_rows_are_computed_without_a_number_from_the_device():
     """Padded and packed rows run on the meta device, where reading a number raises."""
     with torch.device("meta"):
-        decoder = Decoder(build(tiny_config_of("gemma3_text")), probe.proof_of(tiny_config_of("gemma3_text")))
+        decoder = Decoder(
+            build(tiny_config_of("gemma3_text")), packing_check.cached_packing_check(tiny_config_of("gemma3_text"))
+        )
         tokens = torch.empty(1, 57, dtype=torch.long)
         positions = torch.empty(1, 57, dtype=torch.long)
     for rows in ({}, {"input_pos": positions, "document_lengths": Documents([LENGTHS])}):
@@ -157,7 +159,7 @@ def test_a_tensor_is_not_cut_because_its_size_is_that_of_the_row():
     model = build(tiny_config_of("lfm2"))
     model.model.layers[0].conv = Conv()
     parts = [torch.arange(3, 3 + n) for n in (17, 29, 1, 22)]
-    _, axes = probe._modules_that_mix(lambda: model, parts, probe.Proof(head_is_tail=True))
+    _, axes = packing_check._modules_that_mix(lambda: model, parts, packing_check.PackingCheck(head_is_tail=True))
     assert axes["Mixer"] == {"[0][0]": [1], "[2]": [1]}
     mixer, (row, matrix) = Mixer(), torch.randn(2, 1, 64, 64)
     documents.run_by_document(mixer, axes["Mixer"])
@@ -171,8 +173,8 @@ def test_a_tensor_is_not_cut_because_its_size_is_that_of_the_row():
 def test_a_kernel_is_compared_on_the_device_in_the_dtype_of_training(dtype, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = tiny_config_of("gemma3_text")
-    proof = probe.proof_of(config)
-    compare = partial(probe.error_on_device, config, None, proof, dtype, CPU)
+    check = packing_check.cached_packing_check(config)
+    compare = partial(packing_check.error_on_device, config, None, check, dtype, CPU)
     assert compare(kernel="by_document") is None
 
     def whole_row(attend, base, module, query, key, value, *_):
@@ -184,7 +186,7 @@ def test_a_kernel_is_compared_on_the_device_in_the_dtype_of_training(dtype, monk
 
 
 def test_a_kernel_that_is_not_exact_on_the_device_is_replaced_or_rows_are_refused(with_triton, caplog):
-    decoder = Decoder(build(tiny_config_of("qwen3")), probe.proof_of(tiny_config_of("qwen3")))
+    decoder = Decoder(build(tiny_config_of("qwen3")), packing_check.cached_packing_check(tiny_config_of("qwen3")))
     needs = decoder.attention_needs
     decoder.attention_needs = needs._replace(dtype=torch.bfloat16)
     decoder.error_on = lambda _, kernel: "0.3" if kernel == "varlen" else None
@@ -202,11 +204,11 @@ def test_rows_may_be_longer_than_the_positions_of_mpt():
     config.max_seq_len = decoder.max_seq_len = max(LENGTHS)
     assert max_seq_len_of(config) < tokens.numel()
     attend_within_documents(decoder, CPU, tokens.numel())
-    with probe.DoublePrecision():
+    with packing_check.DoublePrecision():
         found = gradients_of(decoder.model, [decoder(tokens, **row)])
         alone = [plain(input_ids=d[None], use_cache=False).logits for d in documents_]
         expected = gradients_of(plain, alone)
-    assert probe.difference(found, expected) < 1e-8
+    assert packing_check.difference(found, expected) < 1e-8
 
 
 def test_modules_that_run_by_document_take_one_row(tmp_path):

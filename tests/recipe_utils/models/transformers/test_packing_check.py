@@ -1,4 +1,4 @@
-"""Start-up proof of a decoder: it computes packed rows in the first way that is exact, or in none."""
+"""Start-up check of a decoder: it computes packed rows in the first way that is exact, or in none."""
 
 import copy
 import errno
@@ -17,8 +17,7 @@ from recipe_runs import keep_messages, slow
 from tiny_transformers import save_tiny
 
 from recipe_utils.models.sizes import limits_of
-from recipe_utils.models.transformers import decoder
-from recipe_utils.models.transformers import packing_check as probe
+from recipe_utils.models.transformers import decoder, packing_check
 from recipe_utils.models.transformers.causal_lm import causal_lm, config_of
 from recipe_utils.models.transformers.decoder import Decoder, build
 from recipe_utils.settings.problems import ConfigError
@@ -46,15 +45,15 @@ FAST = ("qwen3", "gpt_oss", "llama4_text", "lfm2", "bloom")
 
 @pytest.mark.parametrize("model_type", [t if t in FAST else slow(t) for t in PROVED])
 def test_packed_rows_have_the_gradients_of_their_documents(model_type):
-    proof = probe.prove(tiny_config_of(model_type))
-    parts = {"trees": proof.computes_trees, "stages": proof.can_be_cut, "ranks": proof.spans_ranks}
-    assert (tuple(proof.modules), {n for n in parts if parts[n]}) == PROVED[model_type]
-    assert proof.problem is None
-    assert proof.error < 1e-10
+    check = packing_check.check_packing(tiny_config_of(model_type))
+    parts = {"trees": check.computes_trees, "stages": check.can_be_cut, "ranks": check.spans_ranks}
+    assert (tuple(check.modules), {n for n in parts if parts[n]}) == PROVED[model_type]
+    assert check.problem is None
+    assert check.error < 1e-10
 
 
 def test_a_decoder_that_multiplies_embeddings_is_not_cut():
-    assert not probe.prove(tiny_config_of("granite", embedding_multiplier=12.0)).can_be_cut
+    assert not packing_check.check_packing(tiny_config_of("granite", embedding_multiplier=12.0)).can_be_cut
 
 
 @pytest.mark.parametrize(
@@ -67,8 +66,8 @@ def test_a_decoder_that_multiplies_embeddings_is_not_cut():
     ],
 )
 def test_the_module_that_mixes_documents_is_named(model_type, max_modules, module, monkeypatch):
-    monkeypatch.setattr(probe, "_MAX_MODULES", max_modules)
-    assert re.fullmatch(module, probe.prove(tiny_config_of(model_type)).problem)
+    monkeypatch.setattr(packing_check, "_MAX_MODULES", max_modules)
+    assert re.fullmatch(module, packing_check.check_packing(tiny_config_of(model_type)).problem)
 
 
 UNUSABLE = {
@@ -79,11 +78,11 @@ UNUSABLE = {
 @pytest.mark.parametrize("call", UNUSABLE)
 def test_a_proof_is_made_in_memory_where_the_cache_cannot_be_used(call, monkeypatch, tmp_path):
     code, config = UNUSABLE[call], tiny_config_of("qwen3")
-    expected = probe.proof_of(config)
+    expected = packing_check.cached_packing_check(config)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with keep_messages(logging.WARNING) as warnings, monkeypatch.context() as patches:
         patches.setattr(call, Mock(side_effect=OSError(code, os.strerror(code))))
-        found = [probe.proof_of(config) for _ in range(2)]
+        found = [packing_check.cached_packing_check(config) for _ in range(2)]
     assert found == [expected] * 2
     (warning,) = warnings
     assert warning.startswith(f"{tmp_path}/torchtune_update_step: it cannot keep")
@@ -94,19 +93,19 @@ def test_a_proof_is_made_in_memory_where_the_cache_cannot_be_used(call, monkeypa
 def test_gradients_that_are_not_numbers_prove_nothing():
     ones = {name: torch.ones(2, dtype=torch.float64) for name in "abc"}
     for name in ones:
-        assert probe.difference({**ones, name: torch.tensor([1.0, torch.nan])}, ones) == torch.inf
+        assert packing_check.difference({**ones, name: torch.tensor([1.0, torch.nan])}, ones) == torch.inf
 
 
 def test_ties_of_sparse_attention_are_found():
     with pytest.raises(ValueError, match=r"DeepseekV32ForCausalLM: padding changes .*ties of a sparse"):
-        probe.prove(tiny_config_of("deepseek_v32", index_n_heads=1))
+        packing_check.check_packing(tiny_config_of("deepseek_v32", index_n_heads=1))
 
 
 def test_a_tail_without_the_soft_cap_is_not_proved(monkeypatch):
-    assert probe.prove(tiny_config_of("gemma2")).head_is_tail is False
+    assert packing_check.check_packing(tiny_config_of("gemma2")).head_is_tail is False
     monkeypatch.setattr(decoder, "Tail", lambda model: model.get_output_embeddings())
     with pytest.raises(ValueError, match="logits are not made of its decoder's hidden states"):
-        probe.prove(tiny_config_of("gemma2"))
+        packing_check.check_packing(tiny_config_of("gemma2"))
 
 
 @pytest.mark.parametrize(
@@ -141,10 +140,10 @@ def test_rope_that_depends_on_other_samples_limits_them(model_type, rope_type, t
 def test_rows_as_long_as_the_model_is_wide_are_cut_along_their_positions():
     """So are documents of equal lengths, of one token, or as long as the model is wide."""
     config = tiny_config_of("lfm2")
-    proof = probe.prove(config, "sdpa")
+    check = packing_check.check_packing(config, "sdpa")
     torch.manual_seed(0)
     model = build(config, "sdpa").eval()
-    packing = Decoder(copy.deepcopy(model), proof)
+    packing = Decoder(copy.deepcopy(model), check)
     for lengths in ([40, 24], [1, 1], [64, 64], [32, 32], [16] * 4):
         documents = [torch.randint(3, 200, (n,)) for n in lengths]
         expected = [model(input_ids=d[None], use_cache=False).logits[0] for d in documents]
@@ -170,12 +169,14 @@ def test_rows_over_ranks_are_refused_where_they_are_not_proved(model_type, probl
 
 @pytest.mark.slow
 def test_a_proof_is_kept_as_long_as_no_code_of_a_forward_changes():
-    """It depends on all modules of these packages that the probe imports."""
+    """It depends on all modules of these packages that the check imports."""
     code = (
         "import sys, recipe_utils.models.transformers.packing_check\n"
         "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('recipe_utils.')))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    imported = {path for path in ran.stdout.split() if re.search(r"recipe_utils/(model|data/text|parallel)/", path)}
+    imported = {
+        path for path in ran.stdout.split() if re.search(r"recipe_utils/(models|text|parallel|long_rows)/", path)
+    }
     assert len(imported) > 20
-    assert imported <= set(map(str, probe.paths_of_code()))
+    assert imported <= set(map(str, packing_check.paths_of_code()))
