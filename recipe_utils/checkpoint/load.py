@@ -23,7 +23,7 @@ from recipe_utils.files import CheckpointError, TensorFile
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.random_state import set_random_state
 
-MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
+MODEL, OPTIMIZER, PART, RANDOM = "model.", "optimizer.", "part.", "random."
 """Prefixes of the names of tensors in a checkpoint."""
 
 _Counted = Annotated[int, Field(ge=0)]
@@ -58,10 +58,19 @@ class TrainingState:
     """Images of all completed update steps, in recipes that count them."""
     num_samples_skipped: _Counted = 0
     """Bad samples that all update steps have skipped, over all ranks."""
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """States of the parts of a training by name, without their tensors."""
     best_val_loss: float | None = None
-    """Lowest validation loss so far."""
+    """State of a part in checkpoints of 0.5."""
     token_budget: dict[str, Any] = field(default_factory=dict)
-    """Budget of microbatches that was found, and on which hardware."""
+    """State of a part in checkpoints of 0.5."""
+
+    def __post_init__(self) -> None:
+        if self.best_val_loss is not None:
+            self.parts.setdefault("validation", {"best_val_loss": self.best_val_loss})
+        if self.token_budget:
+            self.parts.setdefault("budget", self.token_budget)
+        self.best_val_loss, self.token_budget = None, {}
 
 
 TEACHER = "teacher_checkpointer"
@@ -110,6 +119,7 @@ def load(
     frozen: Mapping[str, str] = {},
     config: Mapping[str, Any] = {},
     other_model: bool = False,
+    of_parts: Mapping[str, Tensor] = {},
     group: dist.ProcessGroup | None = None,
 ) -> TrainingState:
     """Loads a checkpoint in place; each rank reads its part. Collective.
@@ -128,6 +138,7 @@ def load(
         config: config of this training. Its ``model`` must equal the saved one, if there is one.
             Options of ``optimizer`` that are built otherwise than then override the checkpoint.
         other_model: True to accept another ``model`` whose trained and frozen parameters fit.
+        of_parts: tensors of parts of the training as ``PART.NAME``; those of parts that the checkpoint has are read.
         group: a CPU (gloo) group of all ranks.
 
     Raises:
@@ -144,6 +155,7 @@ def load(
     tensors = model_tensors(model)
     all_trained = set[str]().union(*gather_objects(list(tensors), group))
     names_of_other_stages = all_trained - tensors.keys()
+    all_of_parts = set[str]().union(*gather_objects(list(of_parts), group))
 
     def check_bytes() -> Marker:
         problem = check_whole(path, recipe=recipe)
@@ -184,6 +196,11 @@ def load(
         if all(models) and not other_model and (found := differences(*models)):
             text = "; ".join(_texts(found, "model."))
             raise CheckpointError(f"{text} ({path}); set it as then, or resume_with_other_model=True")
+        # A part may be new, or no longer be there; one that is there must have the tensors that it had.
+        named = {name.partition(".")[0] for name in all_of_parts} & state.parts.keys()
+        saved = {name: like for name, like in _like(PART, metadata).items() if name.partition(".")[0] in named}
+        if problem := describe_mismatch(saved, _of_saved_parts(of_parts, state), all_of_parts - of_parts.keys()):
+            raise CheckpointError(f"parts: {path} does not fit those of the training: {problem}; set them as then")
         return state, metadata
 
     def restore() -> dict[str, Tensor]:
@@ -212,8 +229,14 @@ def load(
     states = _on_all_ranks(restore, group)
     targets = {MODEL + name: tensor for name, tensor in tensors.items()}
     targets |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
+    targets |= {PART + name: tensor for name, tensor in _of_saved_parts(of_parts, state).items()}
     _on_all_ranks(read, group)
     return state
+
+
+def _of_saved_parts(of_parts: Mapping[str, Tensor], state: TrainingState) -> dict[str, Tensor]:
+    """Returns the tensors of the parts that a checkpoint has a state of."""
+    return {name: tensor for name, tensor in of_parts.items() if name.partition(".")[0] in state.parts}
 
 
 def _check_frozen(saved: Mapping[str, str], current: Mapping[str, str], path: Path) -> None:
