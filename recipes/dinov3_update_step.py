@@ -48,7 +48,10 @@ from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.run import Run, RunSettings, TrainingParts
+from recipe_utils.training.parts.budget import StepMemory
+from recipe_utils.training.parts.exports import Exports
+from recipe_utils.training.parts.validation import Validation
+from recipe_utils.training.run import Run, RunSettings, Trained
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
@@ -140,7 +143,7 @@ class DINOv3Recipe:
         with naming():
             self.model = build_with(self.loss_fn)
             self.teacher = AverageTeacher(build_with, settings, settings, ranks)
-        run.open_log(cfg, whole, self.loader)
+        run.open_log(cfg, whole, self.model, self.loader)
         with naming("checkpointer"):
             weights = fresh_vit_weights(whole, run.seed)
             weights |= self.checkpointer.load_checkpoint()[training.MODEL_KEY]
@@ -151,11 +154,14 @@ class DINOv3Recipe:
         self.models = self.teacher.beside(self.model)  # modules of a checkpoint
         self.offloading = settings.offloading(self.model)
 
-        # ---- Optimizer, and resume
+        # ---- Optimizer, parts of the training, and resume
         self.optimizer = build_optimizer_by_depth(cfg.optimizer, self.model, whole, settings)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.models, self.optimizer, self.nonfinite, self.loader, self.checkpointer
-        position = run.resume(TrainingParts(*trained, exported=self.teacher.model))
+        run.parts.add("budget", StepMemory(run, self.loader, self.optimizer))
+        run.parts.add_every(settings.run_val_every_n_steps, "validation", Validation(run, self.validate), at_ends=True)
+        run.parts.add_every(settings.export_every_n_steps, "exports", Exports(run))
+        position = run.resume(Trained(*trained, exported=self.teacher.model))
         self.lr_scheduler = build_lr_scheduler(schedule, self.optimizer, *position)
 
     # ---- Objective and update -------------------------------------------------------------------
@@ -237,7 +243,7 @@ class DINOv3Recipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, "images", self.validate):
+        for step in self.run.steps(self.loader, counted="images"):
             figures = self.figures(step)
             metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm, **figures)

@@ -48,9 +48,12 @@ from recipe_utils.settings.read import read_settings
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.loaders import build_loaders, load_datasets
-from recipe_utils.training.parts.answers import generate
-from recipe_utils.training.parts.validation import sum_over
-from recipe_utils.training.run import Run, RunSettings, TrainingParts
+from recipe_utils.training.parts.answers import Answers
+from recipe_utils.training.parts.budget import StepMemory
+from recipe_utils.training.parts.exports import Exports
+from recipe_utils.training.parts.sample_losses import SampleLosses
+from recipe_utils.training.parts.validation import Validation, sum_over
+from recipe_utils.training.run import Run, RunSettings, Trained
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
@@ -129,7 +132,6 @@ class FullDPORecipe:
         pair_loss = PreferenceLoss(loss_fn, settings.tokens_per_chunk)
         if settings.compile:
             compile_loss(pair_loss, verbose=ranks.is_zero)
-        self.by_sample = LossesBySample(pair_loss, ranks, settings.sample_losses)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, collator.longest_row)
@@ -138,7 +140,7 @@ class FullDPORecipe:
 
         with naming():
             self.model = build_model(make_model, prepare, settings, ranks)
-        run.open_log(cfg, whole, self.loader)
+        run.open_log(cfg, whole, self.model, self.loader)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         dtype, num_sums = settings.torch_dtype, len(METRICS)
         self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
@@ -147,13 +149,18 @@ class FullDPORecipe:
         context = {"model": settings.model, "layout": collator.layout}
         frozen |= self.reference.set_up(self.model, self.pipeline, own, context)
 
-        # ---- Optimizer, and resume
+        # ---- Optimizer, parts of the training, and resume
         self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
-        self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
-        position = run.resume(TrainingParts(*trained, frozen, by_sample=self.by_sample))
+        run.parts.add("budget", StepMemory(run, self.loader, self.optimizer))
+        if settings.sample_losses:
+            run.parts.add("sample_losses", SampleLosses(run, self.loader, LossesBySample(pair_loss, ranks, True)))
+        run.parts.add_every(settings.run_val_every_n_steps, "validation", Validation(run, self.validate), at_ends=True)
+        run.parts.add_every(settings.sample_every_n_steps, "answers", Answers(run, self.model, self.tokenizer))
+        run.parts.add_every(settings.export_every_n_steps, "exports", Exports(run))
+        position = run.resume(Trained(*trained, frozen))
         self.lr_scheduler = optimizer.build_lr_scheduler(schedule, self.optimizer, *position)
         self.reference.precompute(settings.epochs, self.loader, self.val_loader)
 
@@ -175,7 +182,6 @@ class FullDPORecipe:
         ratios of sums) and the gradient norm before clipping, None with ``optimizer_in_bwd``.
         """
         # dp_degree / counts on all ranks: FSDP2 averages gradients over data-parallel ranks.
-        self.by_sample.start(step, self.loader, self.run.state.epoch)
         metrics = torch.zeros(len(METRICS), dtype=torch.float64, device=self.ranks.device)
         scale = torch.full_like(metrics, step.scale("pairs"))
         scale[-1:].fill_(step.scale("chosen_tokens"))  # no copy to the device
@@ -223,8 +229,7 @@ class FullDPORecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        due = {"validate": self.validate, "answer": self.answer}
-        for step in self.run.steps(self.loader, counted="pairs", **due):
+        for step in self.run.steps(self.loader, counted="pairs"):
             metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm, num_left_out=step.totals["skipped_samples"])
 

@@ -49,9 +49,12 @@ from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.loaders import build_loaders, load_datasets
-from recipe_utils.training.parts.answers import generate
-from recipe_utils.training.parts.validation import sum_over
-from recipe_utils.training.run import Run, RunSettings, TrainingParts
+from recipe_utils.training.parts.answers import Answers
+from recipe_utils.training.parts.budget import StepMemory
+from recipe_utils.training.parts.exports import Exports
+from recipe_utils.training.parts.sample_losses import SampleLosses
+from recipe_utils.training.parts.validation import Validation, sum_over
+from recipe_utils.training.run import Run, RunSettings, Trained
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
@@ -135,7 +138,6 @@ class KDRecipe:
         has_trees = makes_trees(dataset) or makes_trees(dataset_val)
         collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, has_trees)
         self.loader, self.val_loader = build_loaders(dataset, dataset_val, collator, settings, ranks)
-        self.by_sample = LossesBySample(loss_fn, ranks, settings.sample_losses)
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
         groups = row_groups(ranks, settings.max_ranks_per_row)
@@ -147,7 +149,7 @@ class KDRecipe:
 
         with naming():
             self.model = build_model(make_model, prepare, settings, ranks)
-        run.open_log(cfg, whole, self.loader)
+        run.open_log(cfg, whole, self.model, self.loader)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         if settings.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
@@ -156,13 +158,18 @@ class KDRecipe:
         self.offloading = settings.offloading(self.model)
         frozen |= self.teacher.set_up(whole, collator.longest_row, groups)
 
-        # ---- Optimizer, and resume
+        # ---- Optimizer, parts of the training, and resume
         self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
-        self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
-        position = run.resume(TrainingParts(*trained, frozen, by_sample=self.by_sample))
+        run.parts.add("budget", StepMemory(run, self.loader, self.optimizer))
+        if settings.sample_losses:
+            run.parts.add("sample_losses", SampleLosses(run, self.loader, LossesBySample(loss_fn, ranks, True)))
+        run.parts.add_every(settings.run_val_every_n_steps, "validation", Validation(run, self.validate), at_ends=True)
+        run.parts.add_every(settings.sample_every_n_steps, "answers", Answers(run, self.model, self.tokenizer))
+        run.parts.add_every(settings.export_every_n_steps, "exports", Exports(run))
+        position = run.resume(Trained(*trained, frozen))
         self.lr_scheduler = optimizer.build_lr_scheduler(schedule, self.optimizer, *position)
 
     # ---- Objective and update -------------------------------------------------------------------
@@ -181,7 +188,6 @@ class KDRecipe:
         """
         # dp_degree / target tokens on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("target_tokens")
-        self.by_sample.start(step, self.loader, self.run.state.epoch)
         metrics = torch.zeros(len(self.metrics), dtype=torch.float64, device=self.ranks.device)
         # The teacher computes all microbatches first: its stages need another schedule.
         with self.teacher.attached(step) as microbatches:
@@ -224,11 +230,9 @@ class KDRecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        due = {"validate": self.validate, "answer": self.answer}
-        for step in self.run.steps(self.loader, counted="target_tokens", **due):
+        for step in self.run.steps(self.loader, counted="target_tokens"):
             metrics, grad_norm = self.update(step)
-            seconds = self.teacher.read_seconds
-            self.run.finish(step, metrics, grad_norm, teacher_seconds=seconds)
+            self.run.finish(step, metrics, grad_norm, teacher_seconds=self.teacher.read_seconds())
 
 
 @entry_point

@@ -118,7 +118,8 @@ def record(recipe_class: Any, cfg: DictConfig) -> Step:
         if recipe.settings.is_packed:
             whole = build_on_meta(partial(config.instantiate, cfg.model), recipe.settings)
             layout += [attention_of(whole, ranks.device).kernel]
-        weighs = mixture.loss_weights if isinstance(mixture, Mixture) and recipe.by_sample.has_weights else None
+        has_weights = hasattr(recipe, "by_sample") and recipe.by_sample.has_weights
+        weighs = mixture.loss_weights if has_weights and isinstance(mixture, Mixture) else None
     return Step(cfg, items, weighs, weights, gradients, step.totals, layout)
 
 

@@ -23,7 +23,7 @@ from recipe_utils.files import CheckpointError, TensorFile
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.random_state import set_random_state
 
-MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
+MODEL, OPTIMIZER, PART, RANDOM = "model.", "optimizer.", "part.", "random."
 """Prefixes of the names of tensors in a checkpoint."""
 
 _Counted = Annotated[int, Field(ge=0)]
@@ -60,10 +60,19 @@ class TrainingState:
     """Images of all completed update steps, in recipes that count them."""
     num_samples_skipped: _Counted = 0
     """Bad samples that all update steps have skipped, over all ranks."""
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """States of the parts of a training by name, without their tensors."""
     best_val_loss: float | None = None
-    """Lowest validation loss so far."""
+    """State of a part in checkpoints of 0.5."""
     token_budget: dict[str, Any] = field(default_factory=dict)
-    """Budget of microbatches that was found, and on which hardware."""
+    """State of a part in checkpoints of 0.5."""
+
+    def __post_init__(self) -> None:
+        if self.best_val_loss is not None:
+            self.parts.setdefault("validation", {"best_val_loss": self.best_val_loss})
+        if self.token_budget:
+            self.parts.setdefault("budget", self.token_budget)
+        self.best_val_loss, self.token_budget = None, {}
 
 
 TEACHER = "teacher_checkpointer"
@@ -112,6 +121,7 @@ def load(
     frozen: Mapping[str, str] = {},
     config: Mapping[str, Any] = {},
     other_model: bool = False,
+    of_parts: Mapping[str, Tensor] = {},
     group: dist.ProcessGroup | None = None,
 ) -> TrainingState:
     """Loads a checkpoint in place; each rank reads its part. Collective.
@@ -130,6 +140,7 @@ def load(
         config: config of this training. Its ``model`` must equal the saved one, if there is one.
             Options of ``optimizer`` that are built otherwise than then override the checkpoint.
         other_model: True to accept another ``model`` whose trained and frozen parameters fit.
+        of_parts: tensors of parts of the training as ``PART.NAME``; those of parts that the checkpoint has are read.
         group: a CPU (gloo) group of all ranks.
 
     Raises:
@@ -154,12 +165,17 @@ def load(
     _on_all_ranks(group, _check_parameters, path, state, _like(MODEL, metadata), trained, trained_on_any_rank, frozen)
     if not other_model:
         _on_all_ranks(group, _check_model_config, path, state, config)
+    # A part may be new, or no longer be there; one that is there must have the tensors that it had.
+    parts_on_any_rank = set[str]().union(*gather_objects(list(of_parts), group))
+    of_saved_parts = {name: tensor for name, tensor in of_parts.items() if name.partition(".")[0] in state.parts}
+    _on_all_ranks(group, _check_parts, path, state, _like(PART, metadata), of_saved_parts, parts_on_any_rank)
 
     # The optimizer's state is made as it was saved, then both are filled in place from the files.
     configs = state.config, config
     states = _on_all_ranks(group, _make_state, path, metadata, model, optimizer, names_of_other_stages, configs)
     targets = {MODEL + name: tensor for name, tensor in trained.items()}
     targets |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
+    targets |= {PART + name: tensor for name, tensor in of_saved_parts.items()}
     _on_all_ranks(group, read_tensors, path, metadata, targets)
 
     # A random state belongs to one rank, so that another number of ranks has none to resume with.
@@ -227,6 +243,20 @@ def _check_model_config(path: Path, state: TrainingState, config: Mapping[str, A
     if before and now and (changed := differences(before, now)):
         text = "; ".join(_texts(changed, "model."))
         raise CheckpointError(f"{text} ({path}); set it as then, or resume_with_other_model=True")
+
+
+def _check_parts(
+    path: Path,
+    state: TrainingState,
+    saved: Mapping[str, Tensor],
+    of_saved_parts: Mapping[str, Tensor],
+    parts_on_any_rank: set[str],
+) -> None:
+    """Raises CheckpointError unless parts of the training that have a saved state have the same tensors."""
+    names = {name.partition(".")[0] for name in parts_on_any_rank} & state.parts.keys()
+    saved = {name: like for name, like in saved.items() if name.partition(".")[0] in names}
+    if problem := describe_mismatch(saved, of_saved_parts, parts_on_any_rank - of_saved_parts.keys()):
+        raise CheckpointError(f"parts: {path} does not fit those of the training: {problem}; set them as then")
 
 
 def _make_state(

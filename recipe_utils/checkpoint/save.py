@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from recipe_utils.checkpoint.folder import Marker, publish, remove_leftovers, remove_older
 from recipe_utils.checkpoint.layout import SaveLayout, copy_to_cpu, layout_of, plan_save, rank_file
-from recipe_utils.checkpoint.load import MODEL, OPTIMIZER, RANDOM, TrainingState
+from recipe_utils.checkpoint.load import MODEL, OPTIMIZER, PART, RANDOM, TrainingState
 from recipe_utils.checkpoint.tensors import AnyOptimizer, merge_descriptions, model_tensors, optimizer_contents
 from recipe_utils.files import FileFacts, write_atomically, write_tensors
 from recipe_utils.parallel.fsdp import local
@@ -74,13 +74,15 @@ class CheckpointWriter:
         if self._rank == 0:
             remove_leftovers(self._folder)
 
-    def save(self, model: nn.Module, optimizer: AnyOptimizer, state: TrainingState) -> SaveOutcome | None:
+    def save(
+        self, model: nn.Module, optimizer: AnyOptimizer, state: TrainingState, of_parts: Mapping[str, Tensor] = {}
+    ) -> SaveOutcome | None:
         """Saves a checkpoint as ``step_N``, after waiting for a save in flight.
 
         Does not change the model or the optimizer, whose state may still be empty, and draws no
         random numbers. The model is sharded, or the same on all ranks, or the pipeline stages of
-        each rank. Returns the result of this save; if asynchronous, the result of the previous save
-        if it was in flight, else None.
+        each rank; so are ``of_parts``, the tensors of parts of the training. Returns the result of this
+        save; if asynchronous, the result of the previous save if it was in flight, else None.
 
         Raises:
             ValueError: the model, the optimizer or ``state`` contains something that cannot be
@@ -91,6 +93,7 @@ class CheckpointWriter:
         tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
         optimizer_tensors, description = optimizer_contents(model, optimizer)
         tensors |= {OPTIMIZER + name: tensor for name, tensor in optimizer_tensors.items()}
+        tensors |= {PART + name: tensor for name, tensor in of_parts.items()}
         try:
             documents = {"state.json": json.dumps(asdict(state), indent=1).encode()}
         except TypeError as error:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from pydantic.dataclasses import dataclass
 from torch import nn
@@ -18,6 +19,7 @@ from torchtune.modules.tied_linear import TiedLinear
 from torchtune.training.activations import apply_selective_activation_checkpointing
 from torchtune.utils import get_logger
 
+from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.compiler import configure_compiler
 from recipe_utils.models.adapters.lora import adapters_in_words, find_adapters, freeze_base
 from recipe_utils.models.adapters.nf4 import check_nf4, drop_upcast_hooks, without_quantizing
@@ -27,6 +29,7 @@ from recipe_utils.models.kernels import fuse_norms_and_rope
 from recipe_utils.models.pipeline.schedule import PipelineSettings, stages_of_rank
 from recipe_utils.models.pipeline.stages import Stages, WholeModel, cut_to_stage, layers_of_stages, ties_output
 from recipe_utils.parallel.fsdp import shard_model
+from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks, resolve_device
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
@@ -246,14 +249,22 @@ def _check_that_all_train(whole: Any, layers: list[range]) -> None:
             )
 
 
-def describe_model(whole: nn.Module, settings: Any, device: torch.device) -> str:
-    """Returns a line with a model's name, parameters, precision and device."""
-    name, adapters = settings.model["_component_"].rpartition(".")[2], find_adapters(whole)
-    num_trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
-    num_all = sum(p.numel() for p in whole.parameters())
+def count_trained(model: nn.Module, group: dist.ProcessGroup) -> int:
+    """Returns the trained parameters of a model that may be sharded, or in stages on several ranks of ``group``."""
+    numels = {name: p.numel() for name, p in parameters_by_name(model).items()}
+    merged: dict[str, int] = {}
+    for of_rank in gather_objects(numels, group):
+        merged |= of_rank
+    return sum(merged.values())
+
+
+def describe_model(meta_model: nn.Module, num_trained: int, settings: Any, device: torch.device) -> str:
+    """Returns a line with a model's name, parameters, precision and device; ``meta_model`` is whole."""
+    name, adapters = settings.model["_component_"].rpartition(".")[2], find_adapters(meta_model)
+    num_all = sum(p.numel() for p in meta_model.parameters())
     trained = "all trained" if num_trained == num_all else f"{num_trained:,} of them trained"
     if adapters.modules:
-        trained += f" (adapters of {adapters_in_words(whole, adapters)})"
+        trained += f" (adapters of {adapters_in_words(meta_model, adapters)})"
     dtypes = [settings.dtype or "fp32"]
     if settings.torch_weights_dtype != settings.torch_dtype:
         dtypes.append(f"trained weights in {settings.weights_dtype}")

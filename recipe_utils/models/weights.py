@@ -4,6 +4,7 @@ import json
 import logging
 import zlib
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.checkpoint.peft import load_checkpoint
-from recipe_utils.checkpoint.tensors import describe_mismatch
+from recipe_utils.checkpoint.tensors import describe_mismatch, parameters_by_name
+from recipe_utils.models.adapters.adapted_linear import forget_norms
 from recipe_utils.models.adapters.lora import check_origin, find_adapters, fingerprint_of_frozen, initial_adapters
 from recipe_utils.models.construct import ModelSettings
 from recipe_utils.models.pipeline.stages import Stages, adapters_of
@@ -171,6 +173,30 @@ def crc32_of_weights(weights: Mapping[str, Tensor], group: dist.ProcessGroup) ->
         share[name] = f"{tuple(weight.shape)} {weight.dtype} {zlib.crc32(data):08x}"
     of_all = {name: text for each in gather_objects(share, group) for name, text in each.items()}
     return f"{zlib.crc32(repr(sorted(of_all.items())).encode()):08x}"
+
+
+@contextmanager
+def with_weights(model: nn.Module, others: Mapping[str, Tensor]) -> Iterator[None]:
+    """Gives trained parameters the values ``others`` in the block, and their own again after it, bitwise.
+
+    ``others`` has names of :func:`recipe_utils.checkpoint.tensors.parameters_by_name`, and is sharded as they are.
+    A copy of the shards is allocated. Nothing in the block may train.
+    """
+
+    @torch.no_grad()
+    def copy(values: Mapping[str, Tensor]) -> None:
+        # What was gathered or computed from the values before must not be used again.
+        parameters = parameters_by_name(model)
+        for name, value in values.items():
+            local(parameters[name]).copy_(local(value))
+        forget_norms(model)
+
+    trained = {name: local(parameter.detach()).clone() for name, parameter in parameters_by_name(model).items()}
+    copy(others)
+    try:
+        yield
+    finally:
+        copy({name: trained[name] for name in others})
 
 
 def gather_weights(

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -160,21 +160,6 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)
     return gathered
-
-
-def start_any(mine: bool, group: dist.ProcessGroup) -> Callable[[], bool]:
-    """Starts an all-reduce; the function that it returns waits for it, and is True if any rank passed True."""
-    if dist.get_world_size(group) == 1:
-        return lambda: mine
-    found = torch.tensor([mine], dtype=torch.uint8)
-    work = dist.all_reduce(found, dist.ReduceOp.MAX, group, async_op=True)
-    assert work is not None
-
-    def wait() -> bool:
-        work.wait()
-        return bool(found)
-
-    return wait
 
 
 # ---- Final error message ------------------------------------------------------------------------

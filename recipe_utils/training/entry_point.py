@@ -1,13 +1,11 @@
-"""Command line of a recipe: config, exit codes, final error message and signals."""
+"""Command line of a recipe: config, exit codes and final error message."""
 
 import copy
 import os
 import re
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -161,30 +159,3 @@ def _next_start(cfg: DictConfig) -> str:
 def _exit_code() -> int:
     # Marks the error as printed for the launcher, which still restarts the job if configured.
     return REPORTED_EXIT_CODE if world_size_from_env() > 1 else 1
-
-
-@contextmanager
-def set_on_signals(event: threading.Event) -> Iterator[None]:
-    """Sets ``event`` at the first SIGTERM or SIGINT in the block, and at any of :data:`USER_SIGNALS`.
-
-    Restores the handlers after the block, and those of SIGTERM and SIGINT at the first of the two. The others may
-    come more than once: from the scheduler and from the launcher.
-    """
-    first_only = signal.SIGTERM, signal.SIGINT
-    # None is a handler in C, such as faulthandler's.
-    outside = {n: signal.getsignal(n) or signal.SIG_DFL for n in (*first_only, *USER_SIGNALS)}
-
-    def request(number: int, _: Any) -> None:
-        event.set()
-        for each in first_only if number in first_only else ():
-            signal.signal(each, outside[each])
-
-    for number in outside:
-        signal.signal(number, request)
-    blocked_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, USER_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-        for number, handler in outside.items():
-            signal.signal(number, handler)

@@ -5,17 +5,22 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config
 from torchtune.utils import get_logger
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from recipe_utils.files import write_atomically
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.settings.problems import naming
+from recipe_utils.training.settings import RunSettings
 
 _log = get_logger("INFO")
 
@@ -53,9 +58,17 @@ class Log:
             except OSError as error:
                 self._report(METRICS_FILE, error)
 
-    def log_config(self, cfg: Any) -> None:
-        """Writes the config to ``config.yaml``, on rank 0, and passes it to the loggers."""
+    def open(self, recipe: str, cfg: DictConfig, settings: RunSettings) -> None:
+        """Builds ``metric_logger``, writes the config to ``config.yaml``, and passes it to the logger, on rank 0.
+
+        Raises ConfigError if the logger cannot be built.
+        """
         if self._is_shown:
+            if settings.metric_logger is not None:
+                with naming("metric_logger"):
+                    self.add("metric_logger", config.instantiate(cfg.metric_logger))
+            if settings.log_config:
+                config.log_config(recipe, cfg)
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 text = OmegaConf.to_yaml(cfg, resolve=True)
@@ -68,8 +81,8 @@ class Log:
     def write(self, step: int, metrics: Mapping[str, Any], also: Mapping[str, Any]) -> None:
         """Writes metrics of an update step; ``also`` only to the file."""
         for name in self._writers:
-            own = also if name == METRICS_FILE else {}
-            self._call(name, "log_dict", {**own, **metrics}, step=step)
+            position = also if name == METRICS_FILE else {}
+            self._call(name, "log_dict", {**position, **metrics}, step=step)
 
     def write_answers(self, step: int, prompts: Sequence[str], answers: Sequence[str]) -> None:
         """Logs answers to prompts and appends them to ``samples.jsonl``."""
@@ -191,12 +204,25 @@ def set_up_screen() -> None:
 
 
 @contextmanager
-def progress_bar(total: int, initial: int, shown: bool) -> Iterator[tqdm]:
-    """Shows the progress of all update steps. ``TQDM_DISABLE=1`` hides it, too."""
+def progress_bar(
+    total: int, initial: int, num_epochs: int, metrics: Mapping[str, Any], ranks: Ranks
+) -> Iterator[Callable[[int], None]]:
+    """Shows the progress of all update steps on rank 0. ``TQDM_DISABLE=1`` hides it, too.
+
+    Yields a function to call after each update step with its epoch; the bar shows the present ``metrics``.
+    """
     layout = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
-    hidden = {} if shown else {"disable": True}
+    hidden = {} if ranks.is_zero else {"disable": True}
     with logging_redirect_tqdm([get_logger()]), tqdm(total=total, initial=initial, bar_format=layout, **hidden) as bar:
-        yield bar
+
+        def advance(epoch: int) -> None:
+            is_cuda = ranks.device.type == "cuda"
+            peak_bytes = torch.cuda.max_memory_allocated(ranks.device) if is_cuda else 0
+            text = bar_text(epoch, num_epochs, metrics, ranks.world_size, peak_bytes)
+            bar.set_description_str(text, refresh=False)  # bar.update shows it
+            bar.update(1)
+
+        yield advance
 
 
 def bar_text(epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size: int, peak_bytes: int = 0) -> str:

@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
-from torchtune import config
+from torchtune import config, training
 
+from recipe_utils.checkpoint.load import TrainingState
+from recipe_utils.losses.dataset_weights import token_shares
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.training.log import Log
+from recipe_utils.training.parts.protocol import Metric, Part
 from recipe_utils.training.settings import PROFILER, RunSettings
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -25,6 +29,22 @@ _RATES = {
     "images": "images_per_second_per_gpu",
     "crop_tokens": "crop_tokens_per_second_per_gpu",
 }
+_COUNTS = {"target_tokens": "target_tokens", "weights": "target_tokens", "pairs": "pairs"}
+"""Count that a recipe divides by -> total that is logged, as ``num_tokens`` or ``num_pairs``."""
+_NUM_SKIPPED, _MOST_IN_A_ROW = "num_nonfinite_steps", "most_nonfinite_in_a_row"
+
+
+def learning_rates(groups: Sequence[Mapping[str, Any]]) -> dict[str, Metric]:
+    """Returns the rate of an optimizer's parameter groups as metrics.
+
+    ``lr`` is that of the first group. Where groups have a ``name``, each one's is ``lr/NAME``; where rates of
+    unnamed groups differ, each of them is ``lr/0``, ``lr/1``, ..., in the order of their groups.
+    """
+    rates = {"lr": groups[0]["lr"]}
+    if any("name" in group for group in groups):
+        return rates | {f"lr/{group.get('name', index)}": group["lr"] for index, group in enumerate(groups)}
+    different = list(dict.fromkeys(group["lr"] for group in groups))
+    return rates | ({f"lr/{index}": rate for index, rate in enumerate(different)} if len(different) > 1 else {})
 
 
 class Throughput:
@@ -38,11 +58,20 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Starts a new window. Call it after other work than training, such as validation."""
+        """Starts a new window."""
         self._began = time.perf_counter()
         self._num_steps = 0
         self._totals: Counter[str] = Counter()
         self._wait_seconds = 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Takes the time of the block out of the window. The device has finished the update steps before."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._began += time.perf_counter() - began
 
     def add(self, step: UpdateStep, wait_seconds: float) -> None:
         """Adds an update step and the time that the loop waited for it."""
@@ -75,55 +104,98 @@ class Throughput:
 class Metrics:
     """Metrics that are reduced over ranks, read and written.
 
-    With ``reads_late`` (on accelerators) an update step's metrics stay on the device until the next
-    one is enqueued. The window of ``throughput`` ends when metrics are read.
+    On accelerators an update step's metrics stay on the device until the next one is enqueued. The window of
+    the throughput ends when metrics are read.
     """
 
-    def __init__(self, log: Log, throughput: Throughput, reads_late: bool) -> None:
-        self.reads_late = reads_late
+    counted = "target_tokens"
+    """Name of the count that an update step's loss is divided by."""
+    most_spanning_samples = 0
+    """Most samples of an update step that several ranks have computed together."""
+
+    def __init__(self, log: Log, ranks: Ranks) -> None:
+        self.reads_late = ranks.device.type != "cpu"
         self.shown: dict[str, Any] = {}
         """Latest values, for the progress bar."""
-        self._log = log
-        self._throughput = throughput
+        self.throughput = Throughput(ranks.world_size)
+        self._log, self._device = log, ranks.device
         self._held: Callable[[], None] | None = None
+
+    def start(self, wait_seconds: float, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Starts an update step, for which the loop has waited, with the rates of the optimizer's groups."""
+        self._wait_seconds, self._rates = wait_seconds, learning_rates(groups)
+
+    def stop(self, step: UpdateStep) -> None:
+        """Ends an enqueued update step."""
+        self.throughput.add(step, self._wait_seconds)
+        self.most_spanning_samples = max(self.most_spanning_samples, int(step.totals.get("spanning_samples", 0)))
 
     def hold(
         self,
-        step: int,
-        position: dict[str, Any],
+        state: TrainingState,
+        step: UpdateStep,
         sums: Mapping[str, Tensor],
         guard: NonfiniteGuard,
-        metrics: Mapping[str, Any],
+        more: Mapping[str, Metric | None],
+        logs_memory: bool,
     ) -> None:
-        """Holds metrics of an update step, or writes them at once; see :meth:`.Run.log`."""
+        """Holds metrics of an update step until the next one is enqueued; on a CPU, writes them at once.
+
+        Args:
+            state: position after the update step.
+            step: update step, whose totals are logged.
+            sums: this rank's parts of metrics, [] each, of one dtype; their means over ranks are logged.
+            guard: counts optimizer steps that were skipped.
+            more: further metrics, equal on all ranks; None is not logged. Rates in it replace the optimizer's.
+            logs_memory: also logs the peak memory of an accelerator.
+        """
         self.write_held()
-        tensors = {name: each for name, each in metrics.items() if isinstance(each, Tensor)}
+        metrics: dict[str, Metric | None] = {
+            **({} if "lr" in more else self._rates),
+            **more,
+            **token_shares(step.totals),
+        }
+        if self.counted in _COUNTS:
+            total = _COUNTS[self.counted]
+            metrics[f"num_{total.removeprefix('target_')}"] = step.totals[total]
+        metrics["num_spanning_samples"] = step.totals.get("spanning_samples")
+        if logs_memory and self._device.type != "cpu":
+            metrics |= training.get_memory_stats(device=self._device)
+        on_host = {name: value for name, value in metrics.items() if not (value is None or isinstance(value, Tensor))}
+
+        # One copy to the host takes all tensors: means, further metrics, and the guard's two counts.
+        tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
         counts, num_steps = guard.take_counts()
         means = mean_over_ranks(torch.stack([*sums.values()]))
         # CPU offload: the gradient norm is on the CPU, the sums of losses are on the device.
         others = [
-            each.detach().to(means.device, means.dtype, non_blocking=True).view(1)
-            for each in (*tensors.values(), *counts)
+            value.detach().to(means.device, means.dtype, non_blocking=True).view(1)
+            for value in (*tensors.values(), *counts)
         ]
-        numbers = torch.cat([means, *others])
-        on_host = numbers.to("cpu", non_blocking=numbers.is_cuda)  # pinned by PyTorch
-        arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+        names = [*sums, *tensors, _NUM_SKIPPED, _MOST_IN_A_ROW]
+        on_device = torch.cat([means, *others])
+        copied = on_device.to("cpu", non_blocking=on_device.is_cuda)  # pinned by PyTorch
+        arrived = torch.cuda.current_stream().record_event() if on_device.is_cuda else None
 
         def write() -> None:
             if arrived is not None:
                 arrived.synchronize()
-            *values, num_skipped, most_in_a_row = on_host.tolist()
-            found: dict[str, Any] = dict(zip([*sums, *tensors], values, strict=True))
-            known = {name: each for name, each in metrics.items() if each is not None}
-            found = {**known, **found, **self._throughput.read_and_restart()}
-            if num_skipped:
-                found["num_nonfinite_steps"] = int(num_skipped)
-            self.write(step, position, found)
-            self._log.warn(guard.judge(int(num_skipped), int(most_in_a_row), num_steps, step))
+            values: dict[str, Any] = dict(zip(names, copied.tolist(), strict=True))
+            num_skipped, most_in_a_row = int(values.pop(_NUM_SKIPPED)), int(values.pop(_MOST_IN_A_ROW))
+            values = {**on_host, **values, **self.throughput.read_and_restart()}
+            self.write(state, values | ({_NUM_SKIPPED: num_skipped} if num_skipped else {}))
+            self._log.warn(guard.judge(num_skipped, most_in_a_row, num_steps, state.global_step))
 
         self._held = write
         if not self.reads_late:
             self.write_held()
+
+    def measure(self, state: TrainingState, part: Part, step: UpdateStep) -> None:
+        """Calls a part that is due, and writes its metrics at once. Its time is no training time."""
+        with self.throughput.paused():
+            values = {name: float(value) for name, value in part.after(step).items()}
+            if values:
+                self.write(state, values)
 
     def write_held(self) -> None:
         """Writes held metrics after waiting for their update step. All ranks call it."""
@@ -131,10 +203,11 @@ class Metrics:
         if held is not None:
             held()
 
-    def write(self, step: int, position: dict[str, Any], metrics: dict[str, Any]) -> None:
-        """Writes metrics of an update step; ``position`` only to the metrics file."""
+    def write(self, state: TrainingState, metrics: Mapping[str, Any]) -> None:
+        """Writes metrics of an update step; its epoch, and the data seen, only to the metrics file."""
         self.shown |= metrics
-        self._log.write(step, metrics, position)
+        seen = "num_images_seen" if state.num_images_seen else "num_tokens_seen"
+        self._log.write(state.global_step, metrics, {"epoch": state.epoch, seen: getattr(state, seen)})
 
     def close(self) -> None:
         """Writes held metrics and closes the loggers."""

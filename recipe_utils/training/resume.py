@@ -20,7 +20,6 @@ from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, re
 from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load
 from recipe_utils.checkpoint.tensors import AnyOptimizer, note_options
 from recipe_utils.files import CheckpointError
-from recipe_utils.losses.by_sample import LossesBySample
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import Stages, adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteGuard
@@ -31,6 +30,7 @@ from recipe_utils.settings.keys import own_keys
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.settings.words import removed_of_run
 from recipe_utils.training.log import Log
+from recipe_utils.training.parts.protocol import Parts
 from recipe_utils.training.settings import RunSettings
 from recipe_utils.update_steps.loader import UpdateStepLoader
 
@@ -44,7 +44,7 @@ _NOISES = {"router_jitter_noise", "input_jitter_noise", "jitter_noise"}
 
 
 @dataclass
-class TrainingParts:
+class Trained:
     """Objects that a recipe has built, which are saved, resumed and exported."""
 
     model: nn.Module
@@ -55,8 +55,6 @@ class TrainingParts:
     """Exports the model."""
     frozen: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of frozen weights, which must equal the checkpoint's."""
-    by_sample: LossesBySample | None = None
-    """Records losses by sample."""
     exported: nn.Module | None = None
     """Model that is exported; None for ``model``."""
 
@@ -65,7 +63,7 @@ class TrainingParts:
 class Resume:
     """Newest complete checkpoint of a recipe, if training resumes; others' are skipped.
 
-    ``config`` is resolved; ``group`` is a CPU group of all ranks.
+    ``config`` is resolved; ``group`` is a CPU group of all ranks; ``parts`` are those of the training.
     """
 
     recipe: str
@@ -74,6 +72,7 @@ class Resume:
     ranks: Ranks
     group: dist.ProcessGroup
     log: Log
+    parts: Parts
 
     @cached_property
     def path(self) -> Path | None:
@@ -93,18 +92,18 @@ class Resume:
                 )
         return path
 
-    def restore(self, parts: TrainingParts, seed: int) -> TrainingState:
-        """Loads model and optimizer in place if training resumes. Returns the initial state.
+    def restore(self, trained: Trained, seed: int) -> TrainingState:
+        """Loads model, optimizer and the states of parts in place if training resumes. Returns the initial state.
 
         Raises ConfigError if ranks have different data or old checkpoints cannot be moved,
         CheckpointError if no checkpoint can be used.
         """
         # The transform of images is a part of the data.
         transform = self.config.get("transform") or {}
-        fingerprint = dict(parts.loader.dataset.fingerprint)
+        fingerprint = dict(trained.loader.dataset.fingerprint)
         fingerprint |= {f"transform.{key}": value for key, value in transform.items()}
         self._check_that_ranks_have_the_same_data(fingerprint)
-        note_options(parts.optimizer, lr_scheduler=self.config.get("lr_scheduler"))
+        note_options(trained.optimizer, lr_scheduler=self.config.get("lr_scheduler"))
         folder = self.settings.output_dir
         state = TrainingState(
             recipe=self.recipe,
@@ -114,11 +113,11 @@ class Resume:
             seed=seed,
             data_fingerprint=fingerprint,
             config=dict(self.config),
-            frozen=dict(parts.frozen),
+            frozen=dict(trained.frozen),
             run_id=self._new_run(),  # moves old checkpoints, so after all other checks
         )
         if self.path is not None:
-            return self._resume(self._load(parts, state), state)
+            return self._resume(self._load(trained, state), state)
         self.log.info(f"Run {state.run_id} starts in {folder}")
         if self.settings.resume_from_checkpoint == "auto":
             self.log.info(f"resume_from_checkpoint=auto: no checkpoint in {folder}; starts from scratch")
@@ -165,20 +164,21 @@ class Resume:
             raise ConfigError(problem)
         return run_id
 
-    def _load(self, parts: TrainingParts, now: TrainingState) -> TrainingState:
+    def _load(self, trained: Trained, now: TrainingState) -> TrainingState:
         """Loads the checkpoint, or an older one if it is corrupt."""
         while True:
             assert self.path is not None
             try:
                 state = load(
                     self.path,
-                    parts.model,
-                    parts.optimizer,
+                    trained.model,
+                    trained.optimizer,
                     recipe=self.recipe,
                     data_fingerprint=(None if self.settings.resume_with_other_data else now.data_fingerprint),
                     frozen=now.frozen,
                     config=self.config,
                     other_model=self.settings.resume_with_other_model,
+                    of_parts=self.parts.tensors(),
                     group=self.group,
                 )
                 break
@@ -189,7 +189,7 @@ class Resume:
                         f"{error}; there is no older one. resume_from_checkpoint=False starts from scratch"
                     ) from error
                 self.log.warn(f"{error}; skipped")
-        num_samples, order = len(parts.loader.dataset), parts.loader.order
+        num_samples, order = len(trained.loader.dataset), trained.loader.order
         last_end = order.end(state.epoch, order.num_steps(state.epoch) - 1)
         if state.samples_consumed >= max(num_samples + order.end(state.epoch, 0), last_end + 1):
             raise ConfigError(
@@ -211,6 +211,8 @@ class Resume:
         for key, (before, after) in differences(then, current, "its default").items():
             if key.partition(".")[0] not in _WITHOUT_INFLUENCE:
                 self.log.info(f"{key}: {before} in the checkpoint, {after} from now on")
+        for name in self.parts.load(saved.parts):
+            self.log.info(f"{name}: the checkpoint has no state of it, so it starts here")
         kept = {name: getattr(now, name) for name in ("seed", "data_fingerprint", "config", "frozen")}
         return replace(saved, run_id=run_id, **kept)
 

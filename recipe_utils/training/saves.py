@@ -1,12 +1,15 @@
 """Checkpoints and exports of a run, and its summary."""
 
+import json
+import math
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from tqdm import tqdm
 
@@ -21,7 +24,8 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.training.log import METRICS_FILE, Log, read_metrics
-from recipe_utils.training.resume import TrainingParts
+from recipe_utils.training.parts.protocol import Parts
+from recipe_utils.training.resume import Resume, Trained
 from recipe_utils.training.settings import RunSettings
 
 _EXPORT = re.compile(r"(epoch|export_step)_\d+")
@@ -33,43 +37,68 @@ class Saves:
     ``config`` is resolved; ``group`` is a CPU group of all ranks.
     """
 
-    parts: TrainingParts
+    trained: Trained
     """Training state that is saved and exported; set before the first save."""
 
     def __init__(
-        self, settings: RunSettings, config: Mapping[str, Any], ranks: Ranks, group: dist.ProcessGroup, log: Log
+        self, recipe: str, settings: RunSettings, config: Mapping[str, Any], ranks: Ranks, log: Log, parts: Parts
     ) -> None:
-        self._settings, self._ranks, self._group, self._log = settings, ranks, group, log
-        dtype = settings.export_dtype or config.get("dtype")
-        self._export_dtype = PRECISION_STR_TO_DTYPE.get(dtype)
+        self.settings, self.ranks, self.log, self.parts = settings, ranks, log, parts
+        self._group = ranks.checkpoint_group if settings.enable_async_checkpointing else ranks.cpu_group
+        self._export_dtype = PRECISION_STR_TO_DTYPE.get(settings.export_dtype or config.get("dtype"))
+        self._unsaved_since_seconds = math.inf  # first update step since the last checkpoint, by this rank's clock
+        self.resume = Resume(recipe, settings, config, ranks, self._group, log, parts)
+        """Checkpoint that training resumes from."""
         self.has_checkpoint = False
         self.num_failed = 0
         self.last_export: Path | None = None  # on rank 0
 
     def open(self) -> None:
-        """Removes files of killed runs from ``output_dir``. Call it first."""
+        """Removes files of killed runs from ``output_dir``. Call it first.
+
+        Raises ConfigError if the checkpoint that training should resume from does not exist.
+        """
+        # Before the search for checkpoints, because it also restores one that was being replaced.
         self._writer = CheckpointWriter(
-            self._settings.output_dir,
-            keep_last_n=self._settings.keep_last_n_checkpoints,
+            self.settings.output_dir,
+            keep_last_n=self.settings.keep_last_n_checkpoints,
             group=self._group,
-            asynchronous=self._settings.enable_async_checkpointing,
+            asynchronous=self.settings.enable_async_checkpointing,
         )
+        self.has_checkpoint = self.resume.path is not None
+
+    def is_due_by_clock(self) -> bool:
+        """Returns True on rank 0 if the first update step without a checkpoint is ``save_every_n_minutes`` old.
+
+        Call it after each update step.
+        """
+        now = time.monotonic()
+        self._unsaved_since_seconds = min(self._unsaved_since_seconds, now)
+        seconds = (self.settings.save_every_n_minutes or math.inf) * 60
+        return self.ranks.is_zero and now - self._unsaved_since_seconds >= seconds
 
     def check(self) -> None:
-        """Raises ConfigError if checkpoints cannot hold the optimizer's state after its first step."""
+        """Raises ConfigError if checkpoints cannot hold the state of the optimizer, after its first step, or of a part."""
         try:
-            optimizer_contents(self.parts.model, self.parts.optimizer)
+            optimizer_contents(self.trained.model, self.trained.optimizer)
         except ValueError as error:
             remedy = "set recipe_utils.optim.AdamW8bit or another one, or epochs=1 without save_every_* and resume_from_checkpoint"
             raise ConfigError(f"{error}; {remedy}") from error
+        try:
+            json.dumps(self.parts.values())
+        except TypeError as error:
+            text = f"parts: checkpoints cannot hold the state of one ({error}); return tensors and JSON values"
+            raise ConfigError(text) from error
 
     def save(self, state: TrainingState) -> None:
         """Saves a checkpoint. Warns if it fails: the last complete one is kept."""
+        state = replace(state, parts=self.parts.values())
         try:
-            outcome = self._writer.save(self.parts.model, self.parts.optimizer, state)
+            outcome = self._writer.save(self.trained.model, self.trained.optimizer, state, self.parts.tensors())
         except ValueError as error:  # the state cannot be saved; raised on all ranks
             outcome = SaveOutcome(state.global_step, None, error=str(error))
         self._report(outcome)
+        self._unsaved_since_seconds = math.inf
 
     def export(self, name: str) -> str | None:
         """Exports the model atomically in the checkpointer's format, with adapters merged or alone.
@@ -77,10 +106,10 @@ class Saves:
         Returns the error message on all ranks, None on success.
         """
         self.wait()  # the writer uses the same group and disk
-        parts, ranks, log = self.parts, self._ranks, self._log
-        model = parts.model if parts.exported is None else parts.exported
+        trained, ranks, log = self.trained, self.ranks, self.log
+        model = trained.model if trained.exported is None else trained.exported
         adapters = adapters_of(model)
-        only_adapters = self._settings.save_adapter_weights_only and adapters.modules
+        only_adapters = self.settings.save_adapter_weights_only and adapters.modules
         what = model, ranks.device, ranks.dp_rank == 0, self._group
         weights = gather_weights(*what, only=adapters.trained if only_adapters else None)
         error = None
@@ -90,9 +119,9 @@ class Saves:
         elif ranks.is_zero:
             try:
                 contents, lost = contents_of_export(weights, adapters, self._export_dtype)
-                self.last_export = export(parts.checkpointer, contents, name, parts.frozen)
+                self.last_export = export(trained.checkpointer, contents, name, trained.frozen)
                 log.info(f"Exported to {self.last_export}")
-                source = getattr(parts.checkpointer, "_checkpoint_dir", None)
+                source = getattr(trained.checkpointer, "_checkpoint_dir", None)
                 if source is not None and not Path(source).is_dir():
                     log.warn(f"{name}: without config.json and tokenizer, because {source} is gone")
                 if lost > 0.01:
@@ -100,13 +129,20 @@ class Saves:
                         f"{name}: rounding the merged weights loses {lost:.0%} of the adapters' change; "
                         f"export_dtype=fp32 keeps it, and so do the adapters in {name}/adapter"
                     )
-                if (keep_last_n := self._settings.keep_last_n_exports) is not None:
+                if (keep_last_n := self.settings.keep_last_n_exports) is not None:
                     remove_old_exports(self.last_export.parent, keep_last_n, log)
             except Exception as failure:  # any: the other ranks wait for the result
                 error = str(failure)
         error = gather_objects(error, self._group)[0]
         log.warn(error or "")
         return error
+
+    @property
+    def way_out(self) -> str:
+        """Returns what a failed export of the trained model can be repeated from."""
+        if self.has_checkpoint:
+            return "Once it can be, resume_from_checkpoint=True exports the trained model"
+        return "There is no checkpoint of it either"
 
     def wait(self) -> None:
         """Waits for a checkpoint that is being written."""
@@ -121,11 +157,11 @@ class Saves:
             return
         if outcome.error is not None:
             kept = "the previous one is kept" if self.has_checkpoint else "there is none before"
-            self._log.warn(f"update step {outcome.global_step}: no checkpoint could be saved ({outcome.error}); {kept}")
+            self.log.warn(f"update step {outcome.global_step}: no checkpoint could be saved ({outcome.error}); {kept}")
             self.num_failed += 1
         else:
             self.has_checkpoint = True
-        self._log.warn(outcome.warning or "")
+        self.log.warn(outcome.warning or "")
 
 
 def remove_old_exports(folder: Path, keep_last_n: int, log: Log) -> None:
@@ -136,6 +172,27 @@ def remove_old_exports(folder: Path, keep_last_n: int, log: Log) -> None:
             shutil.rmtree(each)
         except OSError as error:
             log.warn(f"keep_last_n_exports={keep_last_n}: {error}")
+
+
+def log_end(first: TrainingState, last: TrainingState, seconds: float, saves: Saves, most_spanning: int) -> None:
+    """Logs what a complete training has done from state ``first`` to ``last``, and how to sample from the model.
+
+    ``most_spanning`` is the largest number of samples of an update step that several ranks computed together.
+    """
+    log = saves.log
+    if last.global_step > first.global_step:
+        log.info(summary_of_training(first, last, seconds))
+        if most_spanning:
+            log.info(f"Up to {most_spanning} samples of an update step were computed by several ranks each")
+    elif saves.last_export is None:
+        log.info(f"All {last.epoch} epochs are complete; set epochs={last.epoch + 1} to train longer")
+    for line in saves.parts.summary():
+        log.info(line)
+    if saves.num_failed:
+        many = "1 checkpoint" if saves.num_failed == 1 else f"{saves.num_failed} checkpoints"
+        log.warn(f"{many} could not be saved, see above")
+    if saves.last_export is not None:  # on rank 0
+        log_model(saves.last_export, saves.settings.output_dir, last.config, saves.ranks.device.type, log)
 
 
 def log_model(folder: Path, output_dir: Path, config: Mapping[str, Any], device: str, log: Log) -> None:

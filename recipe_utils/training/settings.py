@@ -1,8 +1,7 @@
 """Keys of a run: length, log, checkpoints, exports."""
 
-import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -13,16 +12,6 @@ from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith, Positi
 from recipe_utils.settings.problems import Problem, problems_with_folder
 
 PROFILER = "torchtune.training.setup_torch_profiler"
-
-
-class Due(NamedTuple):
-    """Actions that are due after an update step."""
-
-    log: bool
-    validation: bool
-    answers: bool
-    export: bool
-    save: bool
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -81,26 +70,6 @@ class RunSettings(RankSettings):
     """Resumes even if dataset, tokenizer or global batch size differ."""
     resume_with_other_model: bool = False
     """Resumes even if ``model`` differs, provided that the weights fit."""
-
-    def due(self, global_step: int, is_last_of_epoch: bool, unsaved_minutes: float, is_last: bool) -> Due:
-        """Returns what is due after update step ``global_step``; ``is_last`` is True at the end.
-
-        Epochs end with an export and a checkpoint of their own. ``unsaved_minutes`` is the time since
-        the first update step that no checkpoint contains.
-        """
-        validates = self.run_val_every_n_steps is not None
-
-        def is_due(every_n_steps: int | None) -> bool:
-            return every_n_steps is not None and global_step % every_n_steps == 0
-
-        is_due_by_clock = unsaved_minutes >= (self.save_every_n_minutes or math.inf)
-        return Due(
-            log=is_due(self.log_every_n_steps or 1),
-            validation=is_due(self.run_val_every_n_steps) or (validates and is_last),
-            answers=is_due(self.sample_every_n_steps),
-            export=is_due(self.export_every_n_steps) and not is_last_of_epoch,
-            save=(is_due_by_clock or is_due(self.save_every_n_steps)) and not is_last_of_epoch,
-        )
 
     @property
     def saves_checkpoints(self) -> bool:

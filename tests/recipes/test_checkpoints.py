@@ -32,7 +32,7 @@ from recipe_runs import (
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.update_steps import loader as update_steps
+from recipe_utils.training import saves
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38}
 
@@ -215,11 +215,10 @@ def test_a_stop_saves_although_the_next_update_step_cannot_be_prepared(tiny_conf
 
 
 def run_with_clock(config, seconds_per_step):
-    """Runs with a clock of rank 0 that advances by so much per counted update step; others' are faster."""
+    """Runs with a clock of rank 0 that advances by so much per update step; others' are faster."""
     speed = 1 if dist.get_rank() == 0 else 10
     readings = itertools.count(10**6)
-    ours = {"monotonic_ns": lambda: int(speed * next(readings) * seconds_per_step * 1e9)}
-    update_steps.time = SimpleNamespace(**ours)
+    saves.time = SimpleNamespace(monotonic=lambda: speed * next(readings) * seconds_per_step)
     return run_recipe(config)
 
 
@@ -250,7 +249,7 @@ def run_with_full_disk(config, method, at_step, rank, num_bytes):
                 return unlimited(*args)
             resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, -1))
             result = unlimited(*args)
-            recipe.run._saves.wait()
+            recipe.run.saves.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
             return result
 

@@ -83,6 +83,33 @@ def test_skipping_bad_samples_trains_on_the_others_alone(microbatching, world_si
     assert sorted(int(text.split()[1]) for text in warnings) == bad
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("num_steps", "error"),
+    [
+        (3, "on_bad_sample=skip: all 4 samples of each of the last 3 update steps were bad"),
+        (2, "no update step of epoch 1 had target tokens: nothing was trained, and nothing is exported"),
+    ],
+)
+def test_a_run_that_trains_nothing_ends_with_an_error_and_exports_nothing(num_steps, error, world_size, tiny_config):
+    """Samples 12 to 31 are good, so the dataset is not refused before training."""
+    samples = [{"tokens": [3, 900], "labels": [3, 3]}] * 12 + tiny.make_samples(20)
+    dataset = {"_component_": "tiny.samples_dataset"}
+    batch = {"global_batch_size": 4, "gradient_accumulation_steps": ..., "max_steps_per_epoch": num_steps}
+    config = tiny_config(dataset=dataset, shuffle=False, on_bad_sample="skip", **batch)
+    errors = run_distributed(run_on_samples, world_size, config, samples, expect_failures=True)
+    assert all(f"SampleError: {error}" in text for text in errors)
+    assert not list(Path(config["output_dir"]).glob("epoch_*"))
+
+
+def test_update_steps_of_bad_samples_between_good_ones_do_not_end_a_run(tiny_config):
+    bad = [{"tokens": [3, 900], "labels": [3, 3]}] * 8
+    good = tiny.make_samples(8)
+    config = tiny_config(dataset={"_component_": "tiny.samples_dataset"}, shuffle=False, on_bad_sample="skip")
+    logged, _ = run_on_samples(config, [*bad, *good[:4], *bad, *good[4:]])
+    assert [metrics["step"] for metrics in logged] == [1, 2]
+
+
 NO_TARGETS = "none of its 8 samples can be trained on"
 USELESS = {  # key of the data, what they are, and the error
     "masked": ("dataset", {"num_without_targets": 8}, NO_TARGETS),

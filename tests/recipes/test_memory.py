@@ -96,7 +96,7 @@ def test_a_resume_begins_with_the_budget_that_was_found(weights_folder, tmp_path
         expected = [m for m in logged if m["step"] > step]
         budgets, whole = ([m["max_tokens_per_microbatch"] for m in each] for each in (found, expected))
         is_elsewhere = run is run_auto_elsewhere
-        tokens = live_meter.FIRST_TOKENS if is_elsewhere else state["token_budget"]["tokens"]
+        tokens = live_meter.FIRST_TOKENS if is_elsewhere else state["parts"]["budget"]["tokens"]
         assert budgets[0] == tokens
         assert losses(found) == pytest.approx(losses(expected), rel=1e-6)
         if step == 30 and not is_elsewhere:

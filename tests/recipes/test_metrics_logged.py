@@ -117,11 +117,12 @@ def test_metrics_are_read_after_the_next_update_step_is_enqueued(log_every_n_ste
         def advancing(step):
             assert reads.found == []
             with reads:
-                advance(step)
+                advanced = advance(step)
             read_in_advance.append(bool(reads.found))
             reads.found.clear()
             logged_by.append([line["step"] for line in ListLogger.logged])
             reads.__enter__()
+            return advanced
 
         def after_log():
             reads.__exit__(None, None, None)

@@ -44,6 +44,13 @@ def speed_up_adapters(model: nn.Module, optimizer: Optimizer | OptimizerInBackwa
             each.register_step_post_hook(forget)
 
 
+def forget_norms(model: nn.Module) -> None:
+    """Makes DoRA layers compute their norms again, because weights have changed."""
+    for layer in model.modules():
+        if isinstance(layer, DoRALinear):
+            layer._norm = None
+
+
 def _forward_lora(layer: Any, x: Tensor) -> Tensor:
     """Computes x (W + s B A)^T + bias."""
     return _add_bias(_times_adapted_weight(layer, x, layer.alpha / layer.rank), layer)

@@ -1,4 +1,4 @@
-"""Greedy decoding with a model in training, sharded or not."""
+"""Answers to prompts: a part of a training, and greedy decoding with a model in training, sharded or not."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtune.data import Message
+
+from recipe_utils.training.parts.protocol import Part
+from recipe_utils.training.run import Run
+from recipe_utils.update_steps.step import UpdateStep
+
+
+class Answers(Part):
+    """Answers to ``sample_prompts``, logged and written to ``logs/samples.jsonl``."""
+
+    def __init__(self, run: Run, model: nn.Module, tokenizer: Any) -> None:
+        self._run, self._model, self._tokenizer = run, model, tokenizer
+
+    def after(self, step: UpdateStep) -> dict[str, float]:
+        """Writes the answers. Returns no metrics."""
+        run, prompts = self._run, self._run.settings.sample_prompts or []
+        max_new_tokens = run.settings.sample_max_new_tokens
+        with run.parts.weights():
+            answers = generate(self._model, self._tokenizer, prompts, max_new_tokens, run.ranks.device)
+        run.log.write_answers(run.global_step, prompts, answers)
+        return {}
 
 
 @torch.no_grad()

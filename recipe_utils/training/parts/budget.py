@@ -1,17 +1,19 @@
 """Memory of a training's update steps: search for their budget, and advice after out-of-memory errors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.parallel.process_group import gather_objects
-from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.text.collator import MOST_TOKENS, RowCollator
 from recipe_utils.training.parts.meter import METERS
+from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.parts.search import SearchedBudget
+from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -31,38 +33,32 @@ class RowsDoNotFitError(RuntimeError):
     """An update step ran out of memory."""
 
 
-class StepMemory:
+class StepMemory(Part):
     """Memory of a training's update steps.
 
     With ``max_tokens_per_microbatch: auto`` each one is measured, and the loader plans with the least proposal
-    of all ranks. As a context manager it replaces an out-of-memory error of an update step by
-    RowsDoNotFitError, which names the row and the key to set.
-
-    Args:
-        loader: loader of the training.
-        optimizer: its optimizer.
-        ranks: ranks of the job.
-        log: logs a line on rank 0.
+    of all ranks. Its ``close`` replaces an out-of-memory error of an update step by RowsDoNotFitError, which
+    names the row and the key to set.
     """
 
-    def __init__(self, loader: UpdateStepLoader, optimizer: Any, ranks: Ranks, log: Callable[[str], None]) -> None:
-        self._ranks, self._log, self._budget = ranks, log, loader.budget
+    def __init__(self, run: Run, loader: UpdateStepLoader, optimizer: AnyOptimizer) -> None:
+        self._run, self._budget, self._ranks = run, loader.budget, run.ranks
         self._search = loader.budget if isinstance(loader.budget, SearchedBudget) else None
         self._step: UpdateStep | None = None  # in progress
         self._is_stepping = False
         if hasattr(optimizer, "register_step_pre_hook"):
             optimizer.register_step_pre_hook(lambda *_: setattr(self, "_is_stepping", True))
         if self._search is not None:
-            self._meter, self._peak = METERS[ranks.device.type](ranks.device), 0
-            self._hardware = {"memory_bytes": self._meter.total_bytes, "world_size": ranks.world_size}
+            self._meter = METERS[run.ranks.device.type](run.ranks.device)
+            self._hardware = {"memory_bytes": self._meter.total_bytes, "world_size": run.ranks.world_size}
             self._logged = self._search.tokens
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Continues with the budget of a checkpoint if it was found on the same hardware."""
         if self._search is not None:
-            is_same = self._hardware.items() <= saved.items()
+            is_same = self._hardware.items() <= state.items()
             if all(gather_objects(is_same, self._ranks.cpu_group)):
-                self._search.restart(saved["tokens"])
+                self._search.restart(state["tokens"])
                 self._logged = self._search.tokens
 
     def state(self) -> dict[str, Any]:
@@ -71,33 +67,28 @@ class StepMemory:
             return {}
         return {"tokens": self._search.tokens, **self._hardware}
 
-    def metrics(self) -> dict[str, float]:
-        """Returns the budget of the next rows and this rank's last peak; {} if no budget is searched for."""
-        if self._search is None:
-            return {}
-        tokens, peak = self._search.tokens, self._peak / 2**30
-        return {"max_tokens_per_microbatch": tokens, "peak_memory_gib": peak}
-
-    def start(self, step: UpdateStep, number: int) -> None:
+    def before(self, step: UpdateStep) -> None:
         """Starts an update step."""
-        self._step, self._number, self._is_stepping = step, number, False
+        self._step, self._number, self._is_stepping = step, self._run.global_step + 1, False
         if self._search is not None:
             self._meter.start()
 
-    def stop(self, step: UpdateStep) -> None:
-        """Ends an enqueued update step, and proposes a budget for those not yet planned."""
+    def after(self, step: UpdateStep) -> dict[str, float]:
+        """Ends an enqueued update step, and proposes a budget for those not yet planned.
+
+        Returns the budget of the next rows and this rank's peak; {} if no budget is searched for.
+        """
         self._step = None
         if self._search is None:
-            return
+            return {}
         memory, longest, tokens = self._meter.stop(), longest_row(step), self._search.tokens
-        self._peak = memory.peak
         if tokens != self._logged:
             took = f"{longest:,} took {memory.peak / 2**30:.2f} of {memory.limit / 2**30:.2f} GiB"
-            self._log(f"update step {self._number}: next rows have up to {tokens:,} tokens ({took})")
+            self._run.log.info(f"update step {self._number}: next rows have up to {tokens:,} tokens ({took})")
             self._logged = tokens
         if memory.has_retried:
             text = "the allocator had to free cached blocks; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-            self._log(f"update step {self._number}: {text} lowers fragmentation")
+            self._run.log.info(f"update step {self._number}: {text} lowers fragmentation")
         # One microbatch needs no longer rows, and had no gradients beside its activations.
         cap = MOST_TOKENS if len(step.microbatches) > 1 else 0
         if (num_stages := self._ranks.dims.pp) > 1:
@@ -106,11 +97,9 @@ class StepMemory:
             cap = int(positions) // (2 * num_stages)
         if self._number > 1:  # the first one has no optimizer state
             self._search.search.add(longest, memory, cap)
+        return {"max_tokens_per_microbatch": tokens, "peak_memory_gib": memory.peak / 2**30}
 
-    def __enter__(self) -> "StepMemory":
-        return self
-
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Raises RowsDoNotFitError if an update step ran out of memory."""
         if isinstance(error, torch.OutOfMemoryError) and self._step is not None:
             device, tokens = self._ranks.device, longest_row(self._step)

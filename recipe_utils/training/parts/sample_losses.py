@@ -13,8 +13,9 @@ from torchtune import config
 
 from recipe_utils.losses.by_sample import LossesBySample
 from recipe_utils.parallel.process_group import mean_over_ranks
-from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.text.datasets import load_dataset
+from recipe_utils.training.parts.protocol import Part
+from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.samples import unread
 from recipe_utils.update_steps.step import UpdateStep
@@ -23,7 +24,7 @@ FILE, DATASETS = "sample_losses.npy", "sample_losses.json"
 _NUM_SHOWN, _NUM_CHARACTERS = 20, 60
 
 
-class SampleLosses:
+class SampleLosses(Part):
     """Writes mean losses per target token, or of a pair, [nats] to ``logs/sample_losses.npy``.
 
     The file is a float32 array [epochs, samples], NaN where a sample was not trained; of a sample
@@ -32,8 +33,9 @@ class SampleLosses:
     the next one is enqueued.
     """
 
-    def __init__(self, by_sample: LossesBySample, loader: UpdateStepLoader, ranks: Ranks, log: Any) -> None:
-        self._by_sample, self._loader, self._ranks, self._log = by_sample, loader, ranks, log
+    def __init__(self, run: Run, loader: UpdateStepLoader, by_sample: LossesBySample) -> None:
+        self._run, self._loader, self._ranks, self._by_sample = run, loader, run.ranks, by_sample
+        self._is_open = False
         self._held: Callable[[], None] | None = None
         self._file: np.ndarray | None = None
         mixture = loader.dataset.parts
@@ -41,14 +43,20 @@ class SampleLosses:
         if mixture is not None:
             self._starts = dict(zip(mixture.names, mixture.starts, strict=True))
 
-    def open(self, settings: Any, is_new: bool) -> None:
-        """Opens the file on rank 0; unless ``is_new`` with the losses that it contains."""
-        if not self._ranks.is_zero:
+    def before(self, step: UpdateStep) -> None:
+        """Opens the file before the first update step, and starts the record of each."""
+        self._open()
+        self._by_sample.start(step, self._loader, self._run.state.epoch)
+
+    def _open(self) -> None:
+        """Opens the file once, on rank 0; if training resumes, with the losses in it."""
+        if self._is_open or not self._ranks.is_zero:
             return
+        self._is_open, settings = True, self._run.settings
         path = Path(settings.output_dir) / "logs" / FILE
         shape = (settings.epochs, len(self._loader.dataset))
         try:
-            before = None if is_new or not path.exists() else np.load(path)
+            before = None if self._run.global_step == 0 or not path.exists() else np.load(path)
             new = np.lib.format.open_memmap(path, "w+", np.float32, shape)
             new[:] = np.nan
             if before is not None and before.ndim == 2:
@@ -57,11 +65,12 @@ class SampleLosses:
             path.with_name(DATASETS).write_text(json.dumps(self._starts))
             self._file = new
         except (OSError, ValueError) as error:
-            self._log.warn(f"{path}: {error}; training continues without it")
+            self._run.log.warn(f"{path}: {error}; training continues without it")
 
-    def take(self, step: UpdateStep, epoch: int) -> None:
-        """Sums an enqueued update step over the ranks, and writes the one before. Collective."""
+    def after(self, step: UpdateStep) -> dict[str, float]:
+        """Sums an enqueued update step over the ranks, and writes the one before. Returns no metrics."""
         self.write_held()
+        epoch = self._run.state.epoch
         # All ranks of a pipeline have samples, and one of them has their losses.
         means = mean_over_ranks(torch.cat([self._by_sample.sums, self._by_sample.numbers])).view(2, -1)
         losses = torch.where(means[1] > 0, means[0] / means[1], torch.nan)
@@ -77,6 +86,7 @@ class SampleLosses:
         self._held = write
         if self._ranks.device.type == "cpu":
             self.write_held()
+        return {}
 
     def write_held(self) -> None:
         """Writes the losses of the latest update step."""
@@ -89,14 +99,21 @@ class SampleLosses:
         if self._file is not None:
             self._file[epoch, indices] = losses.numpy()
 
-    def report(self, cfg: Mapping[str, Any]) -> Iterator[str]:
+    def summary(self) -> Iterator[str]:
         """Yields the samples of highest loss, and of the highest rise."""
+        self._open()  # if no update step was left
+        self.write_held()
         if self._file is not None:
-            yield from report_of(self._file, self._starts, unread(self._loader.dataset.dataset), cfg)
+            cfg = self._run.state.config
+            yield "\n".join(report_of(self._file, self._starts, unread(self._loader.dataset.dataset), cfg))
+
+    def close(self, error: BaseException | None) -> None:
+        """Writes the losses of the latest update step."""
+        self.write_held()
 
 
 def report_of_run(output_dir: Path) -> Iterator[str]:
-    """Yields the lines of :meth:`SampleLosses.report` for a training that has ended or still runs.
+    """Yields the lines of :meth:`SampleLosses.summary` for a training that has ended or still runs.
 
     Raises OSError if it wrote no losses of samples.
     """

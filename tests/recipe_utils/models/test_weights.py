@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import config
 
+from recipe_utils.checkpoint.tensors import parameters_by_name
+from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.construct import ModelSettings, build_model
-from recipe_utils.models.weights import differences_from_config, gather_weights, load_weights
+from recipe_utils.models.weights import differences_from_config, gather_weights, load_weights, with_weights
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -130,3 +132,18 @@ def test_what_a_model_computes_otherwise_than_its_config_json_is_named(rope, tmp
     same = tiny.tiny_model({**tiny.MODEL, "rope_base": 10_000})
     assert not list(differences_from_config(same, tmp_path))
     assert not list(differences_from_config(same, tmp_path / "nowhere"))
+
+
+@torch.no_grad()
+def test_other_weights_are_computed_with_in_the_block_only():
+    """DoRA's norms are computed once per optimizer step, and of other weights once more."""
+    sizes = tiny.adapted(tiny.MODEL, use_dora=True)
+    model, tokens = tiny.adapted_model(sizes), torch.arange(8).unsqueeze(0)
+    speed_up_adapters(model, torch.optim.SGD(p for p in model.parameters() if p.requires_grad))
+    others = {name: parameter * 1.5 for name, parameter in parameters_by_name(model).items()}
+    expected = tiny.adapted_model(sizes)
+    expected.load_state_dict(others, strict=False)
+    before = model(tokens)
+    with with_weights(model, others):
+        torch.testing.assert_close(model(tokens), expected(tokens))
+    assert torch.equal(model(tokens), before)

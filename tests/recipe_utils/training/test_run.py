@@ -1,6 +1,5 @@
 """State and output of a run: closed on every way out, one run per folder, metrics in order."""
 
-import math
 import signal
 import threading
 from pathlib import Path
@@ -72,13 +71,17 @@ def test_on_every_way_out_everything_is_closed_and_signals_are_restored(way_out,
 
 
 def test_saves_and_exports_are_due_within_an_epoch_but_not_at_its_end(start):
-    recipe, _ = start(save_every_n_steps=2, save_every_n_minutes=1, export_every_n_steps=3)
-    settings = recipe.run.settings
-    due = [settings.due(step, False, -math.inf, is_last=False) for step in range(1, 7)]
-    assert [(each.save, each.export) for each in due] == [(n % 2 == 0, n % 3 == 0) for n in range(1, 7)]
-    assert settings.due(7, False, unsaved_minutes=1.0, is_last=False).save
-    at_end = settings.due(6, True, unsaved_minutes=1.0, is_last=False)
-    assert (at_end.save, at_end.export) == (False, False)
+    """By the clock a save is due after update steps 5 and 6, the last one of the epoch."""
+    recipe, cfg = start(save_every_n_steps=2, save_every_n_minutes=1, export_every_n_steps=3, max_steps_per_epoch=6)
+    done = []
+    with recipe.run as run:
+        recipe.setup(cfg)
+        run.saves.is_due_by_clock = lambda: run.global_step + 1 >= 5
+        run.save = lambda: done.append(("save", run.global_step, run.state.epoch))
+        run.export = lambda name: done.append((name, run.global_step, run.state.epoch))
+        recipe.train()
+    within = [("save", 2, 0), ("export_step_3", 3, 0), ("save", 4, 0), ("save", 5, 0)]
+    assert done == [*within, ("epoch_0", 6, 0), ("save", 6, 1)]
 
 
 def test_intervals_longer_than_the_training_are_reported(start):
@@ -106,10 +109,10 @@ def test_random_numbers_of_a_router_are_reported_as_dropout_is(start):
 
 
 def set_up(recipe, cfg):
+    recipe.validate = lambda: {"val_loss": torch.tensor(1.0)}
     recipe.setup(cfg)
     recipe.run.metrics.reads_late = True
-    validate = lambda: {"val_loss": torch.tensor(1.0)}  # noqa: E731
-    return recipe.run.steps(recipe.loader, "target_tokens", validate)
+    return recipe.run.steps(recipe.loader, "target_tokens")
 
 
 def finish(recipe, steps, loss, **metrics):

@@ -1,10 +1,10 @@
-"""Rates are counts over the window's seconds and all ranks, by the host's clock."""
+"""Rates of data are counts over the window's seconds and all ranks, by the host's clock; learning rates are by group."""
 
 import time
 
 import pytest
 
-from recipe_utils.training.metrics import Throughput
+from recipe_utils.training.metrics import Throughput, learning_rates
 from recipe_utils.update_steps.step import UpdateStep
 
 
@@ -36,6 +36,36 @@ def test_figures_are_those_of_all_update_steps_of_the_window(world_size, end_win
         "images_per_second_per_gpu": 12 / 2 / world_size,
         "padding_fraction": pytest.approx((480 - 360) / 480),
     }
+
+
+def test_other_work_than_training_takes_no_time_of_the_window(clock):
+    throughput = Throughput(world_size=1)
+    clock[0] += 1.0
+    with throughput.paused():
+        clock[0] += 7.0
+    clock[0] += 1.0
+    throughput.add(update_step(target_tokens=100), 0.0)
+    assert throughput.read_and_restart()["tokens_per_second_per_gpu"] == 50
+
+
+ONE, NAMED, UNNAMED = (
+    [{"lr": 0.1}],
+    [{"lr": 0.1, "name": "body"}, {"lr": 0.1, "name": "head"}],
+    [{"lr": 0.1}, {"lr": 0.2}],
+)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        (ONE, {"lr": 0.1}),
+        (ONE * 2, {"lr": 0.1}),
+        (NAMED, {"lr": 0.1, "lr/body": 0.1, "lr/head": 0.1}),
+        (UNNAMED, {"lr": 0.1, "lr/0": 0.1, "lr/1": 0.2}),
+    ],
+)
+def test_rates_are_logged_by_group_where_groups_have_names_or_differ(groups, expected):
+    assert learning_rates(groups) == expected
 
 
 def test_figures_are_those_of_what_is_counted_and_finite():

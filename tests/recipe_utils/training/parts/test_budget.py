@@ -1,5 +1,7 @@
 """Budgets of checkpoints, and advice after an update step that ran out of memory."""
 
+from types import SimpleNamespace
+
 import live_meter
 import pytest
 import tiny
@@ -37,26 +39,31 @@ def make_loader(ranks, max_tokens):
     return build_loaders(tiny.Samples(tiny.make_samples(12)), None, collator, Fixed(settings), ranks)[0]
 
 
+def at_start(ranks):
+    """Returns what the part needs of a run."""
+    return SimpleNamespace(ranks=ranks, global_step=0)
+
+
 @pytest.mark.parametrize("max_tokens", [70, 100, 127])
 def test_a_row_of_several_samples_and_padding_is_not_taken_for_one_sample(max_tokens, one_process):
     loader = make_loader(one_process, max_tokens)
     samples = tiny.make_samples(12)[:6]  # 68 tokens, in a row of 128 positions
     prepared = [loader.budget.collator().prepare(sample, "sample") for sample in samples]
     step = UpdateStep(0, [loader.budget.collator().collate(prepared)], {}, 1)
-    memory = StepMemory(loader, None, one_process, print)
+    memory = StepMemory(at_start(one_process), loader, None)
     # With 0.85 of 128 tokens, rows would be padded to 128 positions again.
     text = "at rows of 128 tokens; set max_tokens_per_microbatch=64, with which a resume"
-    memory.start(step, 1)
-    with pytest.raises(RowsDoNotFitError, match=text), memory:
-        raise torch.OutOfMemoryError
+    memory.before(step)
+    with pytest.raises(RowsDoNotFitError, match=text):
+        memory.close(torch.OutOfMemoryError())
 
 
 def test_budgets_of_version_0_5_resume(one_process):
     for is_settled in (False, True):
         with live_meter.pretended(1000):
             loader = make_loader(one_process, "auto")
-            memory = StepMemory(loader, None, one_process, print)
-            memory.restore({**memory.state(), "tokens": 512, "is_settled": is_settled})
+            memory = StepMemory(at_start(one_process), loader, None)
+            memory.load({**memory.state(), "tokens": 512, "is_settled": is_settled})
         assert loader.budget.tokens == loader.budget.proposal() == 512
 
 
