@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from torchtune import config, training
 
 import recipe_utils
@@ -31,9 +31,11 @@ from recipe_utils.dinov3.loaders import build_image_loaders, build_optimizer_by_
 from recipe_utils.dinov3.self_distillation import SUMS, HeadArguments, ObjectiveSettings, SelfDistillationLoss
 from recipe_utils.losses.attach import attach_loss, compile_loss
 from recipe_utils.losses.dataset_weights import refused_weights
-from recipe_utils.models.construct import ModelSettings, build_model, build_on_meta
+from recipe_utils.models.construct import ModelSettings, build_on_meta, build_stages
+from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.stages import has_output, local_stages
 from recipe_utils.models.weights import load_weights
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
@@ -113,35 +115,32 @@ class DINOv3Recipe:
         make_model = with_heads(partial(config.instantiate, cfg.model), *heads)
 
         # ---- Components
-        whole = build("model", build_on_meta, make_model, settings)
+        meta_model = build("model", build_on_meta, make_model, settings)
         transform = build("transform", config.instantiate, cfg.transform)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("checkpointer", check_normalization, self.checkpointer, transform)
         schedule = cfg.get("lr_scheduler")
-        build("optimizer", check_optimizer, cfg.optimizer, schedule, settings, whole)
+        build("optimizer", check_optimizer, cfg.optimizer, schedule, settings, meta_model)
 
         # ---- Data
-        loaders = build_image_loaders(cfg, transform, layout_of(whole), settings, ranks)
+        loaders = build_image_loaders(cfg, transform, layout_of(meta_model), settings, ranks)
         self.loader, self.neighbors = loaders
         settings.warn_if_longer_than(settings.epochs * self.loader.steps_per_epoch)
 
         # ---- Student and teacher, with different loss modules
-        def build_with(head: Any) -> nn.Module:
-            def prepare(backbone: nn.Module, has_output: bool) -> None:
-                if has_output:
-                    attach_loss(backbone, head, settings.splits_backward)
-
-            return build_model(make_model, prepare, settings, ranks)
-
         self.loss_fn = SelfDistillationLoss(settings)
         if settings.compile:
             compile_loss(self.loss_fn, verbose=ranks.is_zero)
         with naming():
-            self.model = build_with(self.loss_fn)
-            self.teacher = AverageTeacher(build_with, settings, settings, ranks)
-        run.open_log(cfg, whole, self.loader)
+            self.model = build_stages(meta_model, settings, ranks)
+            for stage in local_stages(self.model):
+                if has_output(stage):
+                    attach_loss(stage, self.loss_fn, settings.splits_backward)
+                parallelize(stage, settings, ranks)
+            self.teacher = AverageTeacher(meta_model, settings, settings, ranks)
+        run.open_log(cfg, meta_model, self.loader)
         with naming("checkpointer"):
-            weights = fresh_vit_weights(whole, run.seed)
+            weights = fresh_vit_weights(meta_model, run.seed)
             weights |= self.checkpointer.load_checkpoint()[training.MODEL_KEY]
             load_weights(self.model, {training.MODEL_KEY: weights}, settings, ranks.device)
         dtype, num_sums = settings.torch_dtype, len(SUMS)
@@ -151,7 +150,7 @@ class DINOv3Recipe:
         self.offloading = settings.offloading(self.model)
 
         # ---- Optimizer, and resume
-        self.optimizer = build_optimizer_by_depth(cfg.optimizer, self.model, whole, settings)
+        self.optimizer = build_optimizer_by_depth(cfg.optimizer, self.model, meta_model, settings)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.models, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         position = run.resume(TrainingParts(*trained, exported=self.teacher.model))

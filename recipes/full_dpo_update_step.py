@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from torchtune import config
 
 import recipe_utils
@@ -22,10 +22,11 @@ from recipe_utils.losses.attach import attach_loss, compile_loss
 from recipe_utils.losses.dataset_weights import refused_weights
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import ModelSettings, build_model, build_on_meta
-from recipe_utils.models.frozen import build_frozen_model
+from recipe_utils.models.construct import ModelSettings, build_on_meta, build_stages
+from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.stages import has_output, local_stages
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import load_model
 from recipe_utils.optim import optimizer
@@ -105,45 +106,43 @@ class FullDPORecipe:
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        make_model, schedule = partial(config.instantiate, cfg.model), cfg.get("lr_scheduler")
+        schedule = cfg.get("lr_scheduler")
         make_loss = partial(config.instantiate, cfg.loss)
 
         # ---- Components
         self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
         loss_fn = build("loss", preference.make_preference_loss, make_loss)
-        whole = build("model", build_on_meta, make_model, settings)
+        meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, whole)
+        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
         self.reference = build("reference", Reference, settings, loss_fn, ranks)
-        of_policy = cfg.get("ref_checkpointer"), whole, self.checkpointer
+        of_policy = cfg.get("ref_checkpointer"), meta_model, self.checkpointer
         build("ref_checkpointer", self.reference.check, *of_policy)
 
         # ---- Data
-        limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
+        limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
         collator = PairCollator(settings, self.tokenizer, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks)
 
-        # ---- Model: prepare() changes modules before they are wrapped and sharded
+        # ---- Model: each pipeline stage is changed, then parallelized
         pair_loss = PreferenceLoss(loss_fn, settings.tokens_per_chunk)
         if settings.compile:
             compile_loss(pair_loss, verbose=ranks.is_zero)
-
-        def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, collator.longest_row)
-            if has_output:
-                attach_loss(decoder, pair_loss)
-
         with naming():
-            self.model = build_model(make_model, prepare, settings, ranks)
-        run.open_log(cfg, whole, self.loader)
+            self.model = build_stages(meta_model, settings, ranks)
+            for stage in local_stages(self.model):
+                attend_within_documents(stage, ranks.device, collator.longest_row)
+                if has_output(stage):
+                    attach_loss(stage, pair_loss)
+                parallelize(stage, settings, ranks)
+        run.open_log(cfg, meta_model, self.loader)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         dtype, num_sums = settings.torch_dtype, len(METRICS)
         self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
         self.offloading = settings.offloading(self.model)
-        own = partial(build_frozen_model, make_model, prepare, ranks=ranks)
         context = {"model": settings.model, "layout": collator.layout}
-        frozen |= self.reference.set_up(self.model, self.pipeline, own, context)
+        frozen |= self.reference.set_up(self.model, self.pipeline, pair_loss, collator.longest_row, context)
 
         # ---- Optimizer, and resume
         self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from torchtune import config
 
 import recipe_utils
@@ -27,9 +27,11 @@ from recipe_utils.losses.attach import attach_loss, build_loss, compile_loss
 from recipe_utils.losses.dataset_weights import LossWeightSettings, losses_by_dataset
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import ModelSettings, build_model, build_on_meta
+from recipe_utils.models.construct import ModelSettings, build_on_meta, build_stages
+from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.stages import has_output, local_stages
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import load_model
 from recipe_utils.optim import optimizer
@@ -99,33 +101,32 @@ class FullFinetuneRecipe:
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        make_model, schedule = partial(config.instantiate, cfg.model), cfg.get("lr_scheduler")
+        schedule = cfg.get("lr_scheduler")
 
         # ---- Components
         self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
         loss_fn = build("loss", build_loss, cfg.loss)
-        whole = build("model", build_on_meta, make_model, settings)
+        meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, whole)
+        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
 
         # ---- Data
-        limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
+        limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
         collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer)
         loaders = build_loaders(cfg, load, collator, settings, ranks, loss_fn)
         self.loader, self.val_loader = loaders
 
-        # ---- Model: prepare() changes modules before they are wrapped and sharded
+        # ---- Model: each pipeline stage is changed, then parallelized
         groups = row_groups(ranks, settings.max_ranks_per_row)
-
-        def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, collator.longest_row, groups)
-            if has_output:
-                attach_loss(decoder, loss_fn, settings.splits_backward)
-
         with naming():
-            self.model = build_model(make_model, prepare, settings, ranks)
-        run.open_log(cfg, whole, self.loader)
+            self.model = build_stages(meta_model, settings, ranks)
+            for stage in local_stages(self.model):
+                attend_within_documents(stage, ranks.device, collator.longest_row, groups)
+                if has_output(stage):
+                    attach_loss(stage, loss_fn, settings.splits_backward)
+                parallelize(stage, settings, ranks)
+        run.open_log(cfg, meta_model, self.loader)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         if settings.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)

@@ -16,9 +16,9 @@ from torchtune.utils import get_logger
 from recipe_utils.checkpoint.load import TEACHER
 from recipe_utils.distillation.losses import TeacherHidden
 from recipe_utils.long_rows.exchange import RowGroups
-from recipe_utils.losses.attach import HiddenAtTargets, attach_loss
+from recipe_utils.losses.attach import HiddenAtTargets
+from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import find_adapters
-from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import ModelSettings, build_on_meta
 from recipe_utils.models.frozen import FrozenModel, build_frozen_model, load_frozen
 from recipe_utils.models.sizes import num_outputs, warn_if_above_memory
@@ -75,7 +75,7 @@ class Teacher:
         self._settings, self._ranks = own, ranks
         self._student_modules: ModelSettings = settings
         self.is_used = own.kd_ratio > 0
-        self.whole: Any = None
+        self.meta_model: Any = None
         """The whole model on the meta device; None if it is not used."""
         self._checkpointer: Any = None
         self._model: FrozenModel
@@ -92,7 +92,6 @@ class Teacher:
 
     def _take_model(self, component: Any) -> None:
         settings, modules = self._settings, self._student_modules
-        self._make_model = partial(config.instantiate, component)
         # Memory savings for gradients do not apply.
         self._modules = modules.without_gradients(
             dtype=settings.teacher_dtype or modules.dtype,
@@ -100,10 +99,12 @@ class Teacher:
             fsdp_cpu_offload=settings.teacher_fsdp_cpu_offload,
             quantizer=None,
         )
-        self.whole = build_on_meta(self._make_model, self._modules)
-        if not hasattr(getattr(self.whole, "decoder", self.whole), "unembed"):
-            raise ValueError(f"a {type(self.whole).__name__} returns no hidden states; set it to a torchtune decoder")
-        if find_adapters(self.whole).modules:
+        self.meta_model = build_on_meta(partial(config.instantiate, component), self._modules)
+        if not hasattr(text_decoder(self.meta_model), "unembed"):
+            raise ValueError(
+                f"a {type(self.meta_model).__name__} returns no hidden states; set it to a torchtune decoder"
+            )
+        if find_adapters(self.meta_model).modules:
             raise ValueError(
                 "it has adapters, and a teacher is a model without them; set it to the plain builder, and "
                 "teacher_checkpointer to an exported model that they are merged into"
@@ -111,13 +112,13 @@ class Teacher:
 
     def check_student(self, student: nn.Module, checkpointer: Any) -> None:
         """Raises ValueError if the teacher does not take the whole ``student``'s inputs, or has other tokens."""
-        if hasattr(student, "decoder") != hasattr(self.whole, "decoder"):
-            kinds = [type(model).__name__ for model in (self.whole, student)]
+        if hasattr(student, "decoder") != hasattr(self.meta_model, "decoder"):
+            kinds = [type(model).__name__ for model in (self.meta_model, student)]
             raise ValueError(
                 f"teacher_model: a {kinds[0]} does not take the inputs of a {kinds[1]}; set it to one that "
                 "does, with or without images"
             )
-        sizes = num_outputs(self.whole), num_outputs(student)
+        sizes = num_outputs(self.meta_model), num_outputs(student)
         with naming(TEACHER):
             is_same = check_same_tokens(checkpointer, self._checkpointer, ("student", "teacher"))
         if sizes[0] != sizes[1] and self._ranks.is_zero:
@@ -139,21 +140,17 @@ class Teacher:
         if not self.is_used:
             return {}
         ranks = self._ranks
-        checkpoint, fingerprints = load_frozen(self._checkpointer, TEACHER, self.whole, ranks)
+        checkpoint, fingerprints = load_frozen(self._checkpointer, TEACHER, self.meta_model, ranks)
         if ranks.is_zero:
-            warn_if_above_memory(student, self.whole, ranks)
-
-        def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, longest_row, row_groups)
-            if has_output:
-                attach_loss(decoder, HiddenAtTargets())
-
+            warn_if_above_memory(student, self.meta_model, ranks)
         self._model = build_frozen_model(
-            self._make_model,
-            prepare,
+            self.meta_model,
+            HiddenAtTargets(),
             checkpoint,
             self._modules,
             ranks,
+            longest_row=longest_row,
+            row_groups=row_groups,
             split_points=self._settings.teacher_pipeline_parallel_split_points,
             keys=("teacher_model", TEACHER),
         )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchtune import config, training
 
 from recipe_utils.compiler import configure_compiler
+from recipe_utils.model_kinds import text_decoder
 from recipe_utils.settings.problems import naming
 from recipe_utils.update_steps.step import Targets
 
@@ -56,7 +57,7 @@ def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
     (:class:`SummedLoss`), any model that returns logits. Raises ValueError if the loss does not fit
     the model.
     """
-    decoder: Any = getattr(model, "decoder", model)
+    decoder = text_decoder(model)
     targets_in_forward: list[Targets] = []
 
     def take_targets(

@@ -1,32 +1,24 @@
-"""Builds a model's modules on the meta device, and cuts, wraps and shards them."""
+"""Builds a model on the meta device, and cuts it into pipeline stages."""
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
-from omegaconf import OmegaConf
 from pydantic.dataclasses import dataclass
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.tensor.parallel import parallelize_module
-from torchtune import config, modules, training
-from torchtune.modules.tied_linear import TiedLinear
-from torchtune.training.activations import apply_selective_activation_checkpointing
+from torchtune import training
 from torchtune.utils import get_logger
 
-from recipe_utils.compiler import configure_compiler
 from recipe_utils.models.adapters.lora import adapters_in_words, find_adapters, freeze_base
-from recipe_utils.models.adapters.nf4 import check_nf4, drop_upcast_hooks, without_quantizing
+from recipe_utils.models.adapters.nf4 import drop_upcast_hooks, without_quantizing
 from recipe_utils.models.adapters.qat import simulate_quantization
 from recipe_utils.models.attention.packed_attention import missing_for_triton
-from recipe_utils.models.kernels import fuse_norms_and_rope
 from recipe_utils.models.pipeline.schedule import PipelineSettings, stages_of_rank
 from recipe_utils.models.pipeline.stages import Stages, WholeModel, cut_to_stage, layers_of_stages, ties_output
-from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import Ranks, resolve_device
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
@@ -193,39 +185,35 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
     return model
 
 
-def build_model(
-    make_model: Callable[[], nn.Module],
-    prepare: Callable[[nn.Module, bool], None],
-    settings: ModelSettings,
-    ranks: Ranks,
-) -> nn.Module:
-    """Builds this rank's modules without weights: the whole model, or its pipeline stages.
+def build_stages(meta_model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
+    """Returns this rank's modules on the meta device: a copy of the model, or :class:`.Stages` of copies.
 
-    ``prepare`` changes a model or stage before it is wrapped; its second argument is True if the
-    output layer is in it. Raises ValueError if the model cannot be cut, split or sharded as configured.
+    Layers that are frozen in ``meta_model`` and modules added to it are so in the stages. Raises ValueError if the
+    model cannot be cut, or has no module of ``custom_sharded_layers``.
     """
-    make = partial(build_on_meta, make_model, settings)
-    whole = make()
-    adapters = find_adapters(whole)
-    names_of_modules = {name.rpartition(".")[2] for name, _ in whole.named_modules()}
+    last_names = {name.rpartition(".")[2] for name, _ in meta_model.named_modules()}
     for name in settings.custom_sharded_layers or ():
-        if name.rpartition(".")[2] not in names_of_modules:
+        if name.rpartition(".")[2] not in last_names:
             raise ValueError(f"custom_sharded_layers={name}: the model has no such module")
     if ranks.dims.pp == 1:
-        prepare(whole, True)
-        return parallelize_model(whole, settings, ranks)
+        return copy.deepcopy(meta_model)
 
+    whole: Any = meta_model
     num_stages = settings.num_stages(ranks.dims.pp)
     layers = layers_of_stages(whole, num_stages, settings.pipeline_parallel_split_points)
     _check_that_all_train(whole, layers)
-    embed_dim: Any = whole.tok_embeddings.embedding_dim  # type: ignore[union-attr]
-    names = list(whole.state_dict())
-    stages = Stages(WholeModel(names, num_stages, embed_dim, ties_output(whole), adapters))
+    stages = Stages(
+        WholeModel(
+            list(whole.state_dict()),
+            num_stages,
+            whole.tok_embeddings.embedding_dim,
+            ties_output(whole),
+            find_adapters(whole),
+        )
+    )
     for index in stages_of_rank(ranks.pp_rank, ranks.dims.pp, num_stages):
-        stage = make()
+        stages[f"stage_{index}"] = stage = copy.deepcopy(whole)
         cut_to_stage(stage, layers[index])
-        prepare(stage, index == num_stages - 1)
-        stages[f"stage_{index}"] = parallelize_model(stage, settings, ranks)
     if ranks.is_zero:
         _log.info(
             f"{settings.pipeline_parallel_schedule} over {ranks.dims.pp} ranks; layers of the stages: "
@@ -234,26 +222,26 @@ def build_model(
     return stages
 
 
-def _check_that_all_train(whole: Any, layers: list[range]) -> None:
-    for index, of_stage in enumerate(layers):
-        parts = [whole.layers[i] for i in of_stage]
-        if of_stage.stop == len(whole.layers) and isinstance(whole.output, nn.Module):  # not tied
-            parts.append(whole.output)
+def _check_that_all_train(meta_model: Any, layers: list[range]) -> None:
+    for index, layers_of_stage in enumerate(layers):
+        parts = [meta_model.layers[i] for i in layers_of_stage]
+        if layers_of_stage.stop == len(meta_model.layers) and isinstance(meta_model.output, nn.Module):  # not tied
+            parts.append(meta_model.output)
         if not any(p.requires_grad for part in parts for p in part.parameters()):
             raise ValueError(
                 f"pipeline_parallel_dim: stage {index} of {len(layers)} has nothing to train; set a smaller "
-                "pipeline_parallel_dim, or adapters in all layers"
+                "pipeline_parallel_dim, or train some weights of all layers"
             )
 
 
-def describe_model(whole: nn.Module, settings: Any, device: torch.device) -> str:
+def describe_model(meta_model: nn.Module, settings: Any, device: torch.device) -> str:
     """Returns a line with a model's name, parameters, precision and device."""
-    name, adapters = settings.model["_component_"].rpartition(".")[2], find_adapters(whole)
-    num_trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
-    num_all = sum(p.numel() for p in whole.parameters())
+    name, adapters = settings.model["_component_"].rpartition(".")[2], find_adapters(meta_model)
+    num_trained = sum(p.numel() for p in meta_model.parameters() if p.requires_grad)
+    num_all = sum(p.numel() for p in meta_model.parameters())
     trained = "all trained" if num_trained == num_all else f"{num_trained:,} of them trained"
     if adapters.modules:
-        trained += f" (adapters of {adapters_in_words(whole, adapters)})"
+        trained += f" (adapters of {adapters_in_words(meta_model, adapters)})"
     dtypes = [settings.dtype or "fp32"]
     if settings.torch_weights_dtype != settings.torch_dtype:
         dtypes.append(f"trained weights in {settings.weights_dtype}")
@@ -265,72 +253,3 @@ def describe_model(whole: nn.Module, settings: Any, device: torch.device) -> str
     parts = f"{num_all:,} parameters", trained, *dtypes, f"on {device_name}"
     compiles = "; compile=True: the first update steps also compile" if settings.compile else ""
     return f"Model: {settings.model.get('path', name)}, {', '.join(parts)}{compiles}"
-
-
-def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
-    """Applies compile, tensor parallelism, activation checkpointing and FSDP2 to a meta model, in that order.
-
-    FSDP2 also casts weights to the compute precision, even on a single rank. Raises ValueError if the
-    model cannot be split or sharded as configured.
-    """
-    decoder: Any = getattr(model, "decoder", model)
-    own_units = [layer.rsplit(".")[-1] for layer in settings.custom_sharded_layers or ()]
-    if isinstance(decoder.output, TiedLinear) and "tok_embeddings" in own_units:
-        raise ValueError(
-            f"custom_sharded_layers={settings.custom_sharded_layers}: this model's output layer "
-            "shares the weight of tok_embeddings and could not read it; leave tok_embeddings out"
-        )
-    tp_degree, adapters, reason = ranks.dims.tp, find_adapters(model), ""
-    if hasattr(model, "proof"):
-        reason = f"{type(decoder.model).__name__} of transformers cannot be split"
-    elif isinstance(decoder.output, TiedLinear):
-        reason = "torchtune's plans cannot split the weight that output layer and tok_embeddings share"
-    elif adapters.modules:
-        reason = "torchtune's plans cannot split LoRA's layers"
-    if tp_degree > 1 and reason:
-        text = f"tensor_parallel_dim={tp_degree}: {reason}; set tensor_parallel_dim=1"
-        raise ValueError(text)
-    is_sharded = ranks.dp_degree > 1 or settings.offloads_to_cpu(ranks.device)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    is_cast = settings.torch_weights_dtype != settings.torch_dtype and bool(trained)
-    for parameter in trained if is_cast else ():
-        parameter.data = parameter.data.to(settings.torch_weights_dtype)
-    check_nf4(model, adapters.frozen, ranks.dims.dp_shard if is_sharded else None)
-    if settings.compile:
-        configure_compiler()
-        if isinstance(layers := getattr(model, "layers", None), list):  # of transformers
-            for layer in layers:
-                layer.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
-        else:
-            training.compile_model(model, verbose=ranks.is_zero)
-    else:
-        fuse_norms_and_rope(model)
-    if tp_degree > 1:
-        model = training.prepare_mha_for_tp(model, ranks.mesh["tp"])
-        plan = dict(config.instantiate(OmegaConf.create(settings.tensor_parallel_plan)))
-        parallelize_module(model, ranks.mesh["tp"], parallelize_plan=plan)
-    recomputes = settings.enable_activation_checkpointing or settings.ac_mode is not None
-    if recomputes and hasattr(model, "recompute_layers"):
-        model.recompute_layers(settings.ac_option or 1)  # type: ignore[operator]
-    elif settings.enable_activation_checkpointing:
-        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
-    elif settings.ac_mode is not None:
-        apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
-        for module in model.modules():
-            if isinstance(module, CheckpointWrapper):  # torchtune's would draw other masks of dropout
-                module.checkpoint_fn.keywords["preserve_rng_state"] = True
-    if is_sharded or is_cast:
-        # On a single rank FSDP2 would copy frozen weights at each all-gather, so they stay outside of it.
-        frozen = [] if is_sharded else [p for p in model.parameters() if not p.requires_grad]
-        reshards = settings.fsdp_reshard_after_forward
-        shard_model(
-            model,
-            ranks.mesh,
-            custom_sharded_layers=settings.custom_sharded_layers,
-            cpu_offload=settings.offloads_to_cpu(ranks.device),
-            # A stage soon needs its weights for the next microbatch.
-            reshard_after_forward=ranks.dims.pp == 1 if reshards is None else reshards,
-            compute_dtype=settings.torch_dtype if is_cast else None,
-            ignored=frozen,
-        )
-    return model

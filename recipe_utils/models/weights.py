@@ -20,9 +20,10 @@ from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import describe_mismatch
+from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.lora import check_origin, find_adapters, fingerprint_of_frozen, initial_adapters
 from recipe_utils.models.construct import ModelSettings
-from recipe_utils.models.pipeline.stages import Stages, adapters_of
+from recipe_utils.models.pipeline.stages import Stages, adapters_of, local_stages
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
@@ -50,7 +51,7 @@ def fingerprint_of_config(model: nn.Module, folder: str | Path | None) -> dict[s
 
     Raises ValueError if that in the ``folder`` of its weights describes another model.
     """
-    decoder: Any = next((m for m in model.modules() if hasattr(m, "proof")), None)  # or a stage
+    decoder = transformers_decoder(local_stages(model)[0])
     return {} if decoder is None else {"config.json": decoder.fingerprint(folder)}
 
 
@@ -105,7 +106,7 @@ def load_weights(
     check_origin(adapters, frozen, described)
     weights = {**base, **initial_adapters(adapters, base, given, seed, settings.torch_dtype)}
     names = model.whole.names_of_weights if isinstance(model, Stages) else ()
-    for part in model.values() if isinstance(model, Stages) else [model]:
+    for part in local_stages(model):
         materialize(part, weights, settings, device, names)
     return frozen
 
@@ -182,7 +183,7 @@ def gather_weights(
     and rank 0. ``group`` is a CPU (gloo) group of all ranks; ``only`` names the weights to gather.
     """
     weights: dict[str, Tensor] = {}
-    for part in model.values() if isinstance(model, Stages) else [model]:
+    for part in local_stages(model):
         for name, weight in part.state_dict().items():
             if only is not None and name not in only:
                 continue
