@@ -26,21 +26,27 @@ from recipe_utils.dinov3.average_teacher import AverageTeacher
 from recipe_utils.dinov3.backbone import fresh_vit_weights, with_heads
 from recipe_utils.dinov3.checkpoint import check_normalization
 from recipe_utils.dinov3.images.crop_rows import layout_of
-from recipe_utils.dinov3.images.views import ViewSettings
+from recipe_utils.dinov3.images.views import ViewSettings, views_with_data
 from recipe_utils.dinov3.loaders import build_image_loaders, build_optimizer_by_depth
-from recipe_utils.dinov3.self_distillation import SUMS, HeadArguments, ObjectiveSettings, SelfDistillationLoss
+from recipe_utils.dinov3.self_distillation import (
+    SUMS,
+    HeadArguments,
+    ObjectiveSettings,
+    SelfDistillationLoss,
+    objective_with_data,
+)
 from recipe_utils.losses.attach import attach_loss, compile_loss
 from recipe_utils.losses.dataset_weights import refused_weights
 from recipe_utils.models.construct import ModelSettings, build_on_meta, build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
-from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
 from recipe_utils.models.pipeline.stages import has_output, local_stages
 from recipe_utils.models.weights import load_weights
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, check_optimizer
-from recipe_utils.optim.schedules import ScheduleSettings
+from recipe_utils.optim.schedules import ScheduleSettings, problems_with_schedules
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
@@ -49,7 +55,8 @@ from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.run import Run, RunSettings, TrainingParts
+from recipe_utils.training.run import Run, TrainingParts
+from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.loader import UpdateStep
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, mark_last
@@ -91,7 +98,20 @@ class Settings(
     """Labeled images for the k-NN accuracy; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems with keys that this recipe restricts."""
+        """Yields keys that exclude each other, and those that this recipe restricts."""
+        yield from problems_between(
+            data=self,
+            ranks=self,
+            model=self,
+            pipeline=self,
+            optimizer=self,
+            run=self,
+            components=self,
+            must_divide=True,  # losses couple images
+        )
+        yield from views_with_data(self, self)
+        yield from objective_with_data(self, self, self)
+        yield from problems_with_schedules(self, self.optimizer, self.student_temperature)
         yield from self.problems_without_text()
         yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
         if (dim := self.tensor_parallel_dim) > 1:
@@ -123,8 +143,8 @@ class DINOv3Recipe:
         build("optimizer", check_optimizer, cfg.optimizer, schedule, settings, meta_model)
 
         # ---- Data
-        loaders = build_image_loaders(cfg, transform, layout_of(meta_model), settings, ranks)
-        self.loader, self.neighbors = loaders
+        keys = {"data": settings, "views": settings, "objective": settings, "num_to_run": num_to_run(settings, ranks)}
+        self.loader, self.neighbors = build_image_loaders(cfg, transform, layout_of(meta_model), ranks, **keys)
         settings.warn_if_longer_than(settings.epochs * self.loader.steps_per_epoch)
 
         # ---- Student and teacher, with different loss modules
@@ -137,7 +157,7 @@ class DINOv3Recipe:
                 if has_output(stage):
                     attach_loss(stage, self.loss_fn, settings.splits_backward)
                 parallelize(stage, settings, ranks)
-            self.teacher = AverageTeacher(meta_model, settings, settings, ranks)
+            self.teacher = AverageTeacher(meta_model, settings, settings, settings, ranks)
         run.open_log(cfg, meta_model, self.loader)
         with naming("checkpointer"):
             weights = fresh_vit_weights(meta_model, run.seed)
@@ -150,7 +170,7 @@ class DINOv3Recipe:
         self.offloading = settings.offloading(self.model)
 
         # ---- Optimizer, and resume
-        self.optimizer = build_optimizer_by_depth(cfg.optimizer, self.model, meta_model, settings)
+        self.optimizer = build_optimizer_by_depth(cfg.optimizer, self.model, meta_model, settings, settings)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.models, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         position = run.resume(TrainingParts(*trained, exported=self.teacher.model))

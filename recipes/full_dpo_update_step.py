@@ -25,7 +25,7 @@ from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import ModelSettings, build_on_meta, build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
-from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
 from recipe_utils.models.pipeline.stages import has_output, local_stages
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import load_model
@@ -38,7 +38,7 @@ from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.preference import losses as preference
 from recipe_utils.preference.losses import METRICS, PreferenceLoss, PreferenceSettings
-from recipe_utils.preference.pairs import PairCollator, PairSettings, check_is_pair
+from recipe_utils.preference.pairs import PairCollator, PairSettings, check_is_pair, pairs_with_data
 from recipe_utils.preference.reference import Reference, ReferenceSettings
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
@@ -48,7 +48,8 @@ from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.loaders import build_loaders
 from recipe_utils.training.parts.answers import generate
 from recipe_utils.training.parts.validation import sum_over
-from recipe_utils.training.run import Run, RunSettings, TrainingParts
+from recipe_utils.training.run import Run, TrainingParts
+from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.loader import UpdateStep
 from recipe_utils.update_steps.samples import load_dataset
 from recipe_utils.update_steps.settings import DataSettings
@@ -90,7 +91,11 @@ class Settings(
     """Validation dataset; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems with keys that this recipe restricts."""
+        """Yields keys that exclude each other."""
+        yield from problems_between(
+            data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
+        )
+        yield from pairs_with_data(self, self)
         yield from self.problems_with_split_backward()
         yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
 
@@ -115,15 +120,16 @@ class FullDPORecipe:
         meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
-        self.reference = build("reference", Reference, settings, loss_fn, ranks)
+        from_policy = settings, settings.checkpointer, settings.output_dir
+        self.reference = build("reference", Reference, settings, *from_policy, loss_fn, ranks)
         of_policy = cfg.get("ref_checkpointer"), meta_model, self.checkpointer
         build("ref_checkpointer", self.reference.check, *of_policy)
 
         # ---- Data
         limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
-        collator = PairCollator(settings, self.tokenizer, limits)
+        collator = PairCollator(settings, self.tokenizer, limits, settings.prefix_sharing)
         load = partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair)
-        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks)
+        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, num_to_run(settings, ranks))
 
         # ---- Model: each pipeline stage is changed, then parallelized
         pair_loss = PreferenceLoss(loss_fn, settings.tokens_per_chunk)
@@ -137,7 +143,7 @@ class FullDPORecipe:
                     attach_loss(stage, pair_loss)
                 parallelize(stage, settings, ranks)
         run.open_log(cfg, meta_model, self.loader)
-        frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
+        frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
         dtype, num_sums = settings.torch_dtype, len(METRICS)
         self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
         self.offloading = settings.offloading(self.model)

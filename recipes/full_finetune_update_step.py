@@ -12,6 +12,7 @@ multiplied by one scale, so the gradient is that of one large batch for any spli
 """
 
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any
 
@@ -24,13 +25,18 @@ from torchtune import config
 import recipe_utils
 from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.losses.attach import attach_loss, build_loss, compile_loss
-from recipe_utils.losses.dataset_weights import LossWeightSettings, losses_by_dataset
+from recipe_utils.losses.dataset_weights import (
+    LossWeightSettings,
+    losses_by_dataset,
+    problems_with_loss_weights,
+    problems_with_sample_losses,
+)
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import ModelSettings, build_on_meta, build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
-from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
 from recipe_utils.models.pipeline.stages import has_output, local_stages
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import load_model
@@ -43,14 +49,15 @@ from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
-from recipe_utils.settings.problems import build, naming
+from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 from recipe_utils.text.collator import TextCollator
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.loaders import build_loaders
 from recipe_utils.training.parts.answers import generate
 from recipe_utils.training.parts.validation import sum_over
-from recipe_utils.training.run import Run, RunSettings, TrainingParts
+from recipe_utils.training.run import Run, TrainingParts
+from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.loader import UpdateStep
 from recipe_utils.update_steps.samples import load_dataset
 from recipe_utils.update_steps.settings import DataSettings
@@ -89,6 +96,14 @@ class Settings(
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """Validation dataset; requires ``run_val_every_n_steps``."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Yields keys that exclude each other."""
+        yield from problems_between(
+            data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
+        )
+        yield from problems_with_loss_weights(self, self.dataset, self.dataset_val, self.loss)
+        yield from problems_with_sample_losses(self, self.loss)
+
 
 class FullFinetuneRecipe:
     """Fine-tunes a model, or its adapters, on a map-style dataset."""
@@ -114,7 +129,7 @@ class FullFinetuneRecipe:
         limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
         collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer)
-        loaders = build_loaders(cfg, load, collator, settings, ranks, loss_fn)
+        loaders = build_loaders(cfg, load, collator, settings, ranks, num_to_run(settings, ranks), loss_fn)
         self.loader, self.val_loader = loaders
 
         # ---- Model: each pipeline stage is changed, then parallelized
@@ -127,7 +142,7 @@ class FullFinetuneRecipe:
                     attach_loss(stage, loss_fn, settings.splits_backward)
                 parallelize(stage, settings, ranks)
         run.open_log(cfg, meta_model, self.loader)
-        frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
+        frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
         if settings.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
         self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks)

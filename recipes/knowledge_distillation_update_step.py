@@ -20,16 +20,16 @@ from torchtune import config
 
 import recipe_utils
 from recipe_utils.distillation.losses import SUMS, make_distillation_loss
-from recipe_utils.distillation.teacher import Teacher, TeacherSettings
+from recipe_utils.distillation.teacher import Teacher, TeacherSettings, problems_with_teacher
 from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.losses.attach import attach_loss, build_loss, compile_loss
-from recipe_utils.losses.dataset_weights import refused_weights
+from recipe_utils.losses.dataset_weights import problems_with_sample_losses, refused_weights
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import ModelSettings, build_on_meta, build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
-from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
 from recipe_utils.models.pipeline.stages import has_output, local_stages
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import load_model
@@ -49,7 +49,8 @@ from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.loaders import build_loaders
 from recipe_utils.training.parts.answers import generate
 from recipe_utils.training.parts.validation import sum_over
-from recipe_utils.training.run import Run, RunSettings, TrainingParts
+from recipe_utils.training.run import Run, TrainingParts
+from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.loader import UpdateStep
 from recipe_utils.update_steps.samples import load_dataset
 from recipe_utils.update_steps.settings import DataSettings
@@ -94,7 +95,13 @@ class Settings(
     """Validation dataset; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields weights of datasets, which this recipe does not take."""
+        """Yields keys that exclude each other."""
+        yield from problems_between(
+            data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
+        )
+        components = {"teacher_model": self.teacher_model, "teacher_checkpointer": self.teacher_checkpointer}
+        yield from problems_with_teacher(self, self, self, components)
+        yield from problems_with_sample_losses(self, self.loss)
         yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
 
 
@@ -109,7 +116,7 @@ class KDRecipe:
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        self.teacher = Teacher(settings, ranks)
+        self.teacher = Teacher(settings, settings, ranks)
         schedule = cfg.get("lr_scheduler")
 
         # ---- Components
@@ -132,7 +139,7 @@ class KDRecipe:
         limits = limits_of(meta_model, device, settings.compile, teacher=teacher)
         collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer)
-        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks)
+        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, num_to_run(settings, ranks))
 
         # ---- Model: each pipeline stage is changed, then parallelized
         groups = row_groups(ranks, settings.max_ranks_per_row)
@@ -144,7 +151,7 @@ class KDRecipe:
                     attach_loss(stage, loss_fn, settings.splits_backward)
                 parallelize(stage, settings, ranks)
         run.open_log(cfg, meta_model, self.loader)
-        frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
+        frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
         if settings.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
         dtype, num_sums = settings.torch_dtype, len(self.metrics)

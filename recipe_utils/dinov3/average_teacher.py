@@ -23,6 +23,7 @@ from recipe_utils.models.construct import ModelSettings, build_stages
 from recipe_utils.models.frozen import FrozenModel
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
+from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import has_output, local_stages
 from recipe_utils.models.weights import load_weights
 from recipe_utils.parallel.fsdp import local, reshard
@@ -38,10 +39,15 @@ class AverageTeacher:
     """
 
     def __init__(
-        self, meta_model: nn.Module, objective: ObjectiveSettings, modules: ModelSettings, ranks: Ranks
+        self,
+        meta_model: nn.Module,
+        objective: ObjectiveSettings,
+        modules: ModelSettings,
+        pipeline: PipelineSettings,
+        ranks: Ranks,
     ) -> None:
         self._objective = objective
-        self._modules = modules
+        self._modules, self._pipeline = modules, pipeline
         self._ranks = ranks
         self._dp_group = ranks.dp_group  # made by all ranks, used on the last stage
         self.model = self._copy(meta_model, TeacherBottlenecks())
@@ -51,7 +57,7 @@ class AverageTeacher:
         """An earlier average for the Gram loss; None without that loss."""
 
     def _copy(self, meta_model: nn.Module, loss_fn: Any) -> nn.Module:
-        model = build_stages(meta_model, self._modules, self._ranks)
+        model = build_stages(meta_model, self._pipeline, self._ranks)
         for stage in local_stages(model):
             if has_output(stage):
                 attach_loss(stage, loss_fn)
@@ -67,7 +73,7 @@ class AverageTeacher:
             for module in model.modules():
                 if isinstance(module, PatchEmbedding):
                     module.sees_masked_patches = True
-        stages_of = partial(build_pipeline, settings=modules, dtype=modules.torch_dtype, ranks=ranks)
+        stages_of = partial(build_pipeline, settings=self._pipeline, dtype=modules.torch_dtype, ranks=ranks)
         self._student = student
         self._forward = FrozenModel(self.model, stages_of(self.model), ranks.device)
         self._student_forward = FrozenModel(student, pipeline, ranks.device)

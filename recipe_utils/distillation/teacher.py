@@ -24,7 +24,8 @@ from recipe_utils.models.frozen import FrozenModel, build_frozen_model, load_fro
 from recipe_utils.models.sizes import num_outputs, warn_if_above_memory
 from recipe_utils.models.vocabulary import check_same_tokens
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.optim.optimizer import OptimizerSettings
+from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.settings.keys import STRICT, OnlyWith
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.update_steps.loader import UpdateStep
@@ -50,31 +51,32 @@ class TeacherSettings:
     ] = None
     """``pipeline_parallel_split_points`` of the teacher."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yields problems with the teacher's components and other keys of the recipe."""
-        settings: Any = self  # the recipe's
-        if (dim := settings.tensor_parallel_dim) > 1:
-            yield Problem("tensor_parallel_dim", "not with a teacher; set it to 1", dim)
-        if settings.optimizer_in_bwd:
-            yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
-        for key in ("teacher_model", "teacher_checkpointer"):
-            if self.kd_ratio > 0 and getattr(settings, key) is None:
-                text = "it is missing; set it to a component (_component_: ...), or kd_ratio=0"
-                yield Problem(key, text)
+
+def problems_with_teacher(
+    teacher: TeacherSettings, ranks: RankSettings, optimizer: OptimizerSettings, components: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Yields missing ``components`` of a teacher, by key, and what its training does not support."""
+    if (dim := ranks.tensor_parallel_dim) > 1:
+        yield Problem("tensor_parallel_dim", "not with a teacher; set it to 1", dim)
+    if optimizer.optimizer_in_bwd:
+        yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
+    for key, component in components.items():
+        if teacher.kd_ratio > 0 and component is None:
+            text = "it is missing; set it to a component (_component_: ...), or kd_ratio=0"
+            yield Problem(key, text)
 
 
 class Teacher:
     """Attaches a frozen model's hidden states to the targets of update steps. All ranks together.
 
     With pipeline stages, they are on the rank of the last one, where the loss is computed.
-    ``settings`` are the recipe's. With ``kd_ratio=0`` nothing is built or read.
+    ``modules`` are the student's. With ``kd_ratio=0`` nothing is built or read.
     """
 
-    def __init__(self, settings: Any, ranks: Ranks) -> None:
-        own: TeacherSettings = settings
-        self._settings, self._ranks = own, ranks
-        self._student_modules: ModelSettings = settings
-        self.is_used = own.kd_ratio > 0
+    def __init__(self, settings: TeacherSettings, modules: ModelSettings, ranks: Ranks) -> None:
+        self._settings, self._ranks = settings, ranks
+        self._student_modules = modules
+        self.is_used = settings.kd_ratio > 0
         self.meta_model: Any = None
         """The whole model on the meta device; None if it is not used."""
         self._checkpointer: Any = None

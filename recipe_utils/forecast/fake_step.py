@@ -84,7 +84,7 @@ class FakeTraining:
         limits = limits_of(meta_model, self.ranks.device, False, self.ranks.dims.tp, teacher)
         tokens: Any = SimpleNamespace(pad_id=0, max_seq_len=cfg.tokenizer.get("max_seq_len"))
         if self._is_of_pairs:
-            self.collator: Any = PairCollator(settings, tokens, limits)
+            self.collator: Any = PairCollator(settings, tokens, limits, settings.prefix_sharing)
         else:
             self.collator = TextCollator(settings, tokens, loss_fn.ignore_index, limits)
         small = nn.Linear(8, 8)  # A step with numbers makes the tables that optimizers keep.
@@ -107,7 +107,7 @@ class FakeTraining:
 
     def _build(self, meta_model: nn.Module, modules: ModelSettings, loss_fn: Any) -> nn.Module:
         with naming():
-            model = build_stages(meta_model, modules, self.ranks)
+            model = build_stages(meta_model, self.settings, self.ranks)
             attend_within_documents(model, self.ranks.device, self.collator.longest_row)
             attach_loss(model, loss_fn)
             parallelize(model, modules, self.ranks)

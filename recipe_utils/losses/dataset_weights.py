@@ -1,7 +1,6 @@
 """Weights of named datasets in the loss, and the loss of each of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from math import inf
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
+from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import OF_DATASET
 
 
@@ -24,25 +24,6 @@ class LossWeightSettings:
     update step. ``tokens``: sum of w CE / sum of w n; ``datasets``: sum of (w / n) CE / sum of
     w, over datasets with targets."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yields weights that are wrong, or have no effect with the recipe's datasets or loss."""
-        recipe: Any = self
-        dataset, dataset_val, loss = recipe.dataset, recipe.dataset_val, recipe.loss
-        yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
-        text = ""
-        with suppress(ValueError):  # a problem of ``loss`` by itself
-            path = str(loss.get("_component_"))
-            if not hasattr(component_at(path), "sums_by_sample"):
-                text = (
-                    f"{path} cannot weight targets; set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
-                )
-        yield from refused_weights(text, dataset=dataset)
-        entries = dataset if isinstance(dataset, list) else []
-        if not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
-            text = "it has no effect without named datasets; set dataset to a list with names"
-        if text and self.loss_weights != "tokens":
-            yield Problem("loss_weights", text, self.loss_weights)
-
     def weigh(self, weights: Sequence[float], counts: Sequence[int]) -> Tensor:
         """Returns the factor of a target's loss by dataset [k], fp64, 1 on average over all targets.
 
@@ -53,6 +34,43 @@ class LossWeightSettings:
         if self.loss_weights == "datasets":
             given = torch.where(number > 0, given / number, 0)
         return given * (number.sum() / (given * number).sum().clamp(min=1e-300))
+
+
+def problems_with_loss_weights(
+    weights: LossWeightSettings, dataset: Any, dataset_val: Any, loss: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Yields weights that are wrong, or have no effect with the recipe's datasets or loss."""
+    yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
+    text = ""
+    if not _sums_by_sample(loss):
+        text = (
+            f"{loss.get('_component_')} cannot weight targets; set loss._component_ to "
+            "recipe_utils.losses.LinearCrossEntropyLoss"
+        )
+    yield from refused_weights(text, dataset=dataset)
+    entries = dataset if isinstance(dataset, list) else []
+    if not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
+        text = "it has no effect without named datasets; set dataset to a list with names"
+    if text and weights.loss_weights != "tokens":
+        yield Problem("loss_weights", text, weights.loss_weights)
+
+
+def problems_with_sample_losses(data: DataSettings, loss: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yields ``sample_losses`` of a loss that does not sum by sample."""
+    if data.sample_losses and not _sums_by_sample(loss):
+        text = (
+            f"{loss.get('_component_')} does not sum by sample; set loss._component_ to "
+            "recipe_utils.losses.LinearCrossEntropyLoss"
+        )
+        yield Problem("sample_losses", text, True)
+
+
+def _sums_by_sample(loss: Mapping[str, Any]) -> bool:
+    """Returns True if a loss component does, or if there is none of its name, which is another problem."""
+    try:
+        return hasattr(component_at(str(loss.get("_component_"))), "sums_by_sample")
+    except ValueError:
+        return True
 
 
 def refused_weights(text: str = "this recipe weights no datasets; remove it", **datasets: Any) -> Iterator[Problem]:

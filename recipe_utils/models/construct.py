@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
+from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torchtune import training
@@ -19,10 +20,10 @@ from recipe_utils.models.adapters.qat import simulate_quantization
 from recipe_utils.models.attention.packed_attention import missing_for_triton
 from recipe_utils.models.pipeline.schedule import PipelineSettings, stages_of_rank
 from recipe_utils.models.pipeline.stages import Stages, WholeModel, cut_to_stage, layers_of_stages, ties_output
-from recipe_utils.parallel.ranks import Ranks, resolve_device
+from recipe_utils.parallel.ranks import Ranks, RankSettings, resolve_device
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
-from recipe_utils.settings.problems import Problem
+from recipe_utils.settings.problems import ConfigError, Problem
 
 _log = get_logger("INFO")
 
@@ -30,7 +31,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, config=STRICT)
-class ModelSettings(PipelineSettings):
+class ModelSettings:
     """Precision, memory savings and kernels of a model."""
 
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
@@ -106,65 +107,71 @@ class ModelSettings(PipelineSettings):
         """Yields conflicts between keys."""
         if self.enable_activation_offloading and not self.enable_activation_checkpointing:
             text = "it needs enable_activation_checkpointing=True"
-            yield self._problem("enable_activation_offloading", text)
+            yield self.problem_of("enable_activation_offloading", text)
         if self.enable_activation_checkpointing and self.ac_mode is not None:
             text = (
                 "enable_activation_checkpointing=True recomputes all layers already; set one of the two to "
                 "null or False"
             )
-            yield self._problem("ac_mode", text)
+            yield self.problem_of("ac_mode", text)
         if self.ac_mode == "selective" and self.ac_option is None:
             text = "set ac_option, too: every how many-th layer is recomputed"
-            yield self._problem("ac_mode", text)
+            yield self.problem_of("ac_mode", text)
         if self.torch_weights_dtype.itemsize < self.torch_dtype.itemsize:
             text = (
                 f"dtype={self.dtype or 'fp32'} would compute in more digits than the weights keep; set "
                 "weights_dtype to null, or dtype to that of the weights"
             )
-            yield self._problem("weights_dtype", text)
-        try:
-            device = resolve_device(self.device)
-        except ValueError:
-            return
-        yield from self._problems_of_kernels(device)
-        offloading = "enable_activation_offloading"
-        if self.enable_activation_offloading and self.pipeline_parallel_dim > 1:
-            text = f"it does not support pipeline_parallel_dim={self.pipeline_parallel_dim}; set it to False"
-            yield self._problem(offloading, text)
-        if self.enable_activation_offloading and device.type != "cuda":
-            yield self._problem(offloading, "it needs device=cuda; set it to False")
-        if self.dtype is not None:
-            try:
-                training.get_dtype(self.dtype, device=device)
-            except Exception as error:
-                yield self._problem("dtype", f"{error}; set it to fp32")
-        if self.tensor_parallel_dim > 1 and self.tensor_parallel_plan is None:
-            text = "set tensor_parallel_plan, too, such as torchtune.models.llama3.base_llama_tp_plan"
-            yield self._problem("tensor_parallel_dim", text)
-        if self.tensor_parallel_dim > 1 and self.quantizer is not None:
-            text = "a quantizer needs whole weights; set tensor_parallel_dim=1"
-            yield self._problem("tensor_parallel_dim", text)
+            yield self.problem_of("weights_dtype", text)
 
-    def _problems_of_kernels(self, device: torch.device) -> Iterator[Problem]:
-        kernel = self.packed_attention
-        if kernel in ("varlen", "flex") and device.type != "cuda":
-            text = f"it needs device=cuda; on device={device.type} leave it out, or set packed_attention=by_document"
-            yield self._problem("packed_attention", text)
-        missing = missing_for_triton()
-        by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
-        if self.compile and device.type == "cuda" and by_triton and missing is not None:
-            text = f"Triton needs {missing}; install that, or set compile=False"
-            yield self._problem("compile", text)
-
-    def _problem(self, key: str, text: str) -> Problem:
+    def problem_of(self, key: str, text: str) -> Problem:
+        """Returns a problem of a key of this class."""
         return Problem(key, text, getattr(self, key))
+
+
+def model_on_ranks(model: ModelSettings, ranks: RankSettings) -> Iterator[Problem]:
+    """Yields what the device and the ranks do not support."""
+    try:
+        device = resolve_device(ranks.device)
+    except ValueError:  # a problem of ``device`` by itself
+        return
+    yield from _kernels_on_device(model, device)
+    offloading = "enable_activation_offloading"
+    if model.enable_activation_offloading and ranks.pipeline_parallel_dim > 1:
+        text = f"it does not support pipeline_parallel_dim={ranks.pipeline_parallel_dim}; set it to False"
+        yield model.problem_of(offloading, text)
+    if model.enable_activation_offloading and device.type != "cuda":
+        yield model.problem_of(offloading, "it needs device=cuda; set it to False")
+    if model.dtype is not None:
+        try:
+            training.get_dtype(model.dtype, device=device)
+        except Exception as error:
+            yield model.problem_of("dtype", f"{error}; set it to fp32")
+    tp_degree = ranks.tensor_parallel_dim
+    if tp_degree > 1 and model.tensor_parallel_plan is None:
+        text = "set tensor_parallel_plan, too, such as torchtune.models.llama3.base_llama_tp_plan"
+        yield Problem("tensor_parallel_dim", text, tp_degree)
+    if tp_degree > 1 and model.quantizer is not None:
+        text = "a quantizer needs whole weights; set tensor_parallel_dim=1"
+        yield Problem("tensor_parallel_dim", text, tp_degree)
+
+
+def _kernels_on_device(model: ModelSettings, device: torch.device) -> Iterator[Problem]:
+    if model.packed_attention in ("varlen", "flex") and device.type != "cuda":
+        text = f"it needs device=cuda; on device={device.type} leave it out, or set packed_attention=by_document"
+        yield model.problem_of("packed_attention", text)
+    missing = missing_for_triton()
+    by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
+    if model.compile and device.type == "cuda" and by_triton and missing is not None:
+        text = f"Triton needs {missing}; install that, or set compile=False"
+        yield model.problem_of("compile", text)
 
 
 def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) -> nn.Module:
     """Calls ``make_model`` without allocating or initializing weights; freezes all but the adapters, if any.
 
-    Raises ConfigError if the ``quantizer`` does not fit the model, ValueError if tables of positions
-    are larger than this machine's memory.
+    Raises ConfigError if ``quantizer`` or ``custom_sharded_layers`` do not fit the model, ValueError if tables of
+    positions are larger than this machine's memory.
     """
     default_dtype = training.set_default_dtype(settings.torch_dtype)
     with default_dtype, torch.device("meta"), without_quantizing():
@@ -179,28 +186,28 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
             f"its tables, of max_seq_len positions, take {tables / 2**30:.0f} GiB of the machine's "
             f"{memory / 2**30:.0f}; set a smaller max_seq_len"
         )
+    last_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    for name in settings.custom_sharded_layers or ():
+        if name.rpartition(".")[2] not in last_names:
+            raise ConfigError(Problem("custom_sharded_layers", "the model has no such module", name))
     drop_upcast_hooks(model)
     freeze_base(model)
     model.packed_attention = settings.packed_attention  # type: ignore[assignment]
     return model
 
 
-def build_stages(meta_model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
+def build_stages(meta_model: nn.Module, pipeline: PipelineSettings, ranks: Ranks) -> nn.Module:
     """Returns this rank's modules on the meta device: a copy of the model, or :class:`.Stages` of copies.
 
-    Layers that are frozen in ``meta_model`` and modules added to it are so in the stages. Raises ValueError if the
-    model cannot be cut, or has no module of ``custom_sharded_layers``.
+    Stages have the layers that were frozen in ``meta_model`` and the modules that were added to it. Raises ValueError
+    if the model cannot be cut.
     """
-    last_names = {name.rpartition(".")[2] for name, _ in meta_model.named_modules()}
-    for name in settings.custom_sharded_layers or ():
-        if name.rpartition(".")[2] not in last_names:
-            raise ValueError(f"custom_sharded_layers={name}: the model has no such module")
     if ranks.dims.pp == 1:
         return copy.deepcopy(meta_model)
 
     whole: Any = meta_model
-    num_stages = settings.num_stages(ranks.dims.pp)
-    layers = layers_of_stages(whole, num_stages, settings.pipeline_parallel_split_points)
+    num_stages = pipeline.num_stages(ranks.dims.pp)
+    layers = layers_of_stages(whole, num_stages, pipeline.pipeline_parallel_split_points)
     _check_that_all_train(whole, layers)
     stages = Stages(
         WholeModel(
@@ -216,7 +223,7 @@ def build_stages(meta_model: nn.Module, settings: ModelSettings, ranks: Ranks) -
         cut_to_stage(stage, layers[index])
     if ranks.is_zero:
         _log.info(
-            f"{settings.pipeline_parallel_schedule} over {ranks.dims.pp} ranks; layers of the stages: "
+            f"{pipeline.pipeline_parallel_schedule} over {ranks.dims.pp} ranks; layers of the stages: "
             + ", ".join(f"{of_stage.start} to {of_stage.stop - 1}" for of_stage in layers)
         )
     return stages
@@ -234,22 +241,22 @@ def _check_that_all_train(meta_model: Any, layers: list[range]) -> None:
             )
 
 
-def describe_model(meta_model: nn.Module, settings: Any, device: torch.device) -> str:
-    """Returns a line with a model's name, parameters, precision and device."""
-    name, adapters = settings.model["_component_"].rpartition(".")[2], find_adapters(meta_model)
+def describe_model(meta_model: nn.Module, cfg: DictConfig, device: torch.device) -> str:
+    """Returns a line with a model's name, parameters, precision and device; ``cfg`` is the recipe's."""
+    name, adapters = cfg.model["_component_"].rpartition(".")[2], find_adapters(meta_model)
     num_trained = sum(p.numel() for p in meta_model.parameters() if p.requires_grad)
     num_all = sum(p.numel() for p in meta_model.parameters())
     trained = "all trained" if num_trained == num_all else f"{num_trained:,} of them trained"
     if adapters.modules:
         trained += f" (adapters of {adapters_in_words(meta_model, adapters)})"
-    dtypes = [settings.dtype or "fp32"]
-    if settings.torch_weights_dtype != settings.torch_dtype:
-        dtypes.append(f"trained weights in {settings.weights_dtype}")
+    dtypes = [cfg.get("dtype") or "fp32"]
+    if cfg.get("weights_dtype") not in (None, *dtypes):
+        dtypes.append(f"trained weights in {cfg.weights_dtype}")
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         device_name = f"{found.name} ({found.total_memory / 2**30:.0f} GiB)"
     else:
         device_name = device.type
     parts = f"{num_all:,} parameters", trained, *dtypes, f"on {device_name}"
-    compiles = "; compile=True: the first update steps also compile" if settings.compile else ""
-    return f"Model: {settings.model.get('path', name)}, {', '.join(parts)}{compiles}"
+    compiles = "; compile=True: the first update steps also compile" if cfg.get("compile") else ""
+    return f"Model: {cfg.model.get('path', name)}, {', '.join(parts)}{compiles}"

@@ -5,7 +5,6 @@ Shapes: n target tokens of a microbatch, d model width, v vocabulary size.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +21,7 @@ from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import ModelSettings, build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
+from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import Stages, has_output, local_stages
 from recipe_utils.models.weights import check_weights, crc32_of_weights, fingerprint_of_config, load_weights
 from recipe_utils.optim.optimizer import trained_parameters
@@ -108,9 +108,9 @@ def build_frozen_model(
     model and its checkpointer, for ConfigErrors. With ``is_offloaded`` weights are on the device only during forwards.
     """
     # Without a backward there is nothing to interleave.
-    modules = replace(modules, pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points)
+    pipeline = PipelineSettings(pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points)
     with naming(keys[0]):
-        model = build_stages(meta_model, modules, ranks)
+        model = build_stages(meta_model, pipeline, ranks)
         for stage in local_stages(model):
             attend_within_documents(stage, ranks.device, longest_row, row_groups)
             if has_output(stage):
@@ -130,7 +130,7 @@ def build_frozen_model(
 
     return FrozenModel(
         model,
-        build_pipeline(model, modules, modules.torch_dtype, ranks),
+        build_pipeline(model, pipeline, modules.torch_dtype, ranks),
         ranks.device,
         on_device if is_offloaded else nullcontext,
     )

@@ -32,13 +32,15 @@ from recipe_utils.settings.problems import naming
 _log = get_logger("INFO")
 
 
-def load_model(model: nn.Module, checkpointer: Any, settings: Any, ranks: Ranks, seed: int) -> dict[str, str]:
+def load_model(
+    model: nn.Module, checkpointer: Any, cfg: Mapping[str, Any], settings: ModelSettings, ranks: Ranks, seed: int
+) -> dict[str, str]:
     """Loads a model's weights with a checkpointer; see :func:`load_weights`.
 
-    Returns fingerprints of the frozen weights. Raises ConfigError if the weights cannot be read or do not fit the model.
+    ``cfg`` is the checkpointer's. Returns fingerprints of the frozen weights. Raises ConfigError if the weights cannot be read or do not fit the model.
     """
     with naming("checkpointer"):
-        checkpoint = load_checkpoint(checkpointer, settings.checkpointer)
+        checkpoint = load_checkpoint(checkpointer, cfg)
         described = fingerprint_of_config(model, getattr(checkpointer, "_checkpoint_dir", None))
         frozen = load_weights(model, checkpoint, settings, ranks.device, seed) | described
     for text in differences_from_config(model, getattr(checkpointer, "_checkpoint_dir", None)):

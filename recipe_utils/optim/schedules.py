@@ -42,7 +42,7 @@ class ScheduleSettings:
     """Ratio of a layer's learning rate to that of the next deeper one."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems between the keys, and with other keys of the recipe."""
+        """Yields problems between the keys."""
         start, warmup = self.teacher_temperature_start, self.teacher_temperature_warmup_steps
         if (start is None) != (warmup == 0):
             other = "teacher_temperature_start"
@@ -53,19 +53,6 @@ class ScheduleSettings:
         if self.ema_momentum == 1 and self.ema_momentum_end in (None, 1):
             text = "the average, which is exported, would never move; set it below 1"
             yield Problem("ema_momentum", text, self.ema_momentum)
-        recipe: Any = self
-        student_temperature = recipe.student_temperature
-        if self.weight_decay_end is not None and not recipe.optimizer.get("weight_decay"):
-            text = "it starts from optimizer.weight_decay; set that above 0, or remove this key"
-            yield Problem("weight_decay_end", text, self.weight_decay_end)
-        for name in ("teacher_temperature", "teacher_temperature_start"):
-            temperature = getattr(self, name)
-            if temperature is not None and temperature >= student_temperature:
-                text = (
-                    f"{student_temperature=} must be above it, so that targets are sharper than "
-                    "the student's outputs; set it lower"
-                )
-                yield Problem(name, text, temperature)
 
     def warn_if_longer_than(self, num_steps: int) -> None:
         """Warns of schedules that do not end within the training's update steps."""
@@ -136,6 +123,23 @@ class ScheduleSettings:
             depth = max(depth_of(name), first)
             groups[depth, parameter.dim() > 1]["params"].append(parameter)
         return list(groups.values())
+
+
+def problems_with_schedules(
+    schedules: ScheduleSettings, optimizer: Mapping[str, Any], student_temperature: float
+) -> Iterator[Problem]:
+    """Yields schedules that do not fit the config of the optimizer, or the student's temperature."""
+    if schedules.weight_decay_end is not None and not optimizer.get("weight_decay"):
+        text = "it starts from optimizer.weight_decay; set that above 0, or remove this key"
+        yield Problem("weight_decay_end", text, schedules.weight_decay_end)
+    for name in ("teacher_temperature", "teacher_temperature_start"):
+        temperature = getattr(schedules, name)
+        if temperature is not None and temperature >= student_temperature:
+            text = (
+                f"{student_temperature=} must be above it, so that targets are sharper than "
+                "the student's outputs; set it lower"
+            )
+            yield Problem(name, text, temperature)
 
 
 def half_cosine(start: float, end: float | None, step: int, num_steps: int) -> float:

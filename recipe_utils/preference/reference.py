@@ -59,23 +59,30 @@ class ReferenceSettings:
 class Reference:
     """Attaches the reference's log-probabilities [2, p] to pairs. All ranks together.
 
-    With ``reference: cached``, :meth:`precompute` stores them before training. ``settings`` are the
-    recipe's. Nothing is built or attached if ``loss_fn.needs_reference`` is False.
+    With ``reference: cached``, :meth:`precompute` stores them before training. ``modules`` and ``checkpointer``, a
+    config, are the policy's. Nothing is built or attached if ``loss_fn.needs_reference`` is False.
     """
 
-    def __init__(self, settings: Any, loss_fn: Any, ranks: Ranks) -> None:
-        own: ReferenceSettings = settings
-        self._ranks, self._how = ranks, own.reference
-        self._folder = Path(own.reference_cache_dir or Path(settings.output_dir, "reference"))
+    def __init__(
+        self,
+        settings: ReferenceSettings,
+        modules: ModelSettings,
+        checkpointer: Mapping[str, Any],
+        output_dir: Path,
+        loss_fn: Any,
+        ranks: Ranks,
+    ) -> None:
+        self._ranks, self._how = ranks, settings.reference
+        self._folder = settings.reference_cache_dir or output_dir / "reference"
         self._is_used = getattr(loss_fn, "needs_reference", True)
-        given = settings.checkpointer.get("adapter_checkpoint")
-        self._given = given and Path(settings.checkpointer["output_dir"], given)
-        self._modules: ModelSettings = settings.without_gradients()
+        given = checkpointer.get("adapter_checkpoint")
+        self._given = given and Path(checkpointer["output_dir"], given)
+        self._modules = modules.without_gradients()
         self._build: Callable[[], FrozenModel]
         self._model: FrozenModel | None = None  # with a cache only during the pass
         self._cache: ReferenceCache | None = None
-        if not self._is_used and own.reference != "live" and ranks.is_zero:
-            _log.warning(f"reference={own.reference}: not used, because the loss needs none")
+        if not self._is_used and settings.reference != "live" and ranks.is_zero:
+            _log.warning(f"reference={settings.reference}: not used, because the loss needs none")
 
     def check(self, component: Any, meta_model: Any, policy_checkpointer: Any) -> None:
         """Builds the reference's own checkpointer, if ``component`` configures one.

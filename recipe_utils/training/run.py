@@ -112,7 +112,7 @@ class Run:
         if self._ranks.is_zero and self.settings.log_config:
             config.log_config(self._recipe, cfg)
         self._log.log_config(cfg)
-        self._log.info(describe_model(model, self.settings, self._ranks.device))
+        self._log.info(describe_model(model, cfg, self._ranks.device))
         log_start(loader, self.settings.epochs)
 
     def resume(self, parts: TrainingParts) -> tuple[int, int]:

@@ -7,8 +7,9 @@ from distributed_runs import run_distributed
 from tiny import on_meta
 from torch.distributed.fsdp import FSDPModule
 
-from recipe_utils.models.construct import ModelSettings, build_stages
+from recipe_utils.models.construct import ModelSettings, build_stages, model_on_ranks
 from recipe_utils.models.parallelize import parallelize
+from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import NotOnThisStage, Stages, has_output, local_stages
 from recipe_utils.models.weights import load_weights
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
@@ -63,7 +64,7 @@ def test_recomputed_layers_have_the_dropout_of_their_forward(wrapping, one_proce
 
 def test_a_model_without_a_pipeline_is_one_stage_with_its_output_and_leaves_the_meta_model_unchanged(one_process):
     meta_model = on_meta()
-    model = build_stages(meta_model, ModelSettings(), one_process)
+    model = build_stages(meta_model, PipelineSettings(), one_process)
     assert local_stages(model) == [model]
     assert has_output(model)
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -80,14 +81,14 @@ def build_on_two_ranks(layouts):
         for index in (1, 2):
             meta_model.layers[index].attn.requires_grad_(False)
         meta_model.value_head = torch.nn.Linear(8, 1, device="meta")
-        settings = ModelSettings(pipeline_parallel_schedule=schedule)
-        model, stages = build_stages(meta_model, settings, ranks), []
+        pipeline = PipelineSettings(pipeline_parallel_schedule=schedule)
+        model, stages = build_stages(meta_model, pipeline, ranks), []
         for stage in local_stages(model):
             layers = {i: layer for i, layer in enumerate(stage.layers) if not isinstance(layer, NotOnThisStage)}
             trained = [i for i, layer in layers.items() if all(p.requires_grad for p in layer.parameters())]
             assert has_output(stage) == isinstance(stage.value_head, torch.nn.Linear)
             stages.append(([*layers], has_output(stage), trained))
-            parallelize(stage, settings, ranks)
+            parallelize(stage, ModelSettings(), ranks)
         if isinstance(model, Stages):
             assert len(model.whole.adapters.trained) == 39 - 2 * 4 + 2
         assert isinstance(model, FSDPModule) == ("data_parallel_shard_dim" in dict(layout))
@@ -125,9 +126,10 @@ OFFLOADING, RECOMPUTING = ({"enable_activation_offloading": True}, {"enable_acti
     ],
 )  # fmt: skip
 def test_keys_that_do_not_go_together_are_problems_by_name(settings, ranks, problem):
-    settings = ModelSettings(device="cpu", **settings, **ranks)
-    assert any(str(each).startswith(problem) for each in settings.problems())
-    assert not [*ModelSettings(device="cpu", packed_attention="by_document").problems()]
+    model, ranks = ModelSettings(**settings), RankSettings(device="cpu", **ranks)
+    problems = [*model.problems(), *model_on_ranks(model, ranks)]
+    assert any(str(each).startswith(problem) for each in problems)
+    assert not [*model_on_ranks(ModelSettings(packed_attention="by_document"), RankSettings(device="cpu"))]
 
 
 def test_weights_stay_on_the_cpu_only_where_the_device_is_another():

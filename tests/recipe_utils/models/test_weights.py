@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipe_utils.models.construct import ModelSettings, build_stages
 from recipe_utils.models.parallelize import parallelize
+from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import local_stages
 from recipe_utils.models.weights import differences_from_config, gather_weights, load_weights
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
@@ -74,7 +75,7 @@ def load_and_gather(layouts):
     saved = tiny.tiny_model(tiny.DEEP_MODEL).state_dict()
     for layout in layouts:
         ranks = join_ranks(RankSettings(device="cpu", gradient_sync="last_microbatch", **dict(layout)))
-        model = build_stages(tiny.on_meta(tiny.DEEP_MODEL), FP32, ranks)
+        model = build_stages(on_meta(tiny.DEEP_MODEL), PipelineSettings(), ranks)
         for stage in local_stages(model):
             parallelize(stage, FP32, ranks)
         load_weights(model, {"model": saved}, FP32, CPU)
