@@ -58,7 +58,7 @@ from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.run import Run, TrainingParts
 from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.loader import UpdateStep
-from recipe_utils.update_steps.settings import DataSettings
+from recipe_utils.update_steps.settings import DataSettings, long_rows_on_ranks
 from recipe_utils.update_steps.step import Microbatch, mark_last
 
 RECIPE_NAME = "dinov3_update_step"
@@ -109,6 +109,7 @@ class Settings(
             components=self,
             must_divide=True,  # losses couple images
         )
+        yield from long_rows_on_ranks(self, self)
         yield from views_with_data(self, self)
         yield from objective_with_data(self, self, self)
         yield from problems_with_schedules(self, self.optimizer, self.student_temperature)

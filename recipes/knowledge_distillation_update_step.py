@@ -53,7 +53,7 @@ from recipe_utils.training.run import Run, TrainingParts
 from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.loader import UpdateStep
 from recipe_utils.update_steps.samples import load_dataset
-from recipe_utils.update_steps.settings import DataSettings
+from recipe_utils.update_steps.settings import DataSettings, long_rows_on_ranks
 from recipe_utils.update_steps.step import Microbatch, mark_last
 
 RECIPE_NAME = "knowledge_distillation_update_step"
@@ -99,6 +99,7 @@ class Settings(
         yield from problems_between(
             data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
         )
+        yield from long_rows_on_ranks(self, self)
         components = {"teacher_model": self.teacher_model, "teacher_checkpointer": self.teacher_checkpointer}
         yield from problems_with_teacher(self, self, self, components)
         yield from problems_with_sample_losses(self, self.loss)

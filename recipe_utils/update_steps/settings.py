@@ -92,8 +92,6 @@ class DataSettings:
             yield unused("max_tokens_per_microbatch", f"counts samples, not tokens; {instead}")
         if not self.plans_by_tokens and self.balance_over_ranks:
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
-        if self.max_ranks_per_row > 1:
-            yield from self.problems_of_long_rows()
         if self.is_packed and self.collate_fn != DataSettings.collate_fn:
             instead = "remove the key, or set microbatching=least_padding"
             yield unused("collate_fn", f"does not use it; {instead}")
@@ -103,28 +101,6 @@ class DataSettings:
             component_at(self.collate_fn)
         except ValueError as error:
             yield Problem("collate_fn", str(error), self.collate_fn)
-
-    def problems_of_long_rows(self) -> Iterator[Problem]:
-        """Yields problems of rows that span ranks."""
-        most = self.max_ranks_per_row
-
-        def problem(text: str) -> Problem:
-            return Problem("max_ranks_per_row", text, most)
-
-        keeps = "keeps every sample on its rank"
-        if not self.is_packed:
-            text = f"microbatching={self.microbatching} {keeps}; set microbatching=packed"
-            yield problem(text)
-        elif self.max_tokens_per_microbatch is None:
-            text = (
-                "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens that fit on one"
-            )
-            yield problem(text)
-        if self.balance_over_ranks is False:
-            yield problem(f"balance_over_ranks=False {keeps}; leave it out")
-        if most & (most - 1):
-            below = 1 << most.bit_length() - 1
-            yield problem(f"it is not a power of two; set it to {below} or {2 * below}")
 
     def samples_per_update_step(self, dp_degree: int) -> int:
         """Returns the samples of an update step over all ranks."""
@@ -193,24 +169,42 @@ class DataSettings:
 
 
 def data_on_ranks(data: DataSettings, ranks: RankSettings, must_divide: bool = False) -> Iterator[Problem]:
-    """Yields batch sizes, see :meth:`DataSettings.num_accumulated`, and ranks per row that do not fit the ranks."""
-    dims, most = ranks.dims_or_none, data.max_ranks_per_row
-    if dims is None:  # a problem of ``ranks`` alone
+    """Yields batch sizes that do not fit the ranks, see :meth:`DataSettings.num_accumulated`."""
+    if ranks.dims_or_none is not None:  # else a problem of ``ranks`` alone
+        try:
+            data.num_accumulated(ranks.dims_or_none.dp_degree, must_divide)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def long_rows_on_ranks(data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
+    """Yields problems of rows that several ranks compute; without any, those of the ranks."""
+    most, dims, problems = data.max_ranks_per_row, ranks.dims_or_none, list[str]()
+    if most == 1:
         return
-    try:
-        data.num_accumulated(dims.dp_degree, must_divide)
-    except ConfigError as error:
-        yield from error.problems
-    if most == 1 or any(data.problems_of_long_rows()):
-        return
-    num_neighbors = math.gcd(dims.dp_degree, most)
-    num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbors)
-    if num_neighbors < most:
-        text = f"{dims.dp_degree} data-parallel ranks cannot be grouped by {most}; set it to {num_neighbors}"
-        yield Problem("max_ranks_per_row", text, most)
-    elif num_local < most:
-        text = (
-            f"the ranks of a row are on one node, which has {num_local} neighboring "
-            f"data-parallel ranks; set it to {num_local}"
+    keeps = "keeps every sample on its rank"
+    if not data.is_packed:
+        problems.append(f"microbatching={data.microbatching} {keeps}; set microbatching=packed")
+    elif data.max_tokens_per_microbatch is None:
+        problems.append(
+            "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens that fit on one"
         )
+    if data.balance_over_ranks is False:
+        problems.append(f"balance_over_ranks=False {keeps}; leave it out")
+    if most & (most - 1):
+        below = 1 << most.bit_length() - 1
+        problems.append(f"it is not a power of two; set it to {below} or {2 * below}")
+    if dims is not None and not problems:
+        num_neighbors = math.gcd(dims.dp_degree, most)
+        num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbors)
+        if num_neighbors < most:
+            problems.append(
+                f"{dims.dp_degree} data-parallel ranks cannot be grouped by {most}; set it to {num_neighbors}"
+            )
+        elif num_local < most:
+            problems.append(
+                f"the ranks of a row are on one node, which has {num_local} neighboring data-parallel ranks; set it to "
+                f"{num_local}"
+            )
+    for text in problems:
         yield Problem("max_ranks_per_row", text, most)
