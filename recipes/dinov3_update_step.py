@@ -26,16 +26,10 @@ from recipe_utils.dinov3.average_teacher import AverageTeacher
 from recipe_utils.dinov3.backbone import fresh_vit_weights, with_heads
 from recipe_utils.dinov3.checkpoint import check_normalization
 from recipe_utils.dinov3.images.crop_rows import layout_of
-from recipe_utils.dinov3.images.views import ViewSettings, views_with_data
+from recipe_utils.dinov3.images.views import ViewSettings
 from recipe_utils.dinov3.loaders import build_image_loaders, build_optimizer_by_depth
-from recipe_utils.dinov3.self_distillation import (
-    SUMS,
-    HeadArguments,
-    ObjectiveSettings,
-    SelfDistillationLoss,
-    objective_with_data,
-)
-from recipe_utils.losses.attach import attach_loss, compile_loss
+from recipe_utils.dinov3.self_distillation import SUMS, HeadArguments, ObjectiveSettings, SelfDistillationLoss
+from recipe_utils.losses.attach import attach_loss
 from recipe_utils.losses.dataset_weights import refused_weights
 from recipe_utils.models.construct import ModelSettings, build_on_meta, build_stages
 from recipe_utils.models.parallelize import parallelize
@@ -46,7 +40,7 @@ from recipe_utils.models.weights import load_weights
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, check_optimizer
-from recipe_utils.optim.schedules import ScheduleSettings, problems_with_schedules
+from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
@@ -58,7 +52,7 @@ from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.run import Run, TrainingParts
 from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.loader import UpdateStep
-from recipe_utils.update_steps.settings import DataSettings, long_rows_on_ranks
+from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, mark_last
 
 RECIPE_NAME = "dinov3_update_step"
@@ -99,6 +93,7 @@ class Settings(
 
     def problems(self) -> Iterator[Problem]:
         """Yields keys that exclude each other, and those that this recipe restricts."""
+        # Losses couple images, so global_batch_size must divide into microbatches.
         yield from problems_between(
             data=self,
             ranks=self,
@@ -107,12 +102,12 @@ class Settings(
             optimizer=self,
             run=self,
             components=self,
-            must_divide=True,  # losses couple images
+            must_divide=True,
         )
-        yield from long_rows_on_ranks(self, self)
-        yield from views_with_data(self, self)
-        yield from objective_with_data(self, self, self)
-        yield from problems_with_schedules(self, self.optimizer, self.student_temperature)
+        yield from self.problems_of_long_rows(self)
+        yield from self.problems_of_views(self)
+        yield from self.problems_of_objective(self, self)
+        yield from self.problems_of_schedules(self.optimizer, self.student_temperature)
         yield from self.problems_without_text()
         yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
         if (dim := self.tensor_parallel_dim) > 1:
@@ -131,16 +126,14 @@ class DINOv3Recipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        settings, ranks, run = self.settings, self.ranks, self.run
+        # ---- Components
+        settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
         heads = settings.dino_head or {}, settings.ibot_head or {}
         make_model = with_heads(partial(config.instantiate, cfg.model), *heads)
-
-        # ---- Components
         meta_model = build("model", build_on_meta, make_model, settings)
         transform = build("transform", config.instantiate, cfg.transform)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("checkpointer", check_normalization, self.checkpointer, transform)
-        schedule = cfg.get("lr_scheduler")
         build("optimizer", check_optimizer, cfg.optimizer, schedule, settings, meta_model)
 
         # ---- Data
@@ -150,13 +143,11 @@ class DINOv3Recipe:
 
         # ---- Student and teacher, with different loss modules
         self.loss_fn = SelfDistillationLoss(settings)
-        if settings.compile:
-            compile_loss(self.loss_fn, verbose=ranks.is_zero)
         with naming():
             self.model = build_stages(meta_model, settings, ranks)
             for stage in local_stages(self.model):
                 if has_output(stage):
-                    attach_loss(stage, self.loss_fn, settings.splits_backward)
+                    attach_loss(stage, self.loss_fn, settings.splits_backward, settings.compile)
                 parallelize(stage, settings, ranks)
             self.teacher = AverageTeacher(meta_model, settings, settings, settings, ranks)
         run.open_log(cfg, meta_model, self.loader)
@@ -164,8 +155,7 @@ class DINOv3Recipe:
             weights = fresh_vit_weights(meta_model, run.seed)
             weights |= self.checkpointer.load_checkpoint()[training.MODEL_KEY]
             load_weights(self.model, {training.MODEL_KEY: weights}, settings, ranks.device)
-        dtype, num_sums = settings.torch_dtype, len(SUMS)
-        self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
+        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(SUMS))
         self.teacher.set_up(self.model, self.pipeline, weights)
         self.models = self.teacher.beside(self.model)  # modules of a checkpoint
         self.offloading = settings.offloading(self.model)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchtune import config
 
 import recipe_utils
-from recipe_utils.losses.attach import attach_loss, compile_loss
+from recipe_utils.losses.attach import attach_loss
 from recipe_utils.losses.dataset_weights import refused_weights
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
@@ -38,7 +38,7 @@ from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.preference import losses as preference
 from recipe_utils.preference.losses import METRICS, PreferenceLoss, PreferenceSettings
-from recipe_utils.preference.pairs import PairCollator, PairSettings, check_is_pair, pairs_with_data
+from recipe_utils.preference.pairs import PairCollator, PairSettings, check_is_pair
 from recipe_utils.preference.reference import Reference, ReferenceSettings
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
@@ -95,7 +95,7 @@ class Settings(
         yield from problems_between(
             data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
         )
-        yield from pairs_with_data(self, self)
+        yield from self.problems_of_pairs(self)
         yield from self.problems_with_split_backward()
         yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
 
@@ -110,20 +110,16 @@ class FullDPORecipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        settings, ranks, run = self.settings, self.ranks, self.run
-        schedule = cfg.get("lr_scheduler")
-        make_loss = partial(config.instantiate, cfg.loss)
-
         # ---- Components
+        settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
         self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-        loss_fn = build("loss", preference.make_preference_loss, make_loss)
+        loss_fn = build("loss", preference.make_preference_loss, partial(config.instantiate, cfg.loss))
         meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
         from_policy = settings, settings.checkpointer, settings.output_dir
         self.reference = build("reference", Reference, settings, *from_policy, loss_fn, ranks)
-        of_policy = cfg.get("ref_checkpointer"), meta_model, self.checkpointer
-        build("ref_checkpointer", self.reference.check, *of_policy)
+        build("ref_checkpointer", self.reference.check, cfg.get("ref_checkpointer"), meta_model, self.checkpointer)
 
         # ---- Data
         limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
@@ -133,19 +129,16 @@ class FullDPORecipe:
 
         # ---- Model: each pipeline stage is changed, then parallelized
         pair_loss = PreferenceLoss(loss_fn, settings.tokens_per_chunk)
-        if settings.compile:
-            compile_loss(pair_loss, verbose=ranks.is_zero)
         with naming():
             self.model = build_stages(meta_model, settings, ranks)
             for stage in local_stages(self.model):
                 attend_within_documents(stage, ranks.device, collator.longest_row)
                 if has_output(stage):
-                    attach_loss(stage, pair_loss)
+                    attach_loss(stage, pair_loss, compiles=settings.compile)
                 parallelize(stage, settings, ranks)
         run.open_log(cfg, meta_model, self.loader)
         frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
-        dtype, num_sums = settings.torch_dtype, len(METRICS)
-        self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
+        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(METRICS))
         self.offloading = settings.offloading(self.model)
         context = {"model": settings.model, "layout": collator.layout}
         frozen |= self.reference.set_up(self.model, self.pipeline, pair_loss, collator.longest_row, context)

@@ -24,13 +24,8 @@ from torchtune import config
 
 import recipe_utils
 from recipe_utils.long_rows.exchange import row_groups
-from recipe_utils.losses.attach import attach_loss, build_loss, compile_loss
-from recipe_utils.losses.dataset_weights import (
-    LossWeightSettings,
-    losses_by_dataset,
-    problems_with_loss_weights,
-    problems_with_sample_losses,
-)
+from recipe_utils.losses import dataset_weights
+from recipe_utils.losses.attach import attach_loss, build_loss
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import ModelSettings, build_on_meta, build_stages
@@ -60,7 +55,7 @@ from recipe_utils.training.run import Run, TrainingParts
 from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.loader import UpdateStep
 from recipe_utils.update_steps.samples import load_dataset
-from recipe_utils.update_steps.settings import DataSettings, long_rows_on_ranks
+from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, mark_last
 
 RECIPE_NAME = "full_finetune_update_step"
@@ -70,7 +65,7 @@ OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(
-    LossWeightSettings,  # loss_weights
+    dataset_weights.LossWeightSettings,  # loss_weights
     ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
     PipelineSettings,  # pipeline_parallel_schedule, ...
     optimizer.OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
@@ -101,9 +96,9 @@ class Settings(
         yield from problems_between(
             data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
         )
-        yield from long_rows_on_ranks(self, self)
-        yield from problems_with_loss_weights(self, self.dataset, self.dataset_val, self.loss)
-        yield from problems_with_sample_losses(self, self.loss)
+        yield from self.problems_of_long_rows(self)
+        yield from self.problems_of_weights(self.dataset, self.dataset_val, self.loss)
+        yield from dataset_weights.problems_with_sample_losses(self, self.loss)
 
 
 class FullFinetuneRecipe:
@@ -116,10 +111,8 @@ class FullFinetuneRecipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        settings, ranks, run = self.settings, self.ranks, self.run
-        schedule = cfg.get("lr_scheduler")
-
         # ---- Components
+        settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
         self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
         loss_fn = build("loss", build_loss, cfg.loss)
         meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
@@ -140,12 +133,10 @@ class FullFinetuneRecipe:
             for stage in local_stages(self.model):
                 attend_within_documents(stage, ranks.device, collator.longest_row, groups)
                 if has_output(stage):
-                    attach_loss(stage, loss_fn, settings.splits_backward)
+                    attach_loss(stage, loss_fn, settings.splits_backward, settings.compile)
                 parallelize(stage, settings, ranks)
         run.open_log(cfg, meta_model, self.loader)
         frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
-        if settings.compile:
-            compile_loss(loss_fn, verbose=ranks.is_zero)
         self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks)
         self.offloading = settings.offloading(self.model)
 
@@ -198,14 +189,14 @@ class FullFinetuneRecipe:
         self.optimizer.zero_grad(set_to_none=True)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        of_datasets = losses_by_dataset(step.sums_by_dataset(self.ranks) * scale, step.totals)
+        of_datasets = dataset_weights.losses_by_dataset(step.sums_by_dataset(self.ranks) * scale, step.totals)
         return {"loss": loss[0], **of_datasets}, grad_norm
 
     def validate(self) -> dict[str, Tensor]:
         """Returns mean losses per target token of ``dataset_val`` [nats], over all ranks."""
         how = 1, self.pipeline, self.ranks.device
         (sum_of_all, *of_datasets), totals = sum_over(self.val_loader, self.model, self.sums, *how)
-        losses = {"val_loss": sum_of_all, **losses_by_dataset(of_datasets, totals, "val_")}
+        losses = {"val_loss": sum_of_all, **dataset_weights.losses_by_dataset(of_datasets, totals, "val_")}
         return ratios(losses, totals, "target_tokens", self.ranks.dp_degree)
 
     # ---- Training loop --------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from torchtune import config
 
 import recipe_utils
 from recipe_utils.distillation.losses import SUMS, make_distillation_loss
-from recipe_utils.distillation.teacher import Teacher, TeacherSettings, problems_with_teacher
+from recipe_utils.distillation.teacher import Teacher, TeacherSettings
 from recipe_utils.long_rows.exchange import row_groups
-from recipe_utils.losses.attach import attach_loss, build_loss, compile_loss
+from recipe_utils.losses.attach import attach_loss, build_loss
 from recipe_utils.losses.dataset_weights import problems_with_sample_losses, refused_weights
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
@@ -53,7 +53,7 @@ from recipe_utils.training.run import Run, TrainingParts
 from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.loader import UpdateStep
 from recipe_utils.update_steps.samples import load_dataset
-from recipe_utils.update_steps.settings import DataSettings, long_rows_on_ranks
+from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, mark_last
 
 RECIPE_NAME = "knowledge_distillation_update_step"
@@ -99,9 +99,9 @@ class Settings(
         yield from problems_between(
             data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
         )
-        yield from long_rows_on_ranks(self, self)
+        yield from self.problems_of_long_rows(self)
         components = {"teacher_model": self.teacher_model, "teacher_checkpointer": self.teacher_checkpointer}
-        yield from problems_with_teacher(self, self, self, components)
+        yield from self.problems_of_teacher(self, self, components)
         yield from problems_with_sample_losses(self, self.loss)
         yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
 
@@ -116,28 +116,22 @@ class KDRecipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        settings, ranks, run = self.settings, self.ranks, self.run
-        self.teacher = Teacher(settings, settings, ranks)
-        schedule = cfg.get("lr_scheduler")
-
         # ---- Components
+        settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
         self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
         loss_fn = build("loss", build_loss, cfg.loss)
         kd_loss_fn = build("kd_loss", config.instantiate, cfg.get("kd_loss"))
         meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
-        self.teacher.build_parts(cfg)
+        self.teacher = Teacher(cfg, settings, settings, ranks)
+        self.metrics = SUMS if self.teacher.is_used else SUMS[:1]  # those of fine-tuning
         if self.teacher.is_used:
-            with naming():
-                loss_fn = make_distillation_loss(loss_fn, kd_loss_fn, settings.kd_ratio)
-                self.teacher.check_student(meta_model, self.checkpointer)
-        # Without a teacher the loss is that of fine-tuning, with one metric.
-        self.metrics = SUMS if self.teacher.is_used else SUMS[:1]
+            build("", self.teacher.check_student, meta_model, self.checkpointer)
+            loss_fn = build("", make_distillation_loss, loss_fn, kd_loss_fn, settings.kd_ratio)
 
         # ---- Data
-        device, teacher = ranks.device, self.teacher.meta_model
-        limits = limits_of(meta_model, device, settings.compile, teacher=teacher)
+        limits = limits_of(meta_model, ranks.device, settings.compile, teacher=self.teacher.meta_model)
         collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, num_to_run(settings, ranks))
@@ -149,14 +143,11 @@ class KDRecipe:
             for stage in local_stages(self.model):
                 attend_within_documents(stage, ranks.device, collator.longest_row, groups)
                 if has_output(stage):
-                    attach_loss(stage, loss_fn, settings.splits_backward)
+                    attach_loss(stage, loss_fn, settings.splits_backward, settings.compile)
                 parallelize(stage, settings, ranks)
         run.open_log(cfg, meta_model, self.loader)
         frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
-        if settings.compile:
-            compile_loss(loss_fn, verbose=ranks.is_zero)
-        dtype, num_sums = settings.torch_dtype, len(self.metrics)
-        self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
+        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(self.metrics))
         self.offloading = settings.offloading(self.model)
         frozen |= self.teacher.set_up(meta_model, collator.longest_row, groups)
 

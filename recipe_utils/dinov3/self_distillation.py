@@ -128,22 +128,21 @@ class ObjectiveSettings:
             text = f"there is no Gram teacher; set {key}, or gram_loss_weight=0"
             yield Problem("gram_loss_weight", text, self.gram_loss_weight)
 
-
-def objective_with_data(objective: ObjectiveSettings, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
-    """Yields the problem of an image without neighbors."""
-    if objective.koleo_loss_weight == 0 or ranks.dims_or_none is None:
-        return
-    dp_degree = ranks.dims_or_none.dp_degree
-    try:
-        num_images = data.batch_size * data.num_accumulated(dp_degree) * dp_degree
-    except ValueError:
-        return
-    if num_images == 1:
-        text = (
-            "an image needs neighbors, and an update step has 1 image; set global_batch_size to 2 or "
-            "more, or koleo_loss_weight=0"
-        )
-        yield Problem("koleo_loss_weight", text, objective.koleo_loss_weight)
+    def problems_of_objective(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
+        """Yields the problem of an image without neighbors."""
+        if self.koleo_loss_weight == 0 or ranks.dims_or_none is None:
+            return
+        dp_degree = ranks.dims_or_none.dp_degree
+        try:
+            num_images = data.batch_size * data.num_accumulated(dp_degree) * dp_degree
+        except ValueError:
+            return
+        if num_images == 1:
+            text = (
+                "an image needs neighbors, and an update step has 1 image; set global_batch_size to 2 or "
+                "more, or koleo_loss_weight=0"
+            )
+            yield Problem("koleo_loss_weight", text, self.koleo_loss_weight)
 
 
 class TeacherViews(NamedTuple):

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
+from omegaconf import DictConfig
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
@@ -51,29 +52,29 @@ class TeacherSettings:
     ] = None
     """``pipeline_parallel_split_points`` of the teacher."""
 
-
-def problems_with_teacher(
-    teacher: TeacherSettings, ranks: RankSettings, optimizer: OptimizerSettings, components: Mapping[str, Any]
-) -> Iterator[Problem]:
-    """Yields missing ``components`` of a teacher, by key, and what its training does not support."""
-    if (dim := ranks.tensor_parallel_dim) > 1:
-        yield Problem("tensor_parallel_dim", "not with a teacher; set it to 1", dim)
-    if optimizer.optimizer_in_bwd:
-        yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
-    for key, component in components.items():
-        if teacher.kd_ratio > 0 and component is None:
-            text = "it is missing; set it to a component (_component_: ...), or kd_ratio=0"
-            yield Problem(key, text)
+    def problems_of_teacher(
+        self, ranks: RankSettings, optimizer: OptimizerSettings, components: Mapping[str, Any]
+    ) -> Iterator[Problem]:
+        """Yields missing ``components`` of a teacher, by key, and what its training does not support."""
+        if (dim := ranks.tensor_parallel_dim) > 1:
+            yield Problem("tensor_parallel_dim", "not with a teacher; set it to 1", dim)
+        if optimizer.optimizer_in_bwd:
+            yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
+        for key, component in components.items():
+            if self.kd_ratio > 0 and component is None:
+                text = "it is missing; set it to a component (_component_: ...), or kd_ratio=0"
+                yield Problem(key, text)
 
 
 class Teacher:
     """Attaches a frozen model's hidden states to the targets of update steps. All ranks together.
 
     With pipeline stages, they are on the rank of the last one, where the loss is computed.
-    ``modules`` are the student's. With ``kd_ratio=0`` nothing is built or read.
+    Meta model and checkpointer are those of the recipe's ``cfg``; ``modules`` are the student's. With ``kd_ratio=0``
+    nothing is built or read.
     """
 
-    def __init__(self, settings: TeacherSettings, modules: ModelSettings, ranks: Ranks) -> None:
+    def __init__(self, cfg: DictConfig, settings: TeacherSettings, modules: ModelSettings, ranks: Ranks) -> None:
         self._settings, self._ranks = settings, ranks
         self._student_modules = modules
         self.is_used = settings.kd_ratio > 0
@@ -82,15 +83,11 @@ class Teacher:
         self._checkpointer: Any = None
         self._model: FrozenModel
         self._spans: list[tuple[Any, Any]] = []  # start and stop of the model's forwards
-
-    # ---- Checks, before any weight is read ----------------------------------------------------------
-
-    def build_parts(self, cfg: Mapping[str, Any]) -> None:
-        """Builds meta model and checkpointer of the recipe's ``cfg``."""
         if self.is_used:
             build("teacher_model", self._take_model, cfg.get("teacher_model"))
-            checkpointer = cfg.get("teacher_checkpointer")
-            self._checkpointer = build("teacher_checkpointer", config.instantiate, checkpointer)
+            self._checkpointer = build(TEACHER, config.instantiate, cfg.get("teacher_checkpointer"))
+
+    # ---- Checks, before any weight is read ----------------------------------------------------------
 
     def _take_model(self, component: Any) -> None:
         settings, modules = self._settings, self._student_modules

@@ -24,6 +24,22 @@ class LossWeightSettings:
     update step. ``tokens``: sum of w CE / sum of w n; ``datasets``: sum of (w / n) CE / sum of
     w, over datasets with targets."""
 
+    def problems_of_weights(self, dataset: Any, dataset_val: Any, loss: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yields weights that are wrong, or have no effect with the recipe's datasets or loss."""
+        yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
+        text = ""
+        if not _sums_by_sample(loss):
+            text = (
+                f"{loss.get('_component_')} cannot weight targets; set loss._component_ to "
+                "recipe_utils.losses.LinearCrossEntropyLoss"
+            )
+        yield from refused_weights(text, dataset=dataset)
+        entries = dataset if isinstance(dataset, list) else []
+        if not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
+            text = "it has no effect without named datasets; set dataset to a list with names"
+        if text and self.loss_weights != "tokens":
+            yield Problem("loss_weights", text, self.loss_weights)
+
     def weigh(self, weights: Sequence[float], counts: Sequence[int]) -> Tensor:
         """Returns the factor of a target's loss by dataset [k], fp64, 1 on average over all targets.
 
@@ -34,25 +50,6 @@ class LossWeightSettings:
         if self.loss_weights == "datasets":
             given = torch.where(number > 0, given / number, 0)
         return given * (number.sum() / (given * number).sum().clamp(min=1e-300))
-
-
-def problems_with_loss_weights(
-    weights: LossWeightSettings, dataset: Any, dataset_val: Any, loss: Mapping[str, Any]
-) -> Iterator[Problem]:
-    """Yields weights that are wrong, or have no effect with the recipe's datasets or loss."""
-    yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
-    text = ""
-    if not _sums_by_sample(loss):
-        text = (
-            f"{loss.get('_component_')} cannot weight targets; set loss._component_ to "
-            "recipe_utils.losses.LinearCrossEntropyLoss"
-        )
-    yield from refused_weights(text, dataset=dataset)
-    entries = dataset if isinstance(dataset, list) else []
-    if not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
-        text = "it has no effect without named datasets; set dataset to a list with names"
-    if text and weights.loss_weights != "tokens":
-        yield Problem("loss_weights", text, weights.loss_weights)
 
 
 def problems_with_sample_losses(data: DataSettings, loss: Mapping[str, Any]) -> Iterator[Problem]:

@@ -54,6 +54,20 @@ class ScheduleSettings:
             text = "the average, which is exported, would never move; set it below 1"
             yield Problem("ema_momentum", text, self.ema_momentum)
 
+    def problems_of_schedules(self, optimizer: Mapping[str, Any], student_temperature: float) -> Iterator[Problem]:
+        """Yields schedules that do not fit the config of the optimizer, or the student's temperature."""
+        if self.weight_decay_end is not None and not optimizer.get("weight_decay"):
+            text = "it starts from optimizer.weight_decay; set that above 0, or remove this key"
+            yield Problem("weight_decay_end", text, self.weight_decay_end)
+        for name in ("teacher_temperature", "teacher_temperature_start"):
+            temperature = getattr(self, name)
+            if temperature is not None and temperature >= student_temperature:
+                text = (
+                    f"{student_temperature=} must be above it, so that targets are sharper than "
+                    "the student's outputs; set it lower"
+                )
+                yield Problem(name, text, temperature)
+
     def warn_if_longer_than(self, num_steps: int) -> None:
         """Warns of schedules that do not end within the training's update steps."""
         for name in ("freeze_last_layer_steps", "teacher_temperature_warmup_steps"):
@@ -123,23 +137,6 @@ class ScheduleSettings:
             depth = max(depth_of(name), first)
             groups[depth, parameter.dim() > 1]["params"].append(parameter)
         return list(groups.values())
-
-
-def problems_with_schedules(
-    schedules: ScheduleSettings, optimizer: Mapping[str, Any], student_temperature: float
-) -> Iterator[Problem]:
-    """Yields schedules that do not fit the config of the optimizer, or the student's temperature."""
-    if schedules.weight_decay_end is not None and not optimizer.get("weight_decay"):
-        text = "it starts from optimizer.weight_decay; set that above 0, or remove this key"
-        yield Problem("weight_decay_end", text, schedules.weight_decay_end)
-    for name in ("teacher_temperature", "teacher_temperature_start"):
-        temperature = getattr(schedules, name)
-        if temperature is not None and temperature >= student_temperature:
-            text = (
-                f"{student_temperature=} must be above it, so that targets are sharper than "
-                "the student's outputs; set it lower"
-            )
-            yield Problem(name, text, temperature)
 
 
 def half_cosine(start: float, end: float | None, step: int, num_steps: int) -> float:

@@ -40,18 +40,17 @@ class PairSettings:
     prefix_sharing: bool | None = None
     """Computes the common prefix of a pair's sides once; null is True with ``microbatching: packed``."""
 
-
-def pairs_with_data(pairs: PairSettings, data: DataSettings) -> Iterator[Problem]:
-    """Yields values of the data keys that pairs do not support."""
-    if pairs.prefix_sharing and not data.is_packed:
-        text = f"microbatching={data.microbatching} gives each side a row of its own; set microbatching=packed"
-        yield Problem("prefix_sharing", text, True)
-    if data.collate_fn != DataSettings.collate_fn:
-        text = "pairs are collated in one way only; remove the key"
-        yield Problem("collate_fn", text, data.collate_fn)
-    if data.max_ranks_per_row > 1:
-        text = "one rank computes both answers of a pair; remove the key"
-        yield Problem("max_ranks_per_row", text, data.max_ranks_per_row)
+    def problems_of_pairs(self, data: DataSettings) -> Iterator[Problem]:
+        """Yields values of the data keys that pairs do not support."""
+        if self.prefix_sharing and not data.is_packed:
+            text = f"microbatching={data.microbatching} gives each side a row of its own; set microbatching=packed"
+            yield Problem("prefix_sharing", text, True)
+        if data.collate_fn != DataSettings.collate_fn:
+            text = "pairs are collated in one way only; remove the key"
+            yield Problem("collate_fn", text, data.collate_fn)
+        if data.max_ranks_per_row > 1:
+            text = "one rank computes both answers of a pair; remove the key"
+            yield Problem("max_ranks_per_row", text, data.max_ranks_per_row)
 
 
 def check_is_pair(sample: Any) -> None:

@@ -102,6 +102,38 @@ class DataSettings:
         except ValueError as error:
             yield Problem("collate_fn", str(error), self.collate_fn)
 
+    def problems_of_long_rows(self, ranks: RankSettings) -> Iterator[Problem]:
+        """Yields problems of rows that several ranks compute; without any, those of the ranks."""
+        most, dims, problems = self.max_ranks_per_row, ranks.dims_or_none, list[str]()
+        if most == 1:
+            return
+        keeps = "keeps every sample on its rank"
+        if not self.is_packed:
+            problems.append(f"microbatching={self.microbatching} {keeps}; set microbatching=packed")
+        elif self.max_tokens_per_microbatch is None:
+            problems.append(
+                "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens that fit on one"
+            )
+        if self.balance_over_ranks is False:
+            problems.append(f"balance_over_ranks=False {keeps}; leave it out")
+        if most & (most - 1):
+            below = 1 << most.bit_length() - 1
+            problems.append(f"it is not a power of two; set it to {below} or {2 * below}")
+        if dims is not None and not problems:
+            num_neighbors = math.gcd(dims.dp_degree, most)
+            num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbors)
+            if num_neighbors < most:
+                problems.append(
+                    f"{dims.dp_degree} data-parallel ranks cannot be grouped by {most}; set it to {num_neighbors}"
+                )
+            elif num_local < most:
+                problems.append(
+                    f"the ranks of a row are on one node, which has {num_local} neighboring data-parallel ranks; set it to "
+                    f"{num_local}"
+                )
+        for text in problems:
+            yield Problem("max_ranks_per_row", text, most)
+
     def samples_per_update_step(self, dp_degree: int) -> int:
         """Returns the samples of an update step over all ranks."""
         per_rank = self.batch_size * self.num_accumulated(dp_degree)
@@ -175,36 +207,3 @@ def data_on_ranks(data: DataSettings, ranks: RankSettings, must_divide: bool = F
             data.num_accumulated(ranks.dims_or_none.dp_degree, must_divide)
         except ConfigError as error:
             yield from error.problems
-
-
-def long_rows_on_ranks(data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
-    """Yields problems of rows that several ranks compute; without any, those of the ranks."""
-    most, dims, problems = data.max_ranks_per_row, ranks.dims_or_none, list[str]()
-    if most == 1:
-        return
-    keeps = "keeps every sample on its rank"
-    if not data.is_packed:
-        problems.append(f"microbatching={data.microbatching} {keeps}; set microbatching=packed")
-    elif data.max_tokens_per_microbatch is None:
-        problems.append(
-            "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens that fit on one"
-        )
-    if data.balance_over_ranks is False:
-        problems.append(f"balance_over_ranks=False {keeps}; leave it out")
-    if most & (most - 1):
-        below = 1 << most.bit_length() - 1
-        problems.append(f"it is not a power of two; set it to {below} or {2 * below}")
-    if dims is not None and not problems:
-        num_neighbors = math.gcd(dims.dp_degree, most)
-        num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbors)
-        if num_neighbors < most:
-            problems.append(
-                f"{dims.dp_degree} data-parallel ranks cannot be grouped by {most}; set it to {num_neighbors}"
-            )
-        elif num_local < most:
-            problems.append(
-                f"the ranks of a row are on one node, which has {num_local} neighboring data-parallel ranks; set it to "
-                f"{num_local}"
-            )
-    for text in problems:
-        yield Problem("max_ranks_per_row", text, most)

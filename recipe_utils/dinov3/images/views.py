@@ -56,30 +56,29 @@ class ViewSettings:
             text = "it must be the smallest and the largest share, from 0 to 1, such as [0.1, 0.5]"
             yield Problem("mask_ratio", text, ratio)
 
-
-def views_with_data(views: ViewSettings, data: DataSettings) -> Iterator[Problem]:
-    """Yields values of the data keys that views do not support."""
-    size = views.koleo_group_size
-    if size is not None and data.batch_size % size:
-        larger = (data.batch_size // size + 1) * size
-        text = (
-            f"a group is in one microbatch, and batch_size={data.batch_size} is not a multiple of it; "
-            f"set batch_size to {larger}, or koleo_group_size to a divisor of it or to null"
-        )
-        yield Problem("koleo_group_size", text, size)
-    if data.plans_by_tokens:
-        text = "all images have the same number of tokens; set microbatching=in_order"
-        yield Problem("microbatching", text, data.microbatching)
-    if data.collate_fn != DataSettings.collate_fn:
-        yield Problem("collate_fn", "views do not use it; remove the key", data.collate_fn)
-    if views.transform.get("image_transform") is not None and data.num_workers == 0:
-        text = (
-            "transform.image_transform draws from torch's global generator, as training does at the "
-            "same time; set num_workers to 1 or more"
-        )
-        yield Problem("num_workers", text, 0)
-    if data.sample_losses:
-        yield Problem("sample_losses", "losses of views are not by image; leave it out", True)
+    def problems_of_views(self, data: DataSettings) -> Iterator[Problem]:
+        """Yields values of the data keys that views do not support."""
+        size = self.koleo_group_size
+        if size is not None and data.batch_size % size:
+            larger = (data.batch_size // size + 1) * size
+            text = (
+                f"a group is in one microbatch, and batch_size={data.batch_size} is not a multiple of it; "
+                f"set batch_size to {larger}, or koleo_group_size to a divisor of it or to null"
+            )
+            yield Problem("koleo_group_size", text, size)
+        if data.plans_by_tokens:
+            text = "all images have the same number of tokens; set microbatching=in_order"
+            yield Problem("microbatching", text, data.microbatching)
+        if data.collate_fn != DataSettings.collate_fn:
+            yield Problem("collate_fn", "views do not use it; remove the key", data.collate_fn)
+        if self.transform.get("image_transform") is not None and data.num_workers == 0:
+            text = (
+                "transform.image_transform draws from torch's global generator, as training does at the "
+                "same time; set num_workers to 1 or more"
+            )
+            yield Problem("num_workers", text, 0)
+        if data.sample_losses:
+            yield Problem("sample_losses", "losses of views are not by image; leave it out", True)
 
 
 @plain_dataclass

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from recipe_utils.parallel.ranks import RankSettings
-from recipe_utils.update_steps.settings import DataSettings, data_on_ranks, long_rows_on_ranks
+from recipe_utils.update_steps.settings import DataSettings, data_on_ranks
 
 
 def accumulated(steps, global_batch_size, must_divide=False):
@@ -56,7 +56,7 @@ def test_rows_span_neighboring_ranks_of_a_node(world_size, on_this_node, dims, t
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_node))
     data, ranks = DataSettings(max_ranks_per_row=8, **SPANNING), RankSettings(device="cpu", **dims)
-    problems = [*data.problems(), *data_on_ranks(data, ranks), *long_rows_on_ranks(data, ranks)]
+    problems = [*data.problems(), *data_on_ranks(data, ranks), *data.problems_of_long_rows(ranks)]
     assert len(problems) == (text is not None)
     assert all(re.search(f"max_ranks_per_row=8: .*{text}", str(each)) for each in problems)
 

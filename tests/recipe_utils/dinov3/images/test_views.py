@@ -18,7 +18,6 @@ from recipe_utils.dinov3.images.views import (
     Views,
     ViewSettings,
     WholeImages,
-    views_with_data,
 )
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.update_steps.loader import UpdateStepLoader
@@ -354,5 +353,5 @@ WITH_ANOTHER = {**COMPONENT, "image_transform": {"_component_": "torch.nn.Identi
 )
 def test_data_that_views_do_not_support_are_refused_with_both_numbers(keys, data, message):
     views = ViewSettings(**{"transform": COMPONENT, "koleo_group_size": 4, **keys})
-    (problem,) = views_with_data(views, DataSettings(batch_size=4, **data))
+    (problem,) = views.problems_of_views(DataSettings(batch_size=4, **data))
     assert re.search(message, str(problem))
