@@ -31,11 +31,12 @@ from recipe_utils.dinov3.loaders import build_image_loaders, build_optimizer_by_
 from recipe_utils.dinov3.self_distillation import SUMS, HeadArguments, ObjectiveSettings, SelfDistillationLoss
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.losses.dataset_weights import refused_weights
-from recipe_utils.models.construct import ModelSettings, build_on_meta, build_stages
+from recipe_utils.models.construct import build_on_meta, build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
 from recipe_utils.models.pipeline.stages import has_output, local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import load_weights
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.nonfinite import NonfiniteGuard

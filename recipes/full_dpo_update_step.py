@@ -22,11 +22,12 @@ from recipe_utils.losses.attach import attach_loss
 from recipe_utils.losses.dataset_weights import refused_weights
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import ModelSettings, build_on_meta, build_stages
+from recipe_utils.models.construct import build_on_meta, build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
 from recipe_utils.models.pipeline.stages import has_output, local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import load_model
 from recipe_utils.optim import optimizer

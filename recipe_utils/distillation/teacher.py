@@ -20,8 +20,9 @@ from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.losses.attach import HiddenAtTargets
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import find_adapters
-from recipe_utils.models.construct import ModelSettings, build_on_meta
+from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.frozen import FrozenModel, build_frozen_model, load_frozen
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import num_outputs, warn_if_above_memory
 from recipe_utils.models.vocabulary import check_same_tokens
 from recipe_utils.optim.nonfinite import NonfiniteError

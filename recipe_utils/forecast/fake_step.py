@@ -19,9 +19,10 @@ from recipe_utils.losses.attach import HiddenAtTargets, attach_loss, build_loss
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import ModelSettings, build_on_meta, build_stages
+from recipe_utils.models.construct import build_on_meta, build_stages
 from recipe_utils.models.frozen import FrozenModel, policy_at_start
 from recipe_utils.models.parallelize import parallelize
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import materialize
 from recipe_utils.optim.grad_norm import clip_grad_norm_

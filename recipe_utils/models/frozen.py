@@ -18,11 +18,12 @@ from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import ModelSettings, build_stages
+from recipe_utils.models.construct import build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import Stages, has_output, local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import check_weights, crc32_of_weights, fingerprint_of_config, load_weights
 from recipe_utils.optim.optimizer import trained_parameters
 from recipe_utils.parallel.fsdp import local, reshard

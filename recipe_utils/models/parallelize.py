@@ -15,8 +15,8 @@ from recipe_utils.compiler import configure_compiler
 from recipe_utils.model_kinds import text_decoder, transformers_decoder
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.adapters.nf4 import check_nf4
-from recipe_utils.models.construct import ModelSettings
 from recipe_utils.models.kernels import fuse_norms_and_rope
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import Ranks
 

@@ -22,8 +22,8 @@ from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import describe_mismatch
 from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.lora import check_origin, find_adapters, fingerprint_of_frozen, initial_adapters
-from recipe_utils.models.construct import ModelSettings
 from recipe_utils.models.pipeline.stages import Stages, adapters_of, local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks

@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.lora import find_adapters
-from recipe_utils.models.construct import ModelSettings
 from recipe_utils.models.frozen import FrozenModel, build_frozen_model, load_frozen, policy_at_start
 from recipe_utils.models.pipeline.microbatches import Pipeline
 from recipe_utils.models.pipeline.stages import adapters_of
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.vocabulary import check_same_tokens
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.optim.optimizer import trained_parameters

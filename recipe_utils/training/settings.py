@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from recipe_utils.models.construct import ModelSettings, model_on_ranks
 from recipe_utils.models.pipeline.schedule import PipelineSettings, pipeline_on_ranks
+from recipe_utils.models.settings import ModelSettings, model_on_ranks
 from recipe_utils.optim.optimizer import OptimizerSettings, optimizer_on_ranks
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import Component, MadeWith

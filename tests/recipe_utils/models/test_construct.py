@@ -7,10 +7,11 @@ from distributed_runs import run_distributed
 from tiny import on_meta
 from torch.distributed.fsdp import FSDPModule
 
-from recipe_utils.models.construct import ModelSettings, build_stages, model_on_ranks
+from recipe_utils.models.construct import build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import NotOnThisStage, Stages, has_output, local_stages
+from recipe_utils.models.settings import ModelSettings, model_on_ranks
 from recipe_utils.models.weights import load_weights
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from recipe_utils.models.construct import ModelSettings, build_stages
+from recipe_utils.models.construct import build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import differences_from_config, gather_weights, load_weights
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
