@@ -1,4 +1,16 @@
-"""Builds a model on the meta device, and cuts it into pipeline stages."""
+"""Builds a model on the meta device, and copies it to pipeline stages.
+
+A decoder of 4 layers over 2 ranks, with ``pipeline_parallel_dim=2``:
+
+    meta_model = build_on_meta(make_model, settings)          layers 0 to 3, no memory, equal on all ranks
+    meta_model.layers[0].requires_grad_(False)                a recipe's own changes
+    model = build_stages(meta_model, settings, ranks)         rank 0: embeddings, layers 0 and 1; rank 1: layers 2 and
+                                                              3, norm, output layer and modules that were added
+    for stage in local_stages(model):                         attend_within_documents, attach_loss, parallelize
+    load_model(model, ...)                                    memory, and this rank's shards of the weights
+
+Without a pipeline the model is one stage, a copy of ``meta_model``.
+"""
 
 import copy
 import os
@@ -29,6 +41,7 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
     Raises ConfigError if ``quantizer`` or ``custom_sharded_layers`` do not fit the model, ValueError if tables of
     positions are larger than this machine's memory.
     """
+    # Parameters get their shape and precision, but no memory.
     default_dtype = training.set_default_dtype(settings.torch_dtype)
     with default_dtype, torch.device("meta"), without_quantizing():
         model = make_model()
@@ -61,6 +74,7 @@ def build_stages(meta_model: nn.Module, pipeline: PipelineSettings, ranks: Ranks
     if ranks.dims.pp == 1:
         return copy.deepcopy(meta_model)
 
+    # Everything that a stage cannot see of the others is taken from the whole model.
     whole: Any = meta_model
     num_stages = pipeline.num_stages(ranks.dims.pp)
     layers = layers_of_stages(whole, num_stages, pipeline.pipeline_parallel_split_points)
@@ -74,13 +88,14 @@ def build_stages(meta_model: nn.Module, pipeline: PipelineSettings, ranks: Ranks
             find_adapters(whole),
         )
     )
+    # Each stage is a copy, so the next one and a frozen model can be cut from the same meta model.
     for index in stages_of_rank(ranks.pp_rank, ranks.dims.pp, num_stages):
         stages[f"stage_{index}"] = stage = copy.deepcopy(whole)
         cut_to_stage(stage, layers[index])
     if ranks.is_zero:
         _log.info(
             f"{pipeline.pipeline_parallel_schedule} over {ranks.dims.pp} ranks; layers of the stages: "
-            + ", ".join(f"{of_stage.start} to {of_stage.stop - 1}" for of_stage in layers)
+            + ", ".join(f"{stage_layers.start} to {stage_layers.stop - 1}" for stage_layers in layers)
         )
     return stages
 
@@ -109,8 +124,8 @@ def describe_model(meta_model: nn.Module, cfg: DictConfig, device: torch.device)
     if cfg.get("weights_dtype") not in (None, *dtypes):
         dtypes.append(f"trained weights in {cfg.weights_dtype}")
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        device_name = f"{found.name} ({found.total_memory / 2**30:.0f} GiB)"
+        gpu = torch.cuda.get_device_properties(device)
+        device_name = f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)"
     else:
         device_name = device.type
     parts = f"{num_all:,} parameters", trained, *dtypes, f"on {device_name}"

@@ -26,10 +26,11 @@ def parallelize(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> None
 
     ``model`` may be a pipeline stage. Raises ValueError if it cannot be split or sharded as configured.
     """
-    # Refusals first, while the modules still are what the config describes.
+    # Refusals come first, while the modules still are what the config describes.
     check_sharded_layers(model, settings)
     check_tensor_parallel(model, ranks)
     check_nf4(model, find_adapters(model).frozen, ranks.dims.dp_shard if is_sharded(settings, ranks) else None)
+    # A parameter that tensor parallelism or FSDP2 has sharded could not change its precision.
     cast_trained_weights(model, settings)
     # Layers are compiled before they are wrapped: wrappers break the graph.
     apply_compile(model, settings, ranks)
