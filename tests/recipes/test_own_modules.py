@@ -79,8 +79,9 @@ def test_a_value_head_is_trained_alike_on_any_layout(recipe, layout, tiny_config
     assert all((own[name] - weight).abs().max() > 0.01 for name, weight in fresh.items())
 
 
-def test_a_value_head_resumes_and_is_read_from_an_export(recipe, tiny_config, tmp_path):
-    config = tiny_config(epochs=2, max_steps_per_epoch=2)
+@pytest.mark.parametrize("model", [tiny.MODEL, tiny.adapted(tiny.MODEL)], ids=["full", "lora"])
+def test_a_value_head_resumes_and_is_read_from_an_export(model, recipe, tiny_config, tmp_path):
+    config = tiny_config(model=model, epochs=2, max_steps_per_epoch=2)
     of_resumed = writing_to(tmp_path / "resumed", config)
     whole = losses(run_recipe(config, recipe))
     run_recipe({**of_resumed, "epochs": 1, "save_every_n_steps": 1}, recipe)
