@@ -52,9 +52,8 @@ from recipe_utils.settings.read import read_settings
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.run import Run, TrainingParts
 from recipe_utils.training.settings import RunSettings, problems_between
-from recipe_utils.update_steps.loader import UpdateStep
 from recipe_utils.update_steps.settings import DataSettings
-from recipe_utils.update_steps.step import Microbatch, mark_last
+from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
 RECIPE_NAME = "dinov3_update_step"
 recipe_utils.check_version("0.6", RECIPE_NAME)  # this file was written for it
@@ -140,7 +139,8 @@ class DINOv3Recipe:
         # ---- Data
         keys = {"data": settings, "views": settings, "objective": settings, "num_to_run": num_to_run(settings, ranks)}
         self.loader, self.neighbors = build_image_loaders(cfg, transform, layout_of(meta_model), ranks, **keys)
-        settings.warn_if_longer_than(settings.epochs * self.loader.steps_per_epoch)
+        settings.warn_if_longer_than(settings.epochs * self.loader.order.num_steps(0))
+        self.samples_per_rank = -(-settings.samples_per_update_step(ranks.dp_degree) // ranks.dp_degree)
 
         # ---- Student and teacher, with different loss modules
         self.loss_fn = SelfDistillationLoss(settings)
@@ -226,14 +226,14 @@ class DINOv3Recipe:
         """Images per rank if KoLeo needs two passes over all images, else None."""
         in_groups = self.settings.koleo_group_size is not None
         takes_two = self.settings.koleo_loss_weight > 0 and not in_groups
-        return self.loader.samples_per_rank if takes_two else None
+        return self.samples_per_rank if takes_two else None
 
     def figures(self, step: UpdateStep) -> dict[str, Any]:
         """Returns schedules and the images of an update step: per rank if it is full, and over all."""
         return {
             "lr": self.optimizer.param_groups[-1]["lr"],
             **self.settings.schedules_at(self.run.global_step, self.run.num_steps),
-            "effective_local_batch": self.loader.samples_per_rank,
+            "effective_local_batch": self.samples_per_rank,
             "effective_global_batch": step.totals["images"],
         }
 

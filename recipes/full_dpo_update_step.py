@@ -19,6 +19,7 @@ from torchtune import config
 
 import recipe_utils
 from recipe_utils.losses.attach import attach_loss
+from recipe_utils.losses.by_sample import LossesBySample
 from recipe_utils.losses.dataset_weights import refused_weights
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
@@ -45,16 +46,15 @@ from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
+from recipe_utils.text.datasets import load_dataset
 from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.loaders import build_loaders
+from recipe_utils.training.loaders import build_loaders, load_datasets
 from recipe_utils.training.parts.answers import generate
 from recipe_utils.training.parts.validation import sum_over
 from recipe_utils.training.run import Run, TrainingParts
 from recipe_utils.training.settings import RunSettings, problems_between
-from recipe_utils.update_steps.loader import UpdateStep
-from recipe_utils.update_steps.samples import load_dataset
 from recipe_utils.update_steps.settings import DataSettings
-from recipe_utils.update_steps.step import Microbatch, mark_last
+from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
 RECIPE_NAME = "full_dpo_update_step"
 recipe_utils.check_version("0.6", RECIPE_NAME)  # this file was written for it
@@ -126,10 +126,13 @@ class FullDPORecipe:
         limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
         collator = PairCollator(settings, self.tokenizer, limits, settings.prefix_sharing)
         load = partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair)
-        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, num_to_run(settings, ranks))
+        dataset, dataset_val = load_datasets(cfg, load)
+        loaders = build_loaders(dataset, dataset_val, collator, settings, ranks, num_to_run(settings, ranks))
+        self.loader, self.val_loader = loaders
 
         # ---- Model: each pipeline stage is changed, then parallelized
         pair_loss = PreferenceLoss(loss_fn, settings.tokens_per_chunk)
+        self.by_sample = LossesBySample(pair_loss, ranks, settings.sample_losses)
         with naming():
             self.model = build_stages(meta_model, settings, ranks)
             for stage in local_stages(self.model):
@@ -150,7 +153,7 @@ class FullDPORecipe:
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
-        position = run.resume(TrainingParts(*trained, frozen))
+        position = run.resume(TrainingParts(*trained, frozen, by_sample=self.by_sample))
         self.lr_scheduler = optimizer.build_lr_scheduler(schedule, self.optimizer, *position)
         self.reference.precompute(settings.epochs, self.loader, self.val_loader)
 
@@ -172,6 +175,7 @@ class FullDPORecipe:
         ratios of sums) and the gradient norm before clipping, None with ``optimizer_in_bwd``.
         """
         # dp_degree / counts on all ranks: FSDP2 averages gradients over data-parallel ranks.
+        self.by_sample.start(step, self.loader, self.run.state.epoch)
         metrics = torch.zeros(len(METRICS), dtype=torch.float64, device=self.ranks.device)
         scale = torch.full_like(metrics, step.scale("pairs"))
         scale[-1:].fill_(step.scale("chosen_tokens"))  # no copy to the device
@@ -221,7 +225,7 @@ class FullDPORecipe:
         due = {"validate": self.validate, "answer": self.answer}
         for step in self.run.steps(self.loader, counted="pairs", **due):
             metrics, grad_norm = self.update(step)
-            self.run.finish(step, metrics, grad_norm, num_left_out=step.num_skipped)
+            self.run.finish(step, metrics, grad_norm, num_left_out=step.totals["skipped_samples"])
 
 
 @entry_point

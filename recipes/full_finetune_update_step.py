@@ -26,6 +26,7 @@ import recipe_utils
 from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.losses import dataset_weights
 from recipe_utils.losses.attach import attach_loss, build_loss
+from recipe_utils.losses.by_sample import LossesBySample
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_on_meta, build_stages
@@ -48,16 +49,16 @@ from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.datasets import load_dataset
+from recipe_utils.text.trees import makes_trees
 from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.loaders import build_loaders
+from recipe_utils.training.loaders import build_loaders, load_datasets
 from recipe_utils.training.parts.answers import generate
 from recipe_utils.training.parts.validation import sum_over
 from recipe_utils.training.run import Run, TrainingParts
 from recipe_utils.training.settings import RunSettings, problems_between
-from recipe_utils.update_steps.loader import UpdateStep
-from recipe_utils.update_steps.samples import load_dataset
 from recipe_utils.update_steps.settings import DataSettings
-from recipe_utils.update_steps.step import Microbatch, mark_last
+from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
 RECIPE_NAME = "full_finetune_update_step"
 recipe_utils.check_version("0.6", RECIPE_NAME)  # this file was written for it
@@ -122,10 +123,13 @@ class FullFinetuneRecipe:
 
         # ---- Data
         limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
-        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer)
-        loaders = build_loaders(cfg, load, collator, settings, ranks, num_to_run(settings, ranks), loss_fn)
+        dataset, dataset_val = load_datasets(cfg, load)
+        has_trees = makes_trees(dataset) or makes_trees(dataset_val)
+        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, has_trees)
+        loaders = build_loaders(dataset, dataset_val, collator, settings, ranks, num_to_run(settings, ranks))
         self.loader, self.val_loader = loaders
+        self.by_sample = LossesBySample(loss_fn, ranks, settings.sample_losses, settings)
 
         # ---- Model: each pipeline stage is changed, then parallelized
         groups = row_groups(ranks, settings.max_ranks_per_row)
@@ -147,7 +151,7 @@ class FullFinetuneRecipe:
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
-        position = run.resume(TrainingParts(*trained, frozen))
+        position = run.resume(TrainingParts(*trained, frozen, by_sample=self.by_sample))
         self.lr_scheduler = optimizer.build_lr_scheduler(schedule, self.optimizer, *position)
 
     # ---- Objective and update -------------------------------------------------------------------
@@ -170,6 +174,7 @@ class FullFinetuneRecipe:
         """
         # dp_degree / target tokens on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("target_tokens")
+        self.by_sample.start(step, self.loader, self.run.state.epoch)  # sets the weights of named datasets
         loss = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
         if self.pipeline is not None:
             # One schedule per update step pays the pipeline bubble once.
@@ -190,13 +195,13 @@ class FullFinetuneRecipe:
         self.optimizer.zero_grad(set_to_none=True)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        of_datasets = dataset_weights.losses_by_dataset(step.sums_by_dataset(self.ranks) * scale, step.totals)
+        of_datasets = dataset_weights.losses_by_dataset(self.by_sample.by_dataset() * scale, step.totals)
         return {"loss": loss[0], **of_datasets}, grad_norm
 
     def validate(self) -> dict[str, Tensor]:
         """Returns mean losses per target token of ``dataset_val`` [nats], over all ranks."""
-        how = 1, self.pipeline, self.ranks.device
-        (sum_of_all, *of_datasets), totals = sum_over(self.val_loader, self.model, self.sums, *how)
+        how = {"num_sums": 1, "pipeline": self.pipeline, "device": self.ranks.device, "by_sample": self.by_sample}
+        (sum_of_all, *of_datasets), totals = sum_over(self.val_loader, self.model, self.sums, **how)
         losses = {"val_loss": sum_of_all, **dataset_weights.losses_by_dataset(of_datasets, totals, "val_")}
         return ratios(losses, totals, "target_tokens", self.ranks.dp_degree)
 

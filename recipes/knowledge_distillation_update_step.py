@@ -23,6 +23,7 @@ from recipe_utils.distillation.losses import SUMS, make_distillation_loss
 from recipe_utils.distillation.teacher import Teacher, TeacherSettings
 from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.losses.attach import attach_loss, build_loss
+from recipe_utils.losses.by_sample import LossesBySample
 from recipe_utils.losses.dataset_weights import problems_with_sample_losses, refused_weights
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
@@ -46,16 +47,16 @@ from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.datasets import load_dataset
+from recipe_utils.text.trees import makes_trees
 from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.loaders import build_loaders
+from recipe_utils.training.loaders import build_loaders, load_datasets
 from recipe_utils.training.parts.answers import generate
 from recipe_utils.training.parts.validation import sum_over
 from recipe_utils.training.run import Run, TrainingParts
 from recipe_utils.training.settings import RunSettings, problems_between
-from recipe_utils.update_steps.loader import UpdateStep
-from recipe_utils.update_steps.samples import load_dataset
 from recipe_utils.update_steps.settings import DataSettings
-from recipe_utils.update_steps.step import Microbatch, mark_last
+from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
 RECIPE_NAME = "knowledge_distillation_update_step"
 recipe_utils.check_version("0.6", RECIPE_NAME)  # this file was written for it
@@ -133,9 +134,13 @@ class KDRecipe:
 
         # ---- Data
         limits = limits_of(meta_model, ranks.device, settings.compile, teacher=self.teacher.meta_model)
-        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer)
-        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, num_to_run(settings, ranks))
+        dataset, dataset_val = load_datasets(cfg, load)
+        has_trees = makes_trees(dataset) or makes_trees(dataset_val)
+        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, has_trees)
+        loaders = build_loaders(dataset, dataset_val, collator, settings, ranks, num_to_run(settings, ranks))
+        self.loader, self.val_loader = loaders
+        self.by_sample = LossesBySample(loss_fn, ranks, settings.sample_losses)
 
         # ---- Model: each pipeline stage is changed, then parallelized
         groups = row_groups(ranks, settings.max_ranks_per_row)
@@ -158,7 +163,7 @@ class KDRecipe:
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
-        position = run.resume(TrainingParts(*trained, frozen))
+        position = run.resume(TrainingParts(*trained, frozen, by_sample=self.by_sample))
         self.lr_scheduler = optimizer.build_lr_scheduler(schedule, self.optimizer, *position)
 
     # ---- Objective and update -------------------------------------------------------------------
@@ -177,6 +182,7 @@ class KDRecipe:
         """
         # dp_degree / target tokens on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("target_tokens")
+        self.by_sample.start(step, self.loader, self.run.state.epoch)
         metrics = torch.zeros(len(self.metrics), dtype=torch.float64, device=self.ranks.device)
         # The teacher computes all microbatches first: its stages need another schedule.
         with self.teacher.attached(step) as microbatches:

@@ -74,7 +74,10 @@ def test_imports_go_to_lower_layers_only():
                 continue
             # The command line of settings looks recipes up by name.
             looks_up_recipes = (here, there, is_at_top) == ("settings", "cli", False)
-            assert layer_of[there] > layer_of[here] or looks_up_recipes, f"{module}: {other}"
+            # The loader cuts rows that several ranks compute.
+            cuts_rows = (module, there, is_at_top) == ("recipe_utils.update_steps.loader", "long_rows", False)
+            is_seam = looks_up_recipes or cuts_rows
+            assert layer_of[there] > layer_of[here] or is_seam, f"{module}: {other}"
 
 
 def test_only_recipes_and_commands_import_an_objective():

@@ -10,9 +10,10 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from recipe_utils.preference.pairs import num_shared_tokens
+from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.rows import num_real_tokens
-from recipe_utils.update_steps.order import epoch_permutation
-from recipe_utils.update_steps.samples import Sample, load_dataset
+from recipe_utils.update_steps.permutation import epoch_permutation
+from recipe_utils.update_steps.samples import Sample
 
 IGNORE_INDEX = -100
 

@@ -51,6 +51,7 @@ from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.describe import load_recipe
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, Problem, build
+from recipe_utils.text.mixture import Mixture
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.update_steps.samples import SampleError
 
@@ -104,11 +105,12 @@ def record(recipe_class: Any, cfg: DictConfig) -> Step:
         if not all(each.has_stepped for each in optimizers):
             raise NonfiniteError("update step 1: its gradient is NaN or infinite")
         gradients = gather(only=trained)
-        dataset, mixture = loader.dataset.dataset, loader.dataset.mixture
+        checked, mixture = loader.dataset.unread(), loader.dataset.parts
+        dataset = checked.dataset
         items = []
         for index in loader.order.samples(0, 0).tolist():
             try:
-                loader.dataset[index]
+                checked[index]
             except SampleError:  # skipped; training has raised any other
                 continue
             items.append((mixture.dataset_of(index) if mixture else 0, dataset[index]))
@@ -116,7 +118,7 @@ def record(recipe_class: Any, cfg: DictConfig) -> Step:
         if recipe.settings.is_packed:
             whole = build_on_meta(partial(config.instantiate, cfg.model), recipe.settings)
             layout += [attention_of(whole, ranks.device).kernel]
-        weighs = mixture.loss_weights if mixture and loader.records_losses else None
+        weighs = mixture.loss_weights if isinstance(mixture, Mixture) and recipe.by_sample.has_weights else None
     return Step(cfg, items, weighs, weights, gradients, step.totals, layout)
 
 

@@ -29,8 +29,7 @@ from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import load_weights
 from recipe_utils.parallel.fsdp import local, reshard
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.update_steps.loader import UpdateStep
-from recipe_utils.update_steps.step import Microbatch
+from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 
 class AverageTeacher:

@@ -20,9 +20,9 @@ from recipe_utils.optim.optimizer import OptimizerSettings, make_optimizer, trai
 from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import build, naming
-from recipe_utils.training.loaders import validates_dataset
-from recipe_utils.update_steps.loader import UpdateStepLoader
-from recipe_utils.update_steps.samples import load_dataset
+from recipe_utils.text.datasets import load_dataset
+from recipe_utils.training.loaders import build_loader, validates_dataset
+from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
 from recipe_utils.update_steps.settings import DataSettings
 
 
@@ -55,16 +55,16 @@ def build_image_loaders(
         # The keys of views alone, which DataLoader workers can unpickle without the recipe.
         keys = {key.name: getattr(views, key.name) for key in fields(ViewSettings)}
         crops = Views(dataset, transform, ViewSettings(**keys), layout, data.data_seed)
-        collator: Any = ViewCollator(data, views, layout)
-        loader = UpdateStepLoader(crops, collator, data, ranks, "dataset", num_to_run, is_drawn=True)
+        budget = RowBudget(ViewCollator(data, views, layout))
+        loader = build_loader(crops, budget, data, ranks, "dataset", num_to_run)
         if objective.ibot_loss_weight > 0:
-            crops.check_masks(loader.global_batch_size)
+            crops.check_masks(data.samples_per_update_step(ranks.dp_degree))
         if not validates:
             return loader, None
         data = data.of_validation()
-        collator = ImageCollator(data, layout)
+        budget = RowBudget(ImageCollator(data, layout))
         bank, images = (
-            UpdateStepLoader(WholeImages(each, transform, layout), collator, data, ranks, key, num_to_run)
+            build_loader(WholeImages(each, transform, layout), budget, data, ranks, key, num_to_run)
             for key, each in (("dataset_knn", bank), ("dataset_val", images))
         )
         return loader, NearestNeighbors(bank, images, objective.knn_neighbors, ranks)

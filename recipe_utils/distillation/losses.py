@@ -16,7 +16,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules import loss as stock
 from torchtune.modules.tied_linear import TiedLinear
 
-from recipe_utils.losses.chunks import ChunkedLoss, add_by_sample, chunks_of, compiled_for_all_lengths, losses_by_target
+from recipe_utils.losses.chunks import ChunkedLoss, chunks_of, compiled_for_all_lengths
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.update_steps.step import Targets
 
@@ -181,10 +181,10 @@ class LinearDistillationLoss(ChunkedLoss):
         graph. For the arguments see :mod:`recipe_utils.losses.attach`.
         """
         hidden, labels = self.at_targets(hidden, targets)
-        by_target = losses_by_target(targets, hidden)
+        by_target = self.new_losses(hidden)
         of_rows = targets.teacher, None, backward_in_parts, by_target
         sums = self.sum_rows(output, hidden, labels, *of_rows)
-        add_by_sample(targets, by_target)
+        self.record_losses(by_target, targets)
         return sums
 
     def sum_rows(

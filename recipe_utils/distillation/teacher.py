@@ -30,8 +30,7 @@ from recipe_utils.optim.optimizer import OptimizerSettings
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.settings.keys import STRICT, OnlyWith
 from recipe_utils.settings.problems import Problem, build, naming
-from recipe_utils.update_steps.loader import UpdateStep
-from recipe_utils.update_steps.step import Microbatch
+from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 _log = get_logger("INFO")
 

@@ -4,33 +4,12 @@ Parts are stripes, so that each has about as many targets: of a long prompt with
 last of a few blocks would have them all.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from recipe_utils.plans.rounds import Microbatches
+from recipe_utils.plans.rounds import Part
 from recipe_utils.text.documents import Documents
 from recipe_utils.update_steps.step import Microbatch
-
-
-class Part(NamedTuple):
-    """Tokens of a row that one rank computes: ``first``, ``first + num_ranks``, ..."""
-
-    first: int = 0
-    num_ranks: int = 1
-    """Ranks that compute the row together."""
-
-
-WHOLE = Part()
-
-
-def part_of(planned: Sequence[Microbatches], rank: int, index: int) -> Part:
-    """Returns the part that a rank has of its microbatch ``index``."""
-    row = planned[rank][index]
-    same = [r for r, each in enumerate(planned) if row and each[index : index + 1] == [row]]
-    return Part(same.index(rank), len(same)) if row else WHOLE
 
 
 def cut(row: Microbatch, part: Part, num_samples: int, row_multiple: int | None) -> Microbatch:
@@ -53,11 +32,11 @@ def cut(row: Microbatch, part: Part, num_samples: int, row_multiple: int | None)
     tensors = {key: x for key, x in row.inputs.items() if key != "document_lengths"}
     inputs = {key: part_of_row(x) for key, x in tensors.items()}
     is_own = row.targets.positions % num_ranks == first
-    samples = row.targets.sample_positions
+    samples = row.targets.samples
     targets = row.targets._replace(
         labels=part_of_row(labels),
         positions=row.targets.positions[is_own] // num_ranks,
-        sample_positions=None if samples is None else samples[is_own],
+        samples=None if samples is None else samples[is_own],
     )
     counts = dict.fromkeys((*row.counts, "spanning_samples"), 0)
     if first == 0:

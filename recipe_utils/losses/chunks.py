@@ -19,6 +19,8 @@ ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 """Takes the logits of a chunk [c, v], at least fp32, which it may overwrite, the slice of its rows in all rows,
 and True if a gradient is needed. Returns sums [k], and the first one's gradient for the logits [c, v]."""
 
+Record = Callable[[Tensor, Tensor], None]
+
 _CHUNKS_IN_BF16 = 4
 """Chunks whose weight gradients are summed in bf16. The error of 32 chunks is 1.4 times that of one; 3.4 times if
 all are summed in bf16."""
@@ -43,6 +45,8 @@ class ChunkedLoss(nn.Module):
     """
 
     takes_hidden_states = True
+    record: Record | None = None
+    """Takes the loss of each target [n] and its sample [n]; see :mod:`recipe_utils.losses.by_sample`."""
 
     def __init__(self, tokens_per_chunk: int, num_output_chunks: int, ignore_index: int, key: str) -> None:
         super().__init__()
@@ -53,6 +57,15 @@ class ChunkedLoss(nn.Module):
         self.tokens_per_chunk = tokens_per_chunk
         self.num_output_chunks = num_output_chunks
         self.ignore_index = ignore_index
+
+    def new_losses(self, hidden: Tensor) -> Tensor | None:
+        """Returns a buffer for each target's loss [n], which a recomputation overwrites; None without ``record``."""
+        return None if self.record is None else hidden.new_zeros(len(hidden), dtype=sum_dtype(hidden))
+
+    def record_losses(self, losses: Tensor | None, targets: Targets) -> None:
+        """Records losses [n], if there are any."""
+        if losses is not None and self.record is not None and targets.samples is not None:
+            self.record(losses, targets.samples)
 
     def at_targets(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Returns hidden states [n, d] of [b, s, d], and labels [n], of the target tokens."""
@@ -223,20 +236,6 @@ def plain_weight(output: nn.Module | TiedLinear) -> Tensor | None:
     else:
         return None  # also an FSDPModule: its weight is sharded until its own forward
     return None if isinstance(weight, DTensor) else weight
-
-
-def losses_by_target(targets: Targets, hidden: Tensor) -> Tensor | None:
-    """Returns a buffer for each target's loss [n], which a recomputation overwrites; None if not needed."""
-    if targets.sample_sums is None or targets.sample_positions is None:
-        return None
-    return hidden.new_zeros(len(targets.positions), dtype=sum_dtype(hidden))
-
-
-def add_by_sample(targets: Targets, losses: Tensor | None) -> None:
-    """Adds losses of targets, or of pairs, [n] to the sums of their update step by sample."""
-    if losses is not None and targets.sample_sums is not None:
-        assert targets.sample_positions is not None
-        targets.sample_sums.add(losses, targets.sample_positions)
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:

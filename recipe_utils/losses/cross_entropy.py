@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules.tied_linear import TiedLinear
 
-from recipe_utils.losses.chunks import ChunkedLoss, add_by_sample, compiled_for_all_lengths, losses_by_target
+from recipe_utils.losses.chunks import ChunkedLoss, compiled_for_all_lengths
 from recipe_utils.update_steps.step import Targets
 
 
@@ -17,7 +17,8 @@ class LinearCrossEntropyLoss(ChunkedLoss):
     ``tokens_per_chunk * v`` fp32 numbers.
     """
 
-    sums_by_sample = True
+    weights: Tensor | None = None
+    """Weight of each sample's targets, [samples of the update step] fp64; None for 1."""
 
     def __init__(self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8, ignore_index: int = -100) -> None:
         super().__init__(tokens_per_chunk, num_output_chunks, ignore_index, "loss")
@@ -32,14 +33,11 @@ class LinearCrossEntropyLoss(ChunkedLoss):
     ) -> Tensor:
         """Returns the loss summed over the targets [nats], shape [], at least fp32; 0 without targets.
 
-        With ``sample_weights`` of ``targets``, each loss has the weight of its sample. For the arguments see
-        :mod:`recipe_utils.losses.attach`.
+        For the arguments see :mod:`recipe_utils.losses.attach`.
         """
         hidden, labels = self.at_targets(hidden, targets)
-        weights = targets.sample_weights
-        if weights is not None:
-            weights = weights[targets.sample_positions]
-        by_target = losses_by_target(targets, hidden)
+        weights = None if self.weights is None else self.weights[targets.samples]
+        by_target = self.new_losses(hidden)
 
         def chunk_loss(logits: Tensor, rows: slice, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
             given = [logits]
@@ -52,7 +50,7 @@ class LinearCrossEntropyLoss(ChunkedLoss):
             return sums, gradient
 
         sums = self.sum_over_chunks(output, hidden, chunk_loss, 1, backward_in_parts)
-        add_by_sample(targets, by_target)
+        self.record_losses(by_target, targets)
         return sums.squeeze(0)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
+from recipe_utils.text.collator import OF_DATASET
 from recipe_utils.update_steps.settings import DataSettings
-from recipe_utils.update_steps.step import OF_DATASET
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -28,7 +28,7 @@ class LossWeightSettings:
         """Yields weights that are wrong, or have no effect with the recipe's datasets or loss."""
         yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
         text = ""
-        if not _sums_by_sample(loss):
+        if not _has(loss, "weights"):
             text = (
                 f"{loss.get('_component_')} cannot weight targets; set loss._component_ to "
                 "recipe_utils.losses.LinearCrossEntropyLoss"
@@ -54,7 +54,7 @@ class LossWeightSettings:
 
 def problems_with_sample_losses(data: DataSettings, loss: Mapping[str, Any]) -> Iterator[Problem]:
     """Yields ``sample_losses`` of a loss that does not sum by sample."""
-    if data.sample_losses and not _sums_by_sample(loss):
+    if data.sample_losses and not _has(loss, "record"):
         text = (
             f"{loss.get('_component_')} does not sum by sample; set loss._component_ to "
             "recipe_utils.losses.LinearCrossEntropyLoss"
@@ -62,10 +62,10 @@ def problems_with_sample_losses(data: DataSettings, loss: Mapping[str, Any]) -> 
         yield Problem("sample_losses", text, True)
 
 
-def _sums_by_sample(loss: Mapping[str, Any]) -> bool:
-    """Returns True if a loss component does, or if there is none of its name, which is another problem."""
+def _has(loss: Mapping[str, Any], attribute: str) -> bool:
+    """Returns True if a loss component has it, or if there is none of its name, which is another problem."""
     try:
-        return hasattr(component_at(str(loss.get("_component_"))), "sums_by_sample")
+        return hasattr(component_at(str(loss.get("_component_"))), attribute)
     except ValueError:
         return True
 
@@ -82,6 +82,15 @@ def refused_weights(text: str = "this recipe weights no datasets; remove it", **
             if not is_valid or (text and weight != 1):
                 reason = text or "it must be a number above 0"
                 yield Problem(f"{key}.{index}.loss_weight", reason, weight)
+
+
+def token_shares(totals: Mapping[str, int]) -> dict[str, float]:
+    """Returns the fraction of the target tokens of each named dataset, as ``token_share/NAME``."""
+    return {
+        f"token_share/{name.removeprefix(OF_DATASET)}": number / totals["target_tokens"]
+        for name, number in totals.items()
+        if name.startswith(OF_DATASET)
+    }
 
 
 def losses_by_dataset(sums: Tensor, totals: Mapping[str, int], prefix: str = "") -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ least cost so far.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 Microbatches = list[list[int]]
 """Microbatches of one rank: for each of them the positions of its samples, none in a round without
@@ -22,3 +23,21 @@ Plan = Callable[[Sequence[int], int], list[Microbatches]]
 def longest_first(lengths: Sequence[int]) -> list[int]:
     """Returns positions by descending length; equal lengths stay in order."""
     return sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
+
+
+class Part(NamedTuple):
+    """Tokens of a row that one rank computes: ``first``, ``first + num_ranks``, ..."""
+
+    first: int = 0
+    num_ranks: int = 1
+    """Ranks that compute the row together."""
+
+
+WHOLE = Part()
+
+
+def part_of(planned: Sequence[Microbatches], rank: int, index: int) -> Part:
+    """Returns the part that a rank has of its microbatch ``index``."""
+    row = planned[rank][index]
+    same = [r for r, each in enumerate(planned) if row and each[index : index + 1] == [row]]
+    return Part(same.index(rank), len(same)) if row else WHOLE

@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
 
+import recipe_utils.preference.torchtune_pairs  # noqa: F401  corrects torchtune
 from recipe_utils.preference.rows import SIDES, messages_of
 from recipe_utils.text.conversations.files import FileRows
 from recipe_utils.text.conversations.messages import content_as_text, conversation_of, in_openai_format, read_tools

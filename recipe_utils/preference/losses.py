@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.rlhf.loss import DPOLoss
 
-from recipe_utils.losses.chunks import add_by_sample
+from recipe_utils.losses.chunks import Record
 from recipe_utils.preference.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
 from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.update_steps.step import Targets
@@ -128,6 +128,8 @@ class PreferenceLoss(nn.Module):
     """
 
     takes_hidden_states = True
+    record: Record | None = None
+    """Takes the loss of each pair [p] and its sample [p]; see :mod:`recipe_utils.losses.by_sample`."""
 
     def __init__(self, loss_fn: Any, tokens_per_chunk: int = 2048) -> None:
         super().__init__()
@@ -156,7 +158,8 @@ class PreferenceLoss(nn.Module):
             # Per pair: the recipe still divides the loss by the number of pairs.
             given = given / num_targets_of_answers(targets.pairs).repeat(2, 1)
         losses, chosen, rejected = self.loss_fn(*given)
-        add_by_sample(targets, losses)
+        if self.record is not None and targets.samples is not None:
+            self.record(losses, targets.samples)
         margins = chosen - rejected
         wins = (margins > 0).double()
         metrics = torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]])

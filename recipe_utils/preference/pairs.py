@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torchtune.data import padded_collate_sft
 
+import recipe_utils.preference.torchtune_pairs  # noqa: F401  corrects torchtune
 from recipe_utils.preference.rows import SIDES
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
@@ -227,5 +228,5 @@ def _with_pairs(row: Microbatch, samples: Sequence[Sample], num_targets: Tensor)
     names, fingerprints = (tuple(s[key] for s in samples) for key in ("name", "fingerprint"))
     pairs = Pairs(num_targets.flatten(), names, fingerprints)
     positions = [sample["step_position"] for sample in samples if "step_position" in sample]
-    targets = row.targets._replace(pairs=pairs, sample_positions=torch.tensor(positions).long())
+    targets = row.targets._replace(pairs=pairs, samples=torch.tensor(positions).long())
     return Microbatch(row.inputs, targets, counts)

@@ -5,11 +5,13 @@ Shapes: p pairs of a microbatch.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from zlib import crc32
 
+import numpy as np
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torchtune import config
@@ -32,8 +34,9 @@ from recipe_utils.preference.cache import LogProbs, ReferenceCache
 from recipe_utils.preference.losses import PreferenceLoss
 from recipe_utils.settings.keys import STRICT, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, problems_with_folder
-from recipe_utils.update_steps.loader import UpdateStep, UpdateStepLoader
-from recipe_utils.update_steps.step import Microbatch, Pairs
+from recipe_utils.update_steps.loader import UpdateStepLoader
+from recipe_utils.update_steps.order import Order
+from recipe_utils.update_steps.step import Microbatch, Pairs, UpdateStep
 
 _log = get_logger("INFO")
 
@@ -175,8 +178,10 @@ class Reference:
         if self._cache is None:
             return
         for loader in filter(None, loaders):
-            num_steps, steps = loader.one_pass(num_epochs)
-            with steps:
+            size = loader.order.end(0, 0)
+            one_pass = replace(loader, order=OnePass(loader.order, num_epochs, len(loader.dataset), size))
+            num_steps = one_pass.order.num_steps(0)
+            with one_pass.epoch(0) as steps:
                 for step in tqdm(steps, "reference", num_steps, disable=not self._ranks.is_zero):
                     self._store_missing(step, self._cache)
         self._cache.write()
@@ -229,6 +234,31 @@ class Reference:
                         "at ref_checkpointer's weights, or set dtype=fp32"
                     )
         return outputs
+
+
+class OnePass(Order):
+    """One epoch with the samples of the first ``num_epochs`` of an ``order``, each once, in dataset order."""
+
+    def __init__(self, order: Order, num_epochs: int, num_samples: int, global_batch_size: int) -> None:
+        is_used = np.zeros(num_samples, dtype=bool)
+        for epoch in range(num_epochs):
+            for step in range(order.num_steps(epoch)):
+                is_used[order.samples(epoch, step)] = True
+            if is_used.all():
+                break
+        self._indices, self._size = np.flatnonzero(is_used), global_batch_size
+
+    def num_steps(self, epoch: int) -> int:
+        """Returns the number of update steps."""
+        return -(-len(self._indices) // self._size)
+
+    def samples(self, epoch: int, step: int) -> np.ndarray:
+        """Returns dataset indices, ascending."""
+        return self._indices[step * self._size : (step + 1) * self._size]
+
+    def end(self, epoch: int, step: int) -> int:
+        """Returns whole update steps."""
+        return (step + 1) * self._size
 
 
 def _pairs_of(microbatch: Microbatch) -> Pairs:

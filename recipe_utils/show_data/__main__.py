@@ -13,9 +13,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from inspect import signature
-from itertools import chain, count, groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -29,13 +28,14 @@ from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, build
 from recipe_utils.settings.read import check_keys, read_settings
-from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.collator import RowCollator, TextCollator
+from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.documents import chains
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.text.mixture import MixtureOrder, problems_with_list
 from recipe_utils.text.trees import makes_trees
-from recipe_utils.update_steps.order import epoch_permutation
-from recipe_utils.update_steps.samples import CheckedDataset, SampleError, load_dataset
+from recipe_utils.training.loaders import build_order
+from recipe_utils.update_steps.samples import CheckedDataset, SampleError
 from recipe_utils.update_steps.settings import DataSettings
 
 _KEYS = {
@@ -75,23 +75,20 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     check = check_is_pair if are_pairs else None
     dataset = build("dataset", load_dataset, cfg.dataset, tokenizer, check)
     ignore_index = values["loss"].get("ignore_index", -100)
-    make: Any = PairCollator if are_pairs else partial(TextCollator, ignore_index=ignore_index)
     limits = ModelLimits(sys.maxsize, sys.maxsize, MicrobatchCost())
     has_trees = makes_trees(dataset)
     settings = replace(settings, microbatching="packed") if has_trees else settings
-    collator = make(settings, tokenizer, limits=limits)
-    if has_trees:
-        collator.take_trees()
+    if are_pairs:
+        collator: RowCollator = PairCollator(settings, tokenizer, limits)
+    else:
+        collator = TextCollator(settings, tokenizer, ignore_index, limits, has_trees)
     checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip")
     yield from _statistics(checked, collator)
-    order: Any = epoch_permutation(len(checked), 0, settings.shuffle, settings.data_seed)[:num_samples]
-    if checked.mixture is not None and checked.mixture.weights is not None:
-        mixed = MixtureOrder(checked.mixture, settings, settings.samples_per_update_step(1))
-        if problems := [*mixed.problems("dataset")]:
-            raise ConfigError(*problems)
-        yield from mixed.log_lines(cfg.get("epochs", 1))
-        order = chain.from_iterable(map(partial(mixed.samples, 0), count()))
-    for index in map(int, build("num_samples", islice, order, num_samples)):
+    order = build_order(checked, settings, dp_degree=1)
+    if isinstance(order, MixtureOrder):
+        yield from order.log_lines(cfg.get("epochs", 1))
+    first_samples = chain.from_iterable(order.samples(0, step) for step in range(order.num_steps(0)))
+    for index in map(int, build("num_samples", islice, first_samples, num_samples)):
         try:
             sample = checked[index]
         except SampleError as error:

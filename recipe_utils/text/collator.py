@@ -1,6 +1,7 @@
 """Collators of rows: checks of samples, and plans and layouts of their microbatches."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -11,16 +12,24 @@ import numpy as np
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.utils import get_logger, log_rank_zero
 
+import recipe_utils.text.torchtune_messages  # noqa: F401  corrects torchtune
+from recipe_utils.plans.rounds import Plan
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.text.rows import OF_LOADER, collate_dummy, collate_microbatch, collate_packed_microbatch
 from recipe_utils.text.trees import OF_TREES, merge, split_trees
-from recipe_utils.training.parts.search import FIRST_TOKENS, MOST_TOKENS
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.samples import Sample, SampleError, SkippedSampleError, check_keys, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch
+
+FIRST_TOKENS = 2048
+"""First budget of a search. Small for any model that needs a GPU; the same on all ranks."""
+MOST_TOKENS = 2**20
+"""Largest budget of a search."""
+OF_DATASET = "target_tokens/"
+"""Prefix of the counts of named datasets."""
 
 _TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", "is_cut", *OF_LOADER, *OF_TREES}
 
@@ -31,7 +40,7 @@ class RowCollator(Collator):
     """Collator of samples that are sequences of tokens, in padded or packed rows.
 
     Args:
-        settings: data settings.
+        settings: data settings. With ``max_tokens_per_microbatch: auto`` the first budget is FIRST_TOKENS.
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         limits: limits of the model.
         sequences: rows of a sample if padded; the plan counts them as one.
@@ -43,6 +52,7 @@ class RowCollator(Collator):
 
     noun = "sample"
     counts: Sequence[str]
+    _counts_of_datasets: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -63,12 +73,36 @@ class RowCollator(Collator):
             raise ConfigError(Problem("tokenizer.max_seq_len", text, self.max_seq_len))
         if settings.max_ranks_per_row > 1:
             self.counts = (*self.counts, "spanning_samples")
-        if settings.max_tokens_per_microbatch == "auto":
-            self.first_tokens = FIRST_TOKENS
-            settings = replace(settings, max_tokens_per_microbatch=FIRST_TOKENS)
-        self._set(settings)
+        self.is_searched = settings.max_tokens_per_microbatch == "auto"
+        """The budget is found while training."""
+        self.moves_samples = settings.moves_samples
+        first_tokens = FIRST_TOKENS if self.is_searched else settings.max_tokens_per_microbatch
+        self.settings = replace(settings, max_tokens_per_microbatch=first_tokens)
+        # A row longer than the budget is one sample, padded to a multiple below the budget.
+        most_tokens = 2 * MOST_TOKENS if self.is_searched else self.max_tokens
+        most_samples = sequences * max(settings.batch_size, settings.batch_size_val or 0)
+        self.longest_row = limits.longest_row(most_tokens, most_samples)
+        """Upper bound of a row, padding included, also in validation and with any budget [positions]."""
+        self.row_multiple, self.plan = self._layout()
 
-    def with_bound(self, max_tokens: int) -> Self:
+    @property
+    def max_tokens(self) -> int | None:
+        """Returns ``max_tokens_per_microbatch``, a number for each collator."""
+        bound = self.settings.max_tokens_per_microbatch
+        assert bound != "auto"
+        return bound
+
+    def _layout(self) -> tuple[int | None, Plan]:
+        """Returns the divisor of the lengths of packed rows, and the plan of this budget."""
+        settings, limits, num_rows, bound = self.settings, self.limits, self._sequences, self.max_tokens
+        if bound is None and self.max_seq_len is not None:
+            bound = num_rows * settings.batch_size * self.max_seq_len
+        if not settings.is_packed:
+            return None, settings.make_plan(bound, limits.cost, num_rows)
+        multiple = limits.multiple_of_packed_rows(bound, self._trees, settings.max_ranks_per_row)
+        return multiple, settings.make_plan(bound, limits.cost)
+
+    def with_budget(self, max_tokens: int) -> Self:
         """Returns a collator of microbatches of at most ``max_tokens``, including padding of packed rows.
 
         If ``max_tokens`` is below the multiple that rows are padded to, it excludes padding.
@@ -80,26 +114,23 @@ class RowCollator(Collator):
                 return other
         return self._with(replace(self.settings, max_tokens_per_microbatch=max_tokens))
 
-    def _with(self, settings: DataSettings) -> Self:
+    def for_validation(self) -> Self:
+        """Returns a collator for the validation loader: ``batch_size_val`` samples per microbatch."""
+        return self._with(self.settings.of_validation())
+
+    def counting(self, datasets: Sequence[str]) -> Self:
+        """Returns a collator that also counts the target tokens of named datasets, if it counts target tokens first."""
         other = copy(self)
-        other._set(settings)
+        if self.counts[0] == "target_tokens":
+            other._counts_of_datasets = tuple(f"{OF_DATASET}{name}" for name in datasets)
+            other.counts = (*self.counts, *other._counts_of_datasets)
         return other
 
-    def _set(self, settings: DataSettings) -> None:
-        self.settings, limits, num_rows = settings, self.limits, self._sequences
-        bound = _number(settings)
-        most_samples = max(settings.batch_size, settings.batch_size_val or 0)
-        # A row longer than the budget is one sample, padded to a multiple below the budget.
-        most_tokens = 2 * MOST_TOKENS if self.first_tokens else bound
-        self.longest_row = limits.longest_row(most_tokens, num_rows * most_samples)
-        """Upper bound of a row, padding included, also in validation [positions]."""
-        if bound is None and self.max_seq_len is not None:
-            bound = num_rows * settings.batch_size * self.max_seq_len
-        self.row_multiple: int | None = None
-        if settings.is_packed:
-            rows = self._trees, settings.max_ranks_per_row
-            self.row_multiple = limits.multiple_of_packed_rows(bound, *rows)
-        self.plan = settings.make_plan(bound, limits.cost, 1 if settings.is_packed else num_rows)
+    def _with(self, settings: DataSettings) -> Self:
+        other = copy(self)
+        other.settings = settings
+        other.row_multiple, other.plan = other._layout()
+        return other
 
     @property
     def has_few_lengths(self) -> bool:
@@ -108,17 +139,18 @@ class RowCollator(Collator):
 
     def __getstate__(self) -> dict[str, Any]:
         """Omits what DataLoader workers, which only prepare samples, do not use or cannot unpickle."""
-        return {**self.__dict__, "settings": None}
+        return {**self.__dict__, "settings": None, "plan": None}
 
-    def for_validation(self) -> Self:
-        """Returns a collator for the validation loader: ``batch_size_val`` samples per microbatch."""
-        return self._with(self.settings.of_validation())
+    def __copy__(self) -> Self:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)  # not by __getstate__
+        return other
 
     def warnings(self) -> Iterator[str]:
         """Yields a warning about samples longer than a microbatch."""
-        settings, longest, num_rows = self.settings, self.max_seq_len, self._sequences
-        bound, most = _number(settings), settings.max_ranks_per_row
-        if self.first_tokens:
+        longest, num_rows, bound = self.max_seq_len, self._sequences, self.max_tokens
+        most = self.settings.max_ranks_per_row
+        if self.is_searched:
             return
         if bound is not None and (longest is None or most * bound < num_rows * longest):
             on_most = f", max_ranks_per_row={most}" if most > 1 else ""
@@ -137,44 +169,54 @@ class TextCollator(RowCollator):
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         ignore_index: label of positions that are not targets.
         limits: limits of the model.
+        has_trees: accepts samples with ``sequences``.
+
+    Raises:
+        ConfigError: the model does not support ``microbatching: packed``, or rows of trees.
     """
 
     counts: Sequence[str] = ("target_tokens", "real_tokens", "positions")
     """Counts; real tokens exclude padding, positions include it; also samples in rows of several ranks,
-    and tokens of trees that are not computed again."""
+    tokens of trees that are not computed again, and target tokens of each named dataset."""
     fingerprint_keys = ("tokens", "labels")
 
-    def __init__(self, settings: DataSettings, tokenizer: Any, ignore_index: int, limits: ModelLimits) -> None:
-        super().__init__(settings, tokenizer, limits)
+    def __init__(
+        self,
+        settings: DataSettings,
+        tokenizer: Any,
+        ignore_index: int,
+        limits: ModelLimits,
+        has_trees: bool = False,
+    ) -> None:
+        if has_trees and not settings.is_packed:
+            text = "sequences that share a beginning need rows of documents; set microbatching=packed"
+            text += ", or dataset.split_turns=True"
+            raise ConfigError(Problem("microbatching", text, settings.microbatching))
+        trees = ("split_turns=shared", "set dataset.split_turns=True") if has_trees else None
+        super().__init__(settings, tokenizer, limits, trees=trees)
         self._ignore_index = ignore_index
         self._has_own_positions = settings.collate_fn == DataSettings.collate_fn
         self._is_stock_collate_fn = settings.collate_fn.startswith("torchtune.")
         self._has_warned = False
-
-    def take_trees(self) -> None:
-        """Also accepts samples with ``sequences``. Raises ConfigError if their rows are not supported."""
-        instead = "or dataset.split_turns=True"
-        if not self.settings.is_packed:
-            text = "sequences that share a beginning need rows of documents; set microbatching=packed"
-            value = self.settings.microbatching
-            raise ConfigError(Problem("microbatching", f"{text}, {instead}", value))
-        self._trees = ("split_turns=shared", "set dataset.split_turns=True")
-        self._set(self.settings)
-
-    def _set(self, settings: DataSettings) -> None:
-        super()._set(settings)
-        self._shares = settings.is_packed and settings.max_ranks_per_row == 1 and self.limits.shares_beginnings
-        if (self._shares or self._trees) and "shared_tokens" not in self.counts:
+        self._shares = settings.is_packed and settings.max_ranks_per_row == 1 and limits.shares_beginnings
+        if self._shares or has_trees:
             self.counts = (*self.counts, "shared_tokens")
+        if has_trees:
+            self._splits = settings.max_ranks_per_row == 1  # else ranks would wait for another row
+            # Trees are cut when they are read, before the budget of their update step is known.
+            longest_tree = self._tree_bound(None if self.is_searched else self.max_tokens)
+            self._max_positions = longest_tree * settings.max_ranks_per_row
+            self.longest_row = max(self.longest_row, self._max_positions + (self.row_multiple or 0))
+
+    def _layout(self) -> tuple[int | None, Plan]:
+        row_multiple, plan = super()._layout()
         if self._trees is None:
-            return
-        bound = _number(settings) or settings.batch_size * self._longest
-        self.plan = settings.make_plan(bound, self.limits.cost)
-        self._splits = settings.max_ranks_per_row == 1  # else ranks would wait for another row
-        # Trees are cut when they are read, before the budget of their update step is known.
-        whole = settings.batch_size * self._longest if self.first_tokens else bound
-        self._max_positions = whole * settings.max_ranks_per_row
-        self.longest_row = max(self.longest_row, self._max_positions + (self.row_multiple or 0))
+            return row_multiple, plan
+        return row_multiple, self.settings.make_plan(self._tree_bound(self.max_tokens), self.limits.cost)
+
+    def _tree_bound(self, max_tokens: int | None) -> int:
+        """Returns the positions of a tree, of which a sample may need several."""
+        return max_tokens or self.settings.batch_size * self._longest
 
     @property
     def _longest(self) -> int:
@@ -201,8 +243,8 @@ class TextCollator(RowCollator):
             return
         if len(tokens) == most and sample.get("is_cut", True):
             yield f"tokenizer.max_seq_len={most} tokens, probably truncated"
-        bound = _number(self.settings) or 0
-        spans = self.settings.max_ranks_per_row > 1 and not self.first_tokens
+        bound = self.max_tokens or 0
+        spans = self.settings.max_ranks_per_row > 1 and not self.is_searched
         if spans and len(sample["tokens"]) > bound:
             yield f"more than {bound} tokens, computed by several ranks"
 
@@ -262,22 +304,24 @@ class TextCollator(RowCollator):
                 self._has_warned = True
                 text = f"rows contain only text; {', '.join(sorted(map(str, ignored)))} of samples is ignored"
                 log_rank_zero(_log, f"microbatching=packed: {text}", logging.WARNING)
-            return collate_packed_microbatch(samples, ignore, pad, self.row_multiple, self._shares)
-        collate_fn = partial(component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore)
-        return collate_microbatch(samples, collate_fn, ignore, self.limits.merges_rows)
+            row = collate_packed_microbatch(samples, ignore, pad, self.row_multiple, self._shares)
+        else:
+            collate_fn = partial(component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore)
+            row = collate_microbatch(samples, collate_fn, ignore, self.limits.merges_rows)
+        return row if not self._counts_of_datasets else self._with_counts_of_datasets(row, samples)
+
+    def _with_counts_of_datasets(self, row: Microbatch, samples: Sequence[Sample]) -> Microbatch:
+        dataset_of = {sample["step_position"]: sample["dataset_index"] for sample in samples}
+        assert row.targets.samples is not None
+        numbers = Counter(dataset_of[position] for position in row.targets.samples.tolist())
+        counts = {name: numbers[index] for index, name in enumerate(self._counts_of_datasets)}
+        return replace(row, counts={**row.counts, **counts})
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Makes a dummy microbatch, see :func:`recipe_utils.text.rows.collate_dummy`."""
         if self.settings.is_packed:
             sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
         return collate_dummy(sample, self.collate, self._ignore_index)
-
-
-def _number(settings: DataSettings) -> int | None:
-    """Returns ``max_tokens_per_microbatch``, which is a number in the settings of a collator."""
-    bound = settings.max_tokens_per_microbatch
-    assert bound != "auto"
-    return bound
 
 
 def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimits) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ on its number alone, so they are the same on any layout and after a resume.
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import inf, lcm
@@ -20,8 +20,8 @@ from torchtune.datasets import ConcatDataset
 from recipe_utils.settings.components import split_entry
 from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.words import problem_with_word
-from recipe_utils.update_steps.order import Order, epoch_permutation
-from recipe_utils.update_steps.permutation import NUM_IN_MEMORY, seed_of
+from recipe_utils.update_steps.order import Order
+from recipe_utils.update_steps.permutation import NUM_IN_MEMORY, epoch_permutation, seed_of
 from recipe_utils.update_steps.settings import DataSettings
 
 _STEPS_PER_STATE = 64
@@ -37,9 +37,6 @@ class Mixture(ConcatDataset):
         self.starts: tuple[int, ...] = tuple(np.cumsum([0, *self.lengths[:-1]]).tolist())
         self.names: tuple[str, ...] = tuple(str(entry["name"]) for entry in entries)
         self.loss_weights = tuple(float(entry.get("loss_weight", 1.0)) for entry in entries)
-        self.weigh: Callable[[Sequence[int]], torch.Tensor] | None = None
-        """Maps target tokens of an update step by dataset, over all ranks, to the factors of the loss
-        of a target by dataset. None: the loss is not summed by dataset."""
         weights = [entry.get("weight") for entry in entries]
         self.weights = None if None in weights else [Fraction(str(weight)) for weight in weights]
         """Weight of each dataset; None if the datasets are concatenated."""
@@ -48,11 +45,14 @@ class Mixture(ConcatDataset):
         """Returns the position in the list of the dataset that a sample is from."""
         return bisect_right(self.starts, index) - 1
 
+    def datasets_of(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the position in the list of the dataset of each sample, [n] int64."""
+        return np.searchsorted(self.starts, indices, side="right") - 1
 
-def mixture_of(dataset: Any) -> Mixture | None:
-    """Returns the mixture that a dataset is, or whose samples it transforms."""
-    found = getattr(dataset, "dataset", dataset)
-    return found if isinstance(found, Mixture) else None
+
+def names_of(dataset: Any) -> tuple[str, ...]:
+    """Returns the names of the datasets that a dataset is a mixture of; () for others."""
+    return dataset.names if isinstance(dataset, Mixture) else ()
 
 
 class Shares:
@@ -92,20 +92,44 @@ class Shares:
 class MixtureOrder(Order):
     """Order of the samples of a mixture with weights, over all epochs of a training.
 
-    Each dataset is passed through without repetition, in a new order each time, also across epochs.
-    ``size`` is that of an update step [samples]. An epoch is whole update steps.
+    Each dataset is passed through without repetition, in a new order each time, also across epochs. An epoch is whole
+    update steps.
+
+    Args:
+        mixture: has weights.
+        global_batch_size: samples of an update step.
+        samples_per_epoch: of all datasets together; None for as many as they have.
+        max_steps_per_epoch: None for no bound.
+        shuffle: shuffles each pass, and each update step.
+        seed: seed of the shuffled order.
     """
 
-    def __init__(self, mixture: Mixture, settings: DataSettings, size: int) -> None:
-        self.mixture, self._size = mixture, size
-        self._shuffle, self._seed = settings.shuffle, settings.data_seed
-        self.samples_per_epoch = (settings.mixture or {}).get("samples_per_epoch") or len(mixture)
-        self.steps_per_epoch = min(
-            self.samples_per_epoch // size, settings.max_steps_per_epoch or self.samples_per_epoch
-        )
-        self.shares = Shares(mixture.weights or (), size)
+    def __init__(
+        self,
+        mixture: Mixture,
+        global_batch_size: int,
+        samples_per_epoch: int | None = None,
+        max_steps_per_epoch: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.mixture, self._size, self._shuffle, self._seed = mixture, global_batch_size, shuffle, seed
+        self.samples_per_epoch = samples_per_epoch or len(mixture)
+        self._num_steps = self.samples_per_epoch // global_batch_size
+        self._is_cut = max_steps_per_epoch is not None
+        if max_steps_per_epoch is not None:
+            self._num_steps = min(self._num_steps, max_steps_per_epoch)
+        self.shares = Shares(mixture.weights or (), global_batch_size)
         # For each dataset, the pass that ends and the one that starts.
         self._pass = lru_cache(maxsize=2 * len(mixture.lengths))(self._make_pass)
+
+    def num_steps(self, epoch: int) -> int:
+        """Returns the number of update steps, the same in each epoch."""
+        return self._num_steps
+
+    def end(self, epoch: int, step: int) -> int:
+        """Returns the samples of whole update steps."""
+        return (step + 1) * self._size
 
     def _make_pass(self, which: int, number: int) -> Any:
         seed, length = seed_of(self._seed, 1, which, number), self.mixture.lengths[which]
@@ -115,7 +139,7 @@ class MixtureOrder(Order):
 
     def samples(self, epoch: int, step: int) -> np.ndarray:
         """Returns the dataset indices of an update step."""
-        step += epoch * self.steps_per_epoch
+        step += epoch * self._num_steps
         found = []
         for which, (drawn, number) in enumerate(zip(*self.shares.of(step), strict=True)):
             while number > 0:
@@ -131,7 +155,7 @@ class MixtureOrder(Order):
 
     def problems(self, key: str) -> Iterator[Problem]:
         """Yields empty datasets, and an epoch without update step."""
-        if not self.steps_per_epoch:
+        if not self._num_steps:
             text = f"an update step has {self._size} samples; set it to as many or more"
             yield Problem("mixture.samples_per_epoch", text, self.samples_per_epoch)
         for name, length in zip(self.mixture.names, self.mixture.lengths, strict=True):
@@ -140,7 +164,7 @@ class MixtureOrder(Order):
 
     def log_lines(self, num_epochs: int) -> Iterator[str]:
         """Yields samples, share and passes of each dataset, and shares below a sample."""
-        names, drawn = self.mixture.names, self.shares.of(num_epochs * self.steps_per_epoch)[0]
+        names, drawn = self.mixture.names, self.shares.of(num_epochs * self._num_steps)[0]
         width = max(map(len, ("dataset", *names)))
         yield f"{'dataset':{width}}     samples   share  passes per epoch  passes in all"
         for name, length, number in zip(names, self.mixture.lengths, drawn, strict=True):
@@ -149,6 +173,11 @@ class MixtureOrder(Order):
         for name, quota in zip(names, self.shares.quotas, strict=True):
             if quota < 1:
                 yield f"{name}: {float(quota):.2g} samples per update step, in one of {float(1 / quota):.3g}"
+        if (num_left_over := self.samples_per_epoch % self._size) and not self._is_cut:
+            yield (
+                f"dataset: an epoch of the mixture is {self._num_steps} whole update steps; {num_left_over} of "
+                f"{self.samples_per_epoch} samples are left for the next one"
+            )
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns values that must be equal for update steps to contain the same samples."""
@@ -156,7 +185,7 @@ class MixtureOrder(Order):
         weights = [{"0": float(weight)} for weight in mixture.weights or ()]  # as in version 0.5
         return {
             "lengths": [list(each) for each in zip(mixture.names, mixture.lengths, strict=True)],
-            "steps_per_epoch": self.steps_per_epoch,
+            "steps_per_epoch": self._num_steps,
             "weights": dict(zip(mixture.names, weights, strict=True)),
         }
 

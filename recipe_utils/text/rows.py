@@ -42,7 +42,7 @@ def packed(
 
 def padded(samples: Sequence[Sample], collate_fn: CollateFn, ignore_index: int) -> Microbatch:
     """Makes a microbatch of the rows of a ``collate_fn``; see :func:`collate_microbatch`."""
-    inputs = dict(collate_fn(samples))
+    inputs = dict(collate_fn([{k: v for k, v in sample.items() if k not in OF_LOADER} for sample in samples]))
     if "labels" not in inputs or inputs["labels"].shape != inputs["tokens"].shape:
         got = {key: tuple(value.shape) for key, value in inputs.items() if hasattr(value, "shape")}
         raise ValueError(f"collate_fn: labels must have the shape of tokens; it returned {got}")
@@ -155,7 +155,7 @@ def _with_positions(microbatch: Microbatch, samples: Sequence[Sample], lengths: 
         return microbatch
     numbers = torch.tensor([sample["step_position"] for sample in samples])
     numbers = numbers.repeat_interleave(torch.tensor(lengths))[microbatch.targets.positions]
-    return replace(microbatch, targets=microbatch.targets._replace(sample_positions=numbers))
+    return replace(microbatch, targets=microbatch.targets._replace(samples=numbers))
 
 
 def collate_dummy(sample: Sample, collate: Callable[..., Microbatch], ignore_index: int) -> Microbatch:

@@ -1,19 +1,25 @@
-"""Builders of loaders."""
+"""Builds loaders from datasets: checks, order of the samples, budget of the rows."""
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.losses.dataset_weights import LossWeightSettings
+from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.settings.problems import build
-from recipe_utils.text.mixture import Mixture
-from recipe_utils.text.trees import makes_trees
-from recipe_utils.update_steps.loader import UpdateStepLoader
+from recipe_utils.settings.problems import ConfigError, Problem, build, naming
+from recipe_utils.text.collator import RowCollator
+from recipe_utils.text.mixture import Mixture, MixtureOrder, names_of
+from recipe_utils.training.inspect_samples import content_hashes, draws_samples, report_of
+from recipe_utils.training.parts.search import SearchedBudget
+from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
+from recipe_utils.update_steps.objective import Collator
+from recipe_utils.update_steps.order import Order, ShuffledOrder
+from recipe_utils.update_steps.permutation import NUM_IN_MEMORY
+from recipe_utils.update_steps.samples import CheckedDataset
 from recipe_utils.update_steps.settings import DataSettings
 
 
@@ -29,34 +35,120 @@ def validates_dataset(cfg: DictConfig) -> bool:
     return validates
 
 
-def build_loaders(
-    cfg: DictConfig,
-    load: Callable[..., Any],
-    collator: Any,
-    settings: DataSettings,
-    ranks: Ranks,
-    num_to_run: Callable[[int], int] | None = None,
-    loss_fn: Any = None,
-) -> tuple[UpdateStepLoader, UpdateStepLoader | None]:
-    """Builds the loaders of ``dataset`` and, if training validates, of ``dataset_val``.
+def load_datasets(cfg: DictConfig, load: Callable[..., Any]) -> tuple[Any, Any]:
+    """Builds ``dataset`` and, if training validates, ``dataset_val``; else None.
 
-    ``load`` builds a dataset, as :func:`.load_dataset`; ``num_to_run`` is that of a pipeline's schedule. With a ``loss_fn`` that sums named datasets
-    their targets have weights, 1 in validation. Raises ConfigError for problems of both datasets.
+    ``load`` builds a dataset, as :func:`.load_dataset`. Raises ConfigError.
     """
     validates = validates_dataset(cfg)
     dataset = build("dataset", load, cfg.dataset)
-    dataset_val = build("dataset_val", load, cfg.dataset_val) if validates else None
-    if makes_trees(dataset) or makes_trees(dataset_val):
-        collator.take_trees()
-    if hasattr(loss_fn, "sums_by_sample") and isinstance(settings, LossWeightSettings):
-        for each, weighing in ((dataset, settings), (dataset_val, LossWeightSettings())):
-            if isinstance(each, Mixture):
-                each.weigh = partial(weighing.weigh, each.loss_weights)
-    loader = UpdateStepLoader(dataset, collator, settings, ranks, "dataset", num_to_run, is_drawn=True)
-    if not validates:
+    return dataset, build("dataset_val", load, cfg.dataset_val) if validates else None
+
+
+def build_loaders(
+    dataset: Any,
+    dataset_val: Any,
+    collator: RowCollator,
+    settings: DataSettings,
+    ranks: Ranks,
+    num_to_run: Callable[[int], int] | None = None,
+) -> tuple[UpdateStepLoader, UpdateStepLoader | None]:
+    """Builds the loaders of rows of ``dataset`` and, unless None, of ``dataset_val``.
+
+    ``num_to_run`` is that of a pipeline's schedule. Raises ConfigError for problems of both datasets.
+    """
+    collator_val = collator.for_validation().counting(names_of(dataset_val))
+    collator = collator.counting(names_of(dataset))
+    budget = SearchedBudget(collator) if collator.is_searched else RowBudget(collator)
+    loader = build_loader(dataset, budget, settings, ranks, "dataset", num_to_run)
+    if dataset_val is None:
         return loader, None
-    data, collator = settings.of_validation(), collator.for_validation()
-    val_loader = UpdateStepLoader(dataset_val, collator, data, ranks, "dataset_val", num_to_run)
-    if loader.max_tokens:
-        val_loader.propose_tokens = lambda: loader.max_tokens
-    return loader, val_loader
+    follow = (lambda: budget.tokens) if collator.is_searched else None
+    budget_val = RowBudget(collator_val, follow)
+    return loader, build_loader(dataset_val, budget_val, settings.of_validation(), ranks, "dataset_val", num_to_run)
+
+
+def build_loader(
+    dataset: Any,
+    budget: RowBudget,
+    settings: DataSettings,
+    ranks: Ranks,
+    name: str = "dataset",
+    num_to_run: Callable[[int], int] | None = None,
+) -> UpdateStepLoader:
+    """Builds a loader of a map-style dataset, the same on all ranks.
+
+    Args:
+        dataset: has ``__len__`` and ``__getitem__``.
+        budget: collator of its samples.
+        settings: data settings.
+        ranks: ranks of the job.
+        name: config key of the dataset, for errors. Samples of a mixture with weights are drawn for ``dataset``
+            only. Loaders of other keys share a group of ranks, so only one of them is iterated over at a time.
+        num_to_run: see :class:`.UpdateStepLoader`.
+
+    Raises:
+        ConfigError: the dataset is empty, has nothing to train on, forms no update step, or differs in length
+            between ranks.
+    """
+    is_training, collator = name == "dataset", budget.collator()
+    group = ranks.prefetch_group if is_training else ranks.validation_group
+    checked = CheckedDataset(dataset, name, collator.prepare, settings.on_bad_sample == "skip")
+    with naming(name):
+        if agree_on_length(len(checked), group) == 0:
+            raise ValueError("it has 0 samples; at least 1 is needed")
+        checked = _inspected(checked, collator, settings, ranks, is_training)
+    order = build_order(checked, settings, ranks.dp_degree, is_training)
+    checked = replace(checked, fingerprint=_fingerprint_of(checked, order, settings, ranks.dp_degree))
+    numbers = settings.num_workers, settings.prefetch_update_steps
+    return UpdateStepLoader(checked, order, budget, ranks, group, *numbers, num_to_run)
+
+
+def build_order(dataset: CheckedDataset, settings: DataSettings, dp_degree: int, is_training: bool = True) -> Order:
+    """Returns the order of a training: by weight if the dataset is a mixture with weights, else shuffled."""
+    size, most = settings.samples_per_update_step(dp_degree), settings.max_steps_per_epoch
+    mixture = dataset.parts
+    if is_training and isinstance(mixture, Mixture) and mixture.weights is not None:
+        per_epoch = (settings.mixture or {}).get("samples_per_epoch")
+        order = MixtureOrder(mixture, size, per_epoch, most, settings.shuffle, settings.data_seed)
+        if problems := [*order.problems(dataset.name)]:
+            raise ConfigError(*problems)
+        return order
+    with naming("last_update_step"):
+        drops = settings.last_update_step == "drop"
+        return ShuffledOrder(len(dataset), size, settings.shuffle, settings.data_seed, drops, most)
+
+
+def _inspected(
+    dataset: CheckedDataset, collator: Collator, settings: DataSettings, ranks: Ranks, is_training: bool
+) -> CheckedDataset:
+    """Returns the dataset with what its first samples show."""
+    draws = draws_samples(dataset)
+    if draws and settings.prefetch_update_steps and not settings.num_workers:
+        text = (
+            f"samples of {dataset.name} draw from a global random generator, as training does at the same "
+            "time, so no run could be repeated or resumed; set num_workers to 1 or more"
+        )
+        raise ConfigError(Problem("num_workers", text, 0))
+    dataset, part_lengths = replace(dataset, draws=draws), [len(dataset)]
+    if isinstance(dataset.parts, Mixture) and dataset.parts.weights is not None:
+        part_lengths = [*dataset.parts.lengths]
+    report = report_of(dataset, collator, part_lengths if is_training else (), is_training and ranks.is_zero)
+    return replace(dataset, report=report)
+
+
+def _fingerprint_of(dataset: CheckedDataset, order: Order, settings: DataSettings, dp_degree: int) -> dict[str, Any]:
+    """Returns values that must be equal for update steps to contain the same samples."""
+    is_lazy = settings.shuffle and len(dataset) > NUM_IN_MEMORY
+    hashes = content_hashes(dataset.dataset, dataset.name)
+    return {
+        "num_samples": len(dataset),
+        "hash_of_samples": dataset.report.hash_of_samples,
+        **({"content_hash": hashes} if hashes else {}),
+        **(order.fingerprint() if isinstance(order, MixtureOrder) else {}),
+        **({"order": "feistel"} if is_lazy else {}),
+        "global_batch_size": settings.samples_per_update_step(dp_degree),
+        "shuffle": settings.shuffle,
+        "data_seed": settings.data_seed,
+        "last_update_step": settings.last_update_step,
+    }

@@ -15,7 +15,7 @@ from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.training.log import Log
 from recipe_utils.training.settings import PROFILER
-from recipe_utils.update_steps.loader import UpdateStep
+from recipe_utils.update_steps.step import UpdateStep
 
 _RATES = {
     "target_tokens": "tokens_per_second_per_gpu",

@@ -20,6 +20,7 @@ from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, re
 from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load
 from recipe_utils.checkpoint.tensors import AnyOptimizer, note_options
 from recipe_utils.files import CheckpointError
+from recipe_utils.losses.by_sample import LossesBySample
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import adapters_of, local_stages
@@ -55,6 +56,8 @@ class TrainingParts:
     """Exports the model."""
     frozen: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of frozen weights, which must equal the checkpoint's."""
+    by_sample: LossesBySample | None = None
+    """Records losses by sample."""
     exported: nn.Module | None = None
     """Model that is exported; None for ``model``."""
 
@@ -99,7 +102,7 @@ class Resume:
         """
         # The transform of images is a part of the data.
         transform = self.config.get("transform") or {}
-        fingerprint = parts.loader.fingerprint()
+        fingerprint = dict(parts.loader.dataset.fingerprint)
         fingerprint |= {f"transform.{key}": value for key, value in transform.items()}
         self._check_that_ranks_have_the_same_data(fingerprint)
         note_options(parts.optimizer, lr_scheduler=self.config.get("lr_scheduler"))
@@ -187,8 +190,9 @@ class Resume:
                         f"{error}; there is no older one. resume_from_checkpoint=False starts from scratch"
                     ) from error
                 self.log.warn(f"{error}; skipped")
-        num_samples = parts.loader.order.samples_per_epoch
-        if state.samples_consumed >= num_samples + parts.loader.global_batch_size:
+        num_samples, order = len(parts.loader.dataset), parts.loader.order
+        last_end = order.end(state.epoch, order.num_steps(state.epoch) - 1)
+        if state.samples_consumed >= max(num_samples + order.end(state.epoch, 0), last_end + 1):
             raise ConfigError(
                 f"resume_from_checkpoint: {self.path} has consumed {state.samples_consumed} samples "
                 f"of an epoch, the dataset has {num_samples}; set the dataset that it was saved with"

@@ -16,12 +16,14 @@ from torchtune import config, training
 
 from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.load import TrainingState
+from recipe_utils.losses.dataset_weights import token_shares
 from recipe_utils.models.construct import describe_model
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import start_any
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
 from recipe_utils.training.entry_point import set_on_signals
+from recipe_utils.training.inspect_samples import log_data
 from recipe_utils.training.lock import lock_folder
 from recipe_utils.training.log import Log, bar_text, progress_bar
 from recipe_utils.training.metrics import Metrics, Throughput, build_profiler
@@ -30,8 +32,8 @@ from recipe_utils.training.parts.sample_losses import SampleLosses
 from recipe_utils.training.resume import Resume, TrainingParts, norms_of_frozen_rows, warnings_of
 from recipe_utils.training.saves import Saves, log_model, summary_of_training
 from recipe_utils.training.settings import Due, RunSettings
-from recipe_utils.training.start import log_start
-from recipe_utils.update_steps.loader import UpdateStep, UpdateStepLoader
+from recipe_utils.update_steps.loader import UpdateStepLoader
+from recipe_utils.update_steps.step import UpdateStep
 
 _COUNTS = {"target_tokens": "num_tokens", "pairs": "num_pairs"}
 """Totals of an update step that are logged, and their metrics."""
@@ -113,7 +115,7 @@ class Run:
             config.log_config(self._recipe, cfg)
         self._log.log_config(cfg)
         self._log.info(describe_model(model, cfg, self._ranks.device))
-        log_start(loader, self.settings.epochs)
+        log_data(loader, self.settings.epochs, cfg.get("microbatching", "in_order"))
 
     def resume(self, parts: TrainingParts) -> tuple[int, int]:
         """Resumes training if configured, also within an epoch; see :meth:`.Resume.restore`.
@@ -121,15 +123,15 @@ class Run:
         Returns the update steps of the whole training, and the completed ones.
         """
         self._parts = self._saves.parts = parts
-        self.num_steps = parts.loader.steps_per_epoch * self.settings.epochs
+        self.num_steps = sum(map(parts.loader.order.num_steps, range(self.settings.epochs)))
         self.sample_losses = None
-        if parts.loader.settings.sample_losses:
-            self.sample_losses = SampleLosses(parts.loader, self._ranks, self._log)
+        if self._resume.config.get("sample_losses") and parts.by_sample is not None:
+            self.sample_losses = SampleLosses(parts.by_sample, parts.loader, self._ranks, self._log)
         warnings = *self.settings.warnings(self.num_steps), *warnings_of(parts.model, self.settings)
         for text in warnings:
             self._log.warn(text)
         loader, ranks = parts.loader, self._ranks
-        stops = getattr(loader.collator, "stop_tokens", ())
+        stops = getattr(loader.budget.collator(), "stop_tokens", ())
         for text in norms_of_frozen_rows(parts.model, stops, ranks.device):
             self._log.info(text)
         self._memory = StepMemory(loader, parts.optimizer, ranks, self._log.info)
@@ -172,8 +174,8 @@ class Run:
             found = ", ".join(f"{name} {value:.3f}" for name, value in self._validated().items())
             self._log.info(f"Before the first update step: {found}")
         first, began = self.state, time.perf_counter()
-        done = first.epoch * loader.steps_per_epoch
-        done += first.samples_consumed // loader.global_batch_size
+        done = sum(map(loader.order.num_steps, range(first.epoch)))
+        done += first.samples_consumed // loader.order.end(first.epoch, 0)
         with progress_bar(total=self.num_steps, initial=done, shown=self._ranks.is_zero) as bar:
             for _ in range(self.state.epoch, self.settings.epochs):
                 yield from self._steps_of_epoch(loader, bar)
@@ -262,21 +264,21 @@ class Run:
         # All ranks get the same answer, while the device computes. Earlier, and a request during
         # the update step would cost another one.
         self._stop_requested = start_any(self.stop.is_set(), self._ranks.cpu_group)
-        self._unsaved_since_seconds = min(self._unsaved_since_seconds, step.clock_seconds)
+        self._unsaved_since_seconds = min(self._unsaved_since_seconds, time.monotonic())
         self.state = replace(
             self.state,
             global_step=self.global_step + 1,
             samples_consumed=step.samples_consumed,
             num_tokens_seen=self.state.num_tokens_seen + step.totals.get("target_tokens", 0),
             num_images_seen=self.state.num_images_seen + step.totals.get("images", 0),
-            num_samples_skipped=self.state.num_samples_skipped + step.num_skipped,
+            num_samples_skipped=self.state.num_samples_skipped + step.totals["skipped_samples"],
         )
         num_spanning = step.totals.get("spanning_samples", 0)
         self._most_spanning_samples = max(self._most_spanning_samples, num_spanning)
         self._throughput.add(step, self._wait_seconds)
 
     def _due(self, step: UpdateStep) -> Due:
-        unsaved_minutes = (step.clock_seconds - self._unsaved_since_seconds) / 60
+        unsaved_minutes = (time.monotonic() - self._unsaved_since_seconds) / 60
         is_last = step.is_last_of_epoch and self.state.epoch + 1 == self.settings.epochs
         return self.settings.due(self.global_step, step.is_last_of_epoch, unsaved_minutes, is_last)
 
@@ -295,7 +297,7 @@ class Run:
         if self._counted in _COUNTS:
             metrics[_COUNTS[self._counted]] = step.totals[self._counted]
         metrics |= {name: each() if callable(each) else each for name, each in more.items()}
-        metrics |= step.token_shares
+        metrics |= token_shares(step.totals)
         metrics |= self._memory.metrics()
         metrics["num_spanning_samples"] = step.totals.get("spanning_samples")
         if self.settings.log_peak_memory_stats and self._ranks.device.type != "cpu":

@@ -10,13 +10,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from recipe_utils.long_rows.parts import WHOLE, Part, part_of
-from recipe_utils.plans.rounds import Plan
+from recipe_utils.plans.rounds import WHOLE, Part, Plan, part_of
 from recipe_utils.update_steps.samples import Sample
 
 _POLL_SECONDS = 0.0005
@@ -48,9 +47,6 @@ class RankCounts(NamedTuple):
     counts: Mapping[str, int]
     """Counts by name, divisors of losses among them."""
     num_microbatches: int
-    clock_ms: int = 0
-    """Monotonic clock [ms]; only differences are meaningful."""
-    num_skipped: int = 0
     max_tokens: int = 0
     """Budget of microbatches that the rank proposes for further update steps."""
 
@@ -62,10 +58,6 @@ class StepCounts(NamedTuple):
     """Sums over the data-parallel ranks, by name."""
     max_microbatches: int
     """Microbatches of the rank that has most."""
-    clock_seconds: float = 0.0
-    """Clock of rank 0. Decisions based on it are the same on all ranks."""
-    num_skipped: int = 0
-    """Sum over the data-parallel ranks."""
     max_tokens: int = 0
     """Least budget that a rank proposes."""
 
@@ -94,23 +86,16 @@ class StepCollectives:
             AbandonedError: ``closed`` was set first. The group cannot be used after that.
             OtherRankFailedError: a rank passed None; contains the ranks.
         """
-        row: tuple[int, ...] = ()
+        row: list[int] = []
         if local is not None:
-            counts = [local.num_skipped, *(local.counts[name] for name in self.names)]
-            row = (1, local.num_microbatches, local.clock_ms, local.max_tokens)
-            row += tuple(count if self.counts_its_data else 0 for count in counts)
-        table = self._gather_rows(row, 5 + len(self.names))
-
-        ready, num_microbatches, clock_ms, max_tokens, skipped, *columns = table.unbind(1)
+            counts = [local.counts[name] if self.counts_its_data else 0 for name in self.names]
+            row = [1, local.num_microbatches, local.max_tokens, *counts]
+        table = self._gather_rows(row, 3 + len(self.names))
+        is_ready, num_microbatches, max_tokens, *columns = table.unbind(1)
         if local is not None:
-            _check_all_ready(ready)
-        return StepCounts(
-            {name: int(column.sum()) for name, column in zip(self.names, columns, strict=True)},
-            int(num_microbatches.max()),
-            int(clock_ms[0]) / 1000,
-            int(skipped.sum()),
-            int(max_tokens.min()),
-        )
+            _check_all_ready(is_ready)
+        totals = {name: int(column.sum()) for name, column in zip(self.names, columns, strict=True)}
+        return StepCounts(totals, int(num_microbatches.max()), int(max_tokens.min()))
 
     def exchange(
         self, samples: Sequence[Sample] | None, length_of: LengthOf, plan: Plan, max_samples: int
@@ -130,8 +115,8 @@ class StepCollectives:
             The microbatches of this rank; none if it passed None.
         """
         # One row per rank: its number of samples plus one, so that 0 reports a failure, and their lengths.
-        own = [] if samples is None else [len(samples) + 1, *map(length_of, samples)]
-        table = self._gather_rows(own, 1 + max_samples)
+        local_lengths = [] if samples is None else [len(samples) + 1, *map(length_of, samples)]
+        table = self._gather_rows(local_lengths, 1 + max_samples)
         if samples is None:
             return []
         _check_all_ready(table[:, 0])
@@ -203,16 +188,6 @@ class StepCollectives:
         work.wait()
 
 
-@contextmanager
-def reporting_failure(collective: Callable[[None], Any]) -> Iterator[None]:
-    """Enters the collective that the other ranks wait in, with None, if the block raises an error."""
-    try:
-        yield
-    except Exception:
-        collective(None)
-        raise
-
-
 def group_samples(samples: Sequence[Sample], length_of: LengthOf, plan: Plan) -> list[Row]:
     """Returns the microbatches, planned for this rank alone."""
     (microbatches,) = plan([length_of(sample) for sample in samples], 1)
@@ -226,3 +201,56 @@ def _check_all_ready(ready: torch.Tensor) -> None:
         raise OtherRankFailedError(
             f"rank(s) {failed} could not prepare the next update step, so no rank starts it; the cause is in their logs"
         )
+
+
+class Agreement:
+    """Collectives of one update step. Every rank enters each of them once, in the same order.
+
+    An error on one rank, in any phase, must reach the others, which wait in a collective. So the rank enters the
+    collective that the others wait in, without data. An error that a collective raises is that of all ranks
+    already: reporting it again would wait for ever.
+    """
+
+    def __init__(self, together: StepCollectives, length_of: LengthOf, plan: Plan, max_samples: int | None) -> None:
+        self._together, self._length_of, self._plan, self._max_samples = together, length_of, plan, max_samples
+        self._next: Callable[[None], object] | None = together.count if max_samples is None else self._exchange
+        """Collective that the other ranks wait in."""
+
+    def exchange(self, samples: Sequence[Sample]) -> list[Row]:
+        """Returns the rows of this rank, planned over all ranks, or for this one alone without ``max_samples``."""
+        if self._max_samples is None:
+            return group_samples(samples, self._length_of, self._plan)
+        self._next = None
+        rows = self._exchange(samples)
+        self._next = self._together.count
+        return rows
+
+    def count(self, local: RankCounts) -> StepCounts:
+        """Returns counts over all ranks."""
+        self._next = None
+        return self._together.count(local)
+
+    def report_failure(self) -> None:
+        """Enters the collective that the other ranks wait in, without data."""
+        if self._next is not None:
+            self._next(None)
+
+    def _exchange(self, samples: Sequence[Sample] | None) -> list[Row]:
+        assert self._max_samples is not None
+        return self._together.exchange(samples, self._length_of, self._plan, self._max_samples)
+
+
+@contextmanager
+def agreement(
+    together: StepCollectives, length_of: LengthOf, plan: Plan, max_samples: int | None
+) -> Iterator[Agreement]:
+    """Yields the collectives of an update step; an error in the block reaches the other ranks, too.
+
+    ``max_samples``, the same on all ranks, are the most on a rank if samples move between ranks; else None.
+    """
+    agree = Agreement(together, length_of, plan, max_samples)
+    try:
+        yield agree
+    except Exception:
+        agree.report_failure()
+        raise

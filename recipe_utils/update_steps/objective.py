@@ -21,8 +21,8 @@ class Collator(Protocol):
     rank. Losses that couple samples need it."""
     row_multiple: int | None = None
     """Divisor of the positions of packed rows, or of their parts on several ranks; None for any number."""
-    first_tokens: int | None = None
-    """First budget of a microbatch, if it is found while training."""
+    moves_samples: bool = False
+    """True if samples move between DP ranks."""
     plan: Plan
     """Assigns samples to microbatches and ranks; see :mod:`recipe_utils.plans.rounds`."""
 
@@ -53,7 +53,7 @@ class Collator(Protocol):
         Ranks with fewer microbatches run it, so that FSDP's collectives match.
         """
 
-    def with_bound(self, max_tokens: int) -> Self:
+    def with_budget(self, max_tokens: int) -> Self:
         """Returns a collator of microbatches of at most ``max_tokens``, if their tokens are bounded."""
         return self
 

@@ -1,6 +1,9 @@
 """Orders of samples that are computed by index, so that memory does not grow with their number."""
 
+from typing import Any
+
 import numpy as np
+import torch
 
 NUM_IN_MEMORY = 2**24
 """Maximum number of samples whose order is an array (``torch.randperm``)."""
@@ -53,3 +56,20 @@ class LazyPermutation:
         for key in self._keys:
             left, right = right, left ^ (mixed(right + key) & mask)
         return (left << self._half) | right
+
+
+def epoch_permutation(num_samples: int, epoch: int, shuffle: bool, seed: int = 0, is_lazy: bool = False) -> Any:
+    """Returns the dataset indices of an epoch in order, [num_samples] int64.
+
+    Up to :data:`NUM_IN_MEMORY` samples, a tensor with the order of
+    ``torch.utils.data.DistributedSampler`` with this seed. Stock torchtune recipes use seed 0 for
+    any ``seed`` of the config. Beyond, or if ``is_lazy``, slices of a :class:`LazyPermutation` are
+    computed.
+    """
+    if is_lazy or num_samples > NUM_IN_MEMORY:
+        return LazyPermutation(num_samples, seed_of(seed, epoch) if shuffle else None)
+    if not shuffle:
+        return torch.arange(num_samples)
+    generator = torch.Generator()
+    generator.manual_seed(seed + epoch)
+    return torch.randperm(num_samples, generator=generator)

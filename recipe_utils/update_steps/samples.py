@@ -4,24 +4,17 @@ A sample is a mapping. Text has ``tokens`` and ``labels`` of one length, as torc
 return it; a sample of a packed dataset also has ``input_pos`` and ``seq_lens``.
 """
 
-import logging
-import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
-from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import Dataset
-from torchtune import config
-from torchtune.datasets import ConcatDataset
-from torchtune.utils import get_logger, log_rank_zero
+from torchtune.utils import get_logger
 
 from recipe_utils.parallel.random_state import get_random_state, seed_generators, set_random_state
-from recipe_utils.settings.components import may_mean_subset, split_entry
-from recipe_utils.text.mixture import Mixture, entries_of, mixture_of
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.permutation import seed_of
 from recipe_utils.update_steps.workers import load_batches
@@ -65,54 +58,76 @@ def whole_numbers(sample: Sample, key: str, name: str) -> np.ndarray:
     return numbers.astype(np.int64)
 
 
+class NamedParts(Protocol):
+    """Dataset that consists of named ones, one after the other."""
+
+    names: tuple[str, ...]
+    starts: tuple[int, ...]
+    """First index of each."""
+
+    def dataset_of(self, index: int) -> int:
+        """Returns the position in ``names`` of the dataset that a sample is from."""
+
+
+class SampleReport(NamedTuple):
+    """Facts about a dataset, from some of its samples; see :mod:`recipe_utils.training.inspect_samples`."""
+
+    example: int = 0
+    """Index of a sample that can be trained on."""
+    hash_of_samples: str = ""
+    """Hash of the first, the middle and the last sample of each part of the dataset."""
+    remarks: Mapping[str, int] = {}
+    """Why samples are skipped or doubtful, and how many of ``num_remarked`` are; empty if training
+    will stop at one of them."""
+    num_remarked: int = 0
+    lengths: Sequence[int] = ()
+    """Tokens of each good one that was read for remarks."""
+    num_targets: int = 0
+    """Target tokens of all of them."""
+    num_shared: int = 0
+    """Tokens of all of them that are not computed again."""
+
+
+@dataclass(frozen=True)
 class CheckedDataset(Dataset[Sample]):
     """Map-style dataset whose samples are checked as they are loaded.
 
-    Args:
-        dataset: has ``__len__`` and ``__getitem__``.
-        name: config key of the dataset, for errors.
-        prepare: collator's ``prepare``; it gets names such as ``"sample 17 of dataset"``.
-        skips_bad: True if :func:`load_samples` skips bad samples.
-
-    Global random generators that a dataset draws from are seeded for each sample, by its position in
-    the training, and restored: draws are the same in any worker, on any layout and after a resume.
+    A sample gets ``step_position``, its position in the update step, and with named parts ``dataset_index``, the
+    position of its part. Global random generators that a dataset draws from are seeded for each sample, by its
+    position in the training, and restored: draws are the same in any worker, on any layout and after a resume.
     """
 
-    def __init__(
-        self, dataset: Any, name: str, prepare: Callable[[Sample, str], Sample], skips_bad: bool = False
-    ) -> None:
-        self.dataset = dataset
-        self.name = name
-        self.prepare = prepare
-        self.skips_bad = skips_bad
-        self.mixture = mixture_of(dataset)
-        self._takes_step_index = hasattr(dataset, "takes_step_index")
-        self._named: set[str] = set()
-        self.adds_positions = False
-        """Samples have a ``step_position``, which loss modules sum by."""
-        self.draws = False
-        """The dataset draws from a global generator; set by :meth:`find_draws`."""
+    dataset: Any
+    """Has ``__len__`` and ``__getitem__``."""
+    name: str
+    """Config key, for errors."""
+    prepare: Callable[[Sample, str], Sample]
+    """Collator's ``prepare``; it gets names such as ``"sample 17 of dataset"``."""
+    skips_bad: bool = False
+    """:func:`load_samples` skips bad samples."""
+    draws: bool = False
+    """The dataset draws from a global generator of Python, NumPy or PyTorch."""
+    report: SampleReport = field(default_factory=SampleReport)
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    """Values that must be equal on resume for update steps to contain the same samples."""
+    _named: set[str] = field(default_factory=set)
+    """Skipped samples that were logged."""
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def find_draws(self) -> bool:
-        """Returns True if the first sample draws from a global generator of Python, NumPy or PyTorch."""
-        before = get_random_state()
-        for _ in range(2):  # imports and caches of the first call are no draws of a sample
-            state = get_random_state()
-            with suppress(Exception):  # raised again when the sample is loaded
-                self[0]
-        after = get_random_state()
-        set_random_state(before)
-        self.draws = not all(torch.equal(state[name], after[name]) for name in state)
-        return self.draws
+    @property
+    def parts(self) -> NamedParts | None:
+        """Named datasets that the dataset consists of, or whose samples it transforms."""
+        candidates: tuple[Any, ...] = (self.dataset, getattr(self.dataset, "dataset", None))
+        return next((each for each in candidates if hasattr(each, "dataset_of")), None)
+
+    def unread(self) -> "CheckedDataset":
+        """Returns a copy for one thread or process, see :func:`unread`."""
+        return replace(self, dataset=unread(self.dataset))
 
     def __getitem__(self, at: int | StepIndex) -> Sample:
-        """Returns the prepared sample; an error of the dataset is chained to a SampleError.
-
-        A sample of a mixture has ``dataset_index``, the position of its dataset in the list.
-        """
+        """Returns the prepared sample; an error of the dataset is chained to a SampleError."""
         at = at if isinstance(at, StepIndex) else StepIndex(at)
         if not self.draws:
             return self._get(at)
@@ -127,26 +142,21 @@ class CheckedDataset(Dataset[Sample]):
         index = at.item
         name = self.name_of(index)
         try:
-            sample = self.dataset[at if self._takes_step_index else index]
+            sample = self.dataset[at if hasattr(self.dataset, "takes_step_index") else index]
         except SampleError as error:  # from a dataset that checks its files
             raise type(error)(f"{name}: {error}") from error.__cause__
         except Exception as error:
             text = f"{name}: {type(error).__name__}: {error}{self._row(index)}"
             raise SampleError(text) from error
-        prepared = self.prepare(sample, name)
-        if self.adds_positions:
-            prepared = {**prepared, "step_position": at.position}
-        if self.mixture is None:
-            return prepared
-        return {**prepared, "dataset_index": self.mixture.dataset_of(index)}
+        prepared = {**self.prepare(sample, name), "step_position": at.position}
+        return prepared if self.parts is None else {**prepared, "dataset_index": self.parts.dataset_of(index)}
 
     def name_of(self, index: int) -> str:
         """Returns the name of a sample, such as ``sample 17 of dataset``."""
-        if self.mixture is None:
+        if (parts := self.parts) is None:
             return f"sample {index} of {self.name}"
-        which = self.mixture.dataset_of(index)
-        local = index - self.mixture.starts[which]
-        return f"sample {local} of {self.name}.{self.mixture.names[which]}"
+        which = parts.dataset_of(index)
+        return f"sample {index - parts.starts[which]} of {self.name}.{parts.names[which]}"
 
     def _row(self, index: int) -> str:
         """Returns the row behind a sample of torchtune's datasets, shortened; empty for others."""
@@ -184,63 +194,6 @@ class CheckedDataset(Dataset[Sample]):
             _log.warning(f"{error} (skipped{reason})")
 
 
-def load_dataset(
-    cfg: DictConfig | ListConfig, tokenizer: Any = None, check: Callable[[Any], None] | None = None
-) -> Any:
-    """Instantiates a dataset from a component, or from a list of components.
-
-    A list with names or weights is a :class:`.Mixture`; others are concatenated. ``tokenizer`` is
-    the positional argument of each; None if they take none. ``check`` raises ValueError if the
-    first sample is of a wrong kind.
-    """
-    given = () if tokenizer is None else (tokenizer,)
-    if not isinstance(cfg, ListConfig):
-        dataset = _instantiate(cfg, *given)
-    else:
-        parts: Any = OmegaConf.to_container(cfg, resolve=True)
-        made, own = zip(*map(split_entry, parts), strict=True)
-        for name in (part["name"] for part in parts if may_mean_subset(part)):
-            text = f"name={name} is the name of a dataset in the log; set subset={name} for a subset of the hub"
-            log_rank_zero(_log, text, logging.WARNING)
-        several = [_instantiate(OmegaConf.create(part), *given) for part in made]
-        is_mixture = any(own)
-        dataset = Mixture(several, entries_of(parts)) if is_mixture else ConcatDataset(several)
-    if check is not None:
-        try:
-            sample = dataset[0]
-        except Exception:  # an empty dataset or a bad sample is reported when it is loaded
-            return dataset
-        check(sample)
-    return dataset
-
-
-def _instantiate(cfg: DictConfig, *given: Any) -> Any:
-    """Builds a dataset; raises ValueError with the files if the library ``datasets`` cannot read them."""
-    try:
-        dataset = config.instantiate(cfg, *given)
-    except Exception as error:
-        if isinstance(error, OSError):
-            missing = str(error.filename)
-            for name in (str(key) for key, value in cfg.items() if str(value) == missing):
-                raise ValueError(f"{name}={missing}: {os.strerror(error.errno or 0)}") from None
-        is_of_datasets = type(error).__module__.partition(".")[0] == "datasets"
-        if not is_of_datasets and not isinstance(error, StopIteration):
-            raise
-        causes = [error]
-        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-            causes.append(cause)  # type: ignore[arg-type]
-        reason = "; ".join(dict.fromkeys(str(each) for each in causes[1:] if str(each))) or "it is empty"
-        raise ValueError(f"{cfg.get('data_files') or cfg.get('source')} cannot be read: {reason}") from error
-    try:
-        len(dataset)
-    except TypeError:
-        raise ValueError(
-            f"a {type(getattr(dataset, '_data', dataset)).__name__} has no length; set it to a map-style dataset "
-            "(streaming=False: files are memory-mapped, not loaded), because a shuffle buffer cannot be resumed exactly"
-        ) from None
-    return dataset
-
-
 def load_samples(
     dataset: CheckedDataset, indices_per_step: Sequence[list[Any]], num_workers: int = 0
 ) -> Iterator[list[Sample]]:
@@ -248,10 +201,38 @@ def load_samples(
 
     Raises a SampleError for a bad sample that is not skipped.
     """
-    for samples in load_batches(dataset, indices_per_step, num_workers):
+    # Workers, and this thread, open files themselves.
+    for samples in load_batches(dataset.unread(), indices_per_step, num_workers):
         for sample in samples:
             if isinstance(sample, SampleError):
                 if not dataset.skips(sample):
                     raise sample
                 dataset.warn_skipped(sample)
         yield [sample for sample in samples if not isinstance(sample, SampleError)]
+
+
+def unread(dataset: Any) -> Any:
+    """Returns a shallow copy of a dataset, and of those that it consists of.
+
+    What a dataset opens at its first read (SQLite, LMDB, h5py) belongs to a thread or process. So each reader
+    (inspection, data thread, worker) has a copy of the dataset as it was before. Attributes are shared: a copy
+    of a dataset in memory takes no memory.
+    """
+    if not _is_dataset(dataset):
+        return dataset
+    try:
+        made = copy(dataset)
+    except Exception:  # an object that cannot be copied is read as it is
+        return dataset
+    for name, value in list(vars(dataset).items()):
+        if _is_dataset(value):
+            object.__setattr__(made, name, unread(value))
+        elif isinstance(value, (list, tuple)) and len(value) and _is_dataset(value[0]):
+            object.__setattr__(made, name, type(value)(map(unread, value)))
+    return made
+
+
+def _is_dataset(value: Any) -> bool:
+    """Returns True for objects that may open files when they are read; ``datasets`` and arrays do not."""
+    is_of_library = type(value).__module__.partition(".")[0] in ("datasets", "numpy", "torch")
+    return not is_of_library and hasattr(value, "__dict__") and hasattr(value, "__getitem__")

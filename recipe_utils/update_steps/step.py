@@ -1,51 +1,16 @@
-"""Microbatches: the tensors of one forward and backward on one rank.
+"""An update step as a value: all that one optimizer step computes, on one rank.
 
 Shapes: b rows, s positions per row, n target tokens.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 
 T = TypeVar("T")
-
-OF_DATASET = "target_tokens/"
-"""Prefix of the counts of named datasets."""
-
-
-class SampleSums:
-    """Losses of an update step by sample on this rank, to which loss modules add without gradients."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.numbers = torch.zeros(num_samples, dtype=torch.float64)
-        """Targets, or pairs, of each sample, [samples] on the CPU."""
-        self.datasets = torch.zeros(num_samples, dtype=torch.int64)
-        """Index of the named dataset of each sample that this rank computes, [samples] on the CPU."""
-        self.sums: Tensor | None = None
-        """Sums over them on the device of the loss, [samples] in fp64; None before a loss."""
-
-    def add(self, losses: Tensor, positions: Tensor) -> None:
-        """Adds losses of targets or pairs, [n], of the samples at ``positions`` [n]."""
-        if self.sums is None:
-            size = len(self.numbers)
-            self.sums = torch.zeros(size, dtype=torch.float64, device=losses.device)
-        self.sums.index_add_(0, positions, losses.detach().double())
-
-    def count(self, targets: "Targets") -> None:
-        """Adds the numbers of a microbatch on the CPU."""
-        if targets.sample_positions is not None:
-            self.numbers += targets.sample_positions.bincount(minlength=len(self.numbers))
-
-    def by_dataset(self, num_datasets: int, device: torch.device) -> Tensor:
-        """Returns the sums of each named dataset, [datasets] in fp64."""
-        sums = torch.zeros(num_datasets, dtype=torch.float64, device=device)
-        if self.sums is None:  # no last stage of a pipeline
-            return sums
-        return sums.index_add_(0, self.datasets.to(device, non_blocking=True), self.sums)
 
 
 class Pairs(NamedTuple):
@@ -71,14 +36,8 @@ class Targets(NamedTuple):
     teacher: Any = None
     """Outputs of a frozen model (teacher or reference) at these targets: tensors in any nesting."""
     pairs: Pairs | None = None
-    sample_positions: Tensor | None = None
-    """[n], or [p] of pairs: position in the update step of each one's sample; None unless losses are
-    summed by sample."""
-    sample_sums: SampleSums | None = None
-    """Sums of the update step, which the loss module adds to."""
-    sample_weights: Tensor | None = None
-    """[samples of the update step]: factor of the loss of a sample's targets, fp64; 1 on average over all
-    targets. None for 1."""
+    samples: Tensor | None = None
+    """[n], or [p] of pairs: position in the update step of each one's sample, for losses by sample."""
 
 
 @dataclass(frozen=True)
@@ -102,24 +61,42 @@ class Microbatch:
         """Returns the microbatch with outputs of a frozen model at its targets."""
         return replace(self, targets=self.targets._replace(teacher=outputs))
 
-    def with_sample_sums(self, sums: SampleSums, weights: Tensor | None) -> "Microbatch":
-        """Returns the microbatch with sums and weights [samples] of its update step."""
-        targets = self.targets._replace(sample_sums=sums, sample_weights=weights)
-        return replace(self, targets=targets)
-
 
 # PyTorch's tree functions copy it as part of larger structures.
 register_dataclass(Microbatch)
 
 
+@dataclass(frozen=True)
+class UpdateStep:
+    """Data of one optimizer step on this rank, with totals over all data-parallel (DP) ranks."""
+
+    index: int
+    """Position in its epoch, from 0."""
+    microbatches: Sequence[Microbatch]
+    """Microbatches of this rank, on the CPU; every rank has the same number."""
+    totals: Mapping[str, int]
+    """Counts of all microbatches by name, over all DP ranks: target_tokens, positions, skipped_samples, ..."""
+    dp_degree: int
+    """Number of ranks that hold different data."""
+    samples_consumed: int = 0
+    """Samples of the epoch over all ranks, up to and including this update step."""
+    is_last_of_epoch: bool = False
+
+    def scale(self, count: str) -> float:
+        """Returns the factor for a microbatch's summed loss that makes it a mean over ``count``.
+
+        FSDP2 and DDP average gradients over the DP ranks, hence ``dp_degree`` over the total.
+        """
+        return self.dp_degree / max(self.totals[count], 1)
+
+
 def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Yields each item and True for the last one. Reads one item ahead."""
     iterator = iter(items)
-    try:
-        held = next(iterator)
-    except StopIteration:
-        return
+    last = next(iterator, None)
     for item in iterator:
-        yield held, False
-        held = item
-    yield held, True
+        assert last is not None
+        yield last, False
+        last = item
+    if last is not None:
+        yield last, True

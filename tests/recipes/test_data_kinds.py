@@ -36,6 +36,26 @@ def test_the_gradient_is_that_of_separate_samples(dataset, loss, world_size, tin
         assert error(gradients, reference) < tolerance
 
 
+@pytest.mark.parametrize(("num_workers", "is_listed"), [(0, False), (2, True)])
+def test_a_dataset_that_opens_its_file_at_the_first_read_trains(num_workers, is_listed, tiny_config, tmp_path):
+    """Two epochs with validation: each is read by a thread, or workers, of its own."""
+    data = {"_component_": "tiny.sqlite_dataset", "path": str(tmp_path / "samples.db"), "num_samples": 12}
+    in_memory = {"_component_": "tiny.tiny_dataset", "num_samples": 12, "num_without_targets": 0}
+    losses = []
+    for dataset in (data, in_memory):
+        config = tiny_config(
+            dataset=[{**dataset, "name": "rows"}] if is_listed else dataset,
+            dataset_val=dataset,
+            run_val_every_n_steps=2,
+            epochs=2,
+            num_workers=num_workers,
+        )
+        (logged,) = run_distributed(run_recipe, 1, config)
+        losses.append([(line.get("loss"), line.get("val_loss")) for line in logged])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) > 4
+
+
 @pytest.fixture
 def fusion_weights(weights_folder):
     path = weights_folder / "weights" / "fusion.pt"

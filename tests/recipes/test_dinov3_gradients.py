@@ -18,7 +18,7 @@ from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.dinov3.average_teacher import AverageTeacher
 from recipe_utils.dinov3.images.views import ViewCollator
 from recipe_utils.models.pipeline.microbatches import Pipeline
-from recipe_utils.update_steps.loader import UpdateStep
+from recipe_utils.update_steps.step import UpdateStep
 
 collate = ViewCollator.collate
 PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}

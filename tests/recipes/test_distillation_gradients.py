@@ -8,7 +8,7 @@ from recipe_runs import KD, recipe_class, slow
 from recipe_utils.distillation import losses as distillation
 from recipe_utils.models.frozen import FrozenModel
 from recipe_utils.models.transformers import decoder
-from recipe_utils.update_steps.loader import UpdateStep
+from recipe_utils.update_steps.step import UpdateStep
 
 IN_ORDER, PADDED = ("in_order", 2), ("least_padding", 4, "last_microbatch")
 FAST = [

@@ -11,7 +11,7 @@ from recipe_utils.models import frozen as frozen_model
 from recipe_utils.preference import losses as preference
 from recipe_utils.preference.pairs import PairCollator
 from recipe_utils.text.documents import Documents, length_of
-from recipe_utils.update_steps.loader import UpdateStep
+from recipe_utils.update_steps.step import UpdateStep
 
 PADDED, ONE_BY_ONE = ("least_padding", 2), ("in_order", 2, "last_microbatch")
 PACKED, INTERLEAVED = ("packed", 1), ("packed", 1, "Interleaved1F1B")

@@ -29,8 +29,8 @@ from recipe_utils.files import CheckpointError
 from recipe_utils.models.frozen import FrozenModel
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.preference import cache
+from recipe_utils.preference.reference import OnePass
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.update_steps.loader import UpdateStepLoader
 
 PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 19, "kind": "alike_beginnings"}
 
@@ -190,7 +190,7 @@ def test_a_killed_pass_before_training_resumes_with_the_same_rows(cached_config,
 
 
 def test_a_pair_that_the_pass_before_training_did_not_see_is_named(cached_config, monkeypatch):
-    monkeypatch.setattr(UpdateStepLoader, "one_pass", lambda self, _: (1, self.of_samples([[0]])))
+    monkeypatch.setattr(OnePass, "num_steps", lambda self, epoch: 1)
     with pytest.raises(CheckpointError, match=r"reference_cache_dir=.*: pair \d+ of dataset is not in"):
         losses_of(cached_config())
 

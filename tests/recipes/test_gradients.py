@@ -23,12 +23,11 @@ from gradient_rows import (
 )
 from recipe_runs import recipe_class, slow
 
-from recipe_utils.long_rows import exchange
+from recipe_utils.long_rows import exchange, parts
 from recipe_utils.models.attention import document_mask
 from recipe_utils.models.pipeline import microbatches as pipeline
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.update_steps import loader
-from recipe_utils.update_steps.loader import UpdateStep
+from recipe_utils.update_steps.step import UpdateStep
 
 FAST = [  # one per way to train
     Row("one", "tied", "in_order", 1, "each_microbatch"),
@@ -115,11 +114,11 @@ def weights_normalized_by_microbatch(patches):
     def sums_by_microbatch(self, m):
         if not torch.is_grad_enabled():  # a validation has no weights
             return sums(self, m)
-        of_step, positions = m.targets.sample_sums, m.targets.sample_positions
-        counts = of_step.datasets[positions].bincount(minlength=3).tolist()
+        datasets = self.by_sample._datasets
+        counts = datasets[m.targets.samples].bincount(minlength=3).tolist()
         given = [part.get("loss_weight", 1) for part in MIXED]
-        weights = self.settings.weigh(given, counts)[of_step.datasets]
-        return sums(self, m.with_sample_sums(of_step, weights))
+        self.by_sample._loss_module.weights = self.settings.weigh(given, counts)[datasets]
+        return sums(self, m)
 
     patches.setattr(recipe, "sums", sums_by_microbatch)
 
@@ -191,8 +190,8 @@ def no_sync_at_the_last_microbatch(patches):
 
 def change_parts(patches, change):
     """Has ``change`` make a part from that part and the whole row."""
-    cut = loader.cut
-    patches.setattr(loader, "cut", lambda row, *args: change(cut(row, *args), row))
+    cut = parts.cut
+    patches.setattr(parts, "cut", lambda row, *args: change(cut(row, *args), row))
 
 
 def labels_shifted_after_the_cut(patches):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torchtune import config
 
-from recipe_utils.update_steps.order import epoch_permutation
+from recipe_utils.update_steps.permutation import epoch_permutation
 
 TOLERANCE = 1e-10
 NUM_SAMPLES = 19  # no multiple of 16: the last update step holds 3 samples

@@ -16,7 +16,8 @@ from torchtune import config as torchtune_config
 from recipe_utils.dinov3.backbone import fresh_vit_weights, with_heads
 from recipe_utils.dinov3.images.crop_rows import layout_of
 from recipe_utils.dinov3.images.views import Views, ViewSettings
-from recipe_utils.update_steps.order import StepIndex, epoch_permutation
+from recipe_utils.update_steps.order import StepIndex
+from recipe_utils.update_steps.permutation import epoch_permutation
 
 NUM_IMAGES, IMAGES_PER_STEP = 37, 16  # the last update step holds 5 images
 MODEL = {

@@ -3,7 +3,7 @@
 import tiny
 from recipe_runs import tiny_config
 
-from recipe_utils.update_steps.order import epoch_permutation
+from recipe_utils.update_steps.permutation import epoch_permutation
 
 NUM_SAMPLES, BATCH_SIZE, ACCUMULATION, LR = 160, 4, 4, 0.01
 

@@ -1,11 +1,13 @@
 """Tiny components for configs under test, and gradients computed another way."""
 
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import random
 import signal
+import sqlite3
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -248,6 +250,28 @@ def file_dataset(tokenizer, path):
     dataset = Samples(json.loads(content))
     dataset.content_hash = hashlib.sha256(content).hexdigest()
     return dataset
+
+
+class SqliteSamples(Samples):
+    """Opens its file at the first read; a connection of SQLite works in one thread of one process."""
+
+    def __init__(self, path, num_samples):
+        self.path, self.samples, self.connection = path, range(num_samples), None
+
+    def __getitem__(self, index):
+        if self.connection is None:
+            self.connection = sqlite3.connect(self.path)
+        (text,) = self.connection.execute("SELECT text FROM samples WHERE id = ?", (index,)).fetchone()
+        return json.loads(text)
+
+
+def sqlite_dataset(_, path, num_samples):
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE IF NOT EXISTS samples (id INTEGER PRIMARY KEY, text TEXT)")
+        rows = enumerate(map(json.dumps, make_samples(num_samples)))
+        connection.executemany("INSERT OR REPLACE INTO samples VALUES (?, ?)", rows)
+        connection.commit()
+    return SqliteSamples(path, num_samples)
 
 
 def make_trees(num_samples, seed=0):

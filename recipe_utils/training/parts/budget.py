@@ -5,11 +5,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.text.collator import MOST_TOKENS, RowCollator
 from recipe_utils.training.parts.meter import METERS
-from recipe_utils.training.parts.search import MOST_TOKENS, NUM_DIGITS, TokenBudget
+from recipe_utils.training.parts.search import SearchedBudget
+from recipe_utils.update_steps.loader import UpdateStepLoader
+from recipe_utils.update_steps.step import UpdateStep
 
 _SAFE = 0.85
 """Factor of the tokens of a row that did not fit."""
@@ -41,57 +45,51 @@ class StepMemory:
         log: logs a line on rank 0.
     """
 
-    def __init__(self, loader: Any, optimizer: Any, ranks: Ranks, log: Callable[[str], None]) -> None:
-        self._loader, self._settings, self._ranks, self._log = loader, loader.settings, ranks, log
-        self._step: Any = None  # in progress
+    def __init__(self, loader: UpdateStepLoader, optimizer: Any, ranks: Ranks, log: Callable[[str], None]) -> None:
+        self._ranks, self._log, self._budget = ranks, log, loader.budget
+        self._search = loader.budget if isinstance(loader.budget, SearchedBudget) else None
+        self._step: UpdateStep | None = None  # in progress
         self._is_stepping = False
         if hasattr(optimizer, "register_step_pre_hook"):
             optimizer.register_step_pre_hook(lambda *_: setattr(self, "_is_stepping", True))
-        self._budget: TokenBudget | None = None
-        if loader.max_tokens:
+        if self._search is not None:
             self._meter, self._peak = METERS[ranks.device.type](ranks.device), 0
             self._hardware = {"memory_bytes": self._meter.total_bytes, "world_size": ranks.world_size}
-            self._start_at(loader.max_tokens)
-
-    def _start_at(self, tokens: int) -> None:
-        # With few lengths, kernels are compiled for each: budgets double.
-        digits = 1 if self._loader.collator.has_few_lengths else NUM_DIGITS
-        self._budget, self._logged = TokenBudget(tokens, digits), tokens
-        self._loader.propose_tokens = lambda: self._budget.proposal
-        self._loader.bound_rows(tokens)
+            self._logged = self._search.tokens
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Continues with the budget of a checkpoint if it was found on the same hardware."""
-        if self._budget is not None:
+        if self._search is not None:
             is_same = self._hardware.items() <= saved.items()
             if all(gather_objects(is_same, self._ranks.cpu_group)):
-                self._start_at(saved["tokens"])
+                self._search.restart(saved["tokens"])
+                self._logged = self._search.tokens
 
     def state(self) -> dict[str, Any]:
         """Returns the budget for a checkpoint; {} if none is searched for."""
-        if self._budget is None:
+        if self._search is None:
             return {}
-        return {"tokens": self._loader.max_tokens, **self._hardware}
+        return {"tokens": self._search.tokens, **self._hardware}
 
     def metrics(self) -> dict[str, float]:
         """Returns the budget of the next rows and this rank's last peak; {} if no budget is searched for."""
-        if self._budget is None:
+        if self._search is None:
             return {}
-        tokens, peak = self._loader.max_tokens, self._peak / 2**30
+        tokens, peak = self._search.tokens, self._peak / 2**30
         return {"max_tokens_per_microbatch": tokens, "peak_memory_gib": peak}
 
-    def start(self, step: Any, number: int) -> None:
+    def start(self, step: UpdateStep, number: int) -> None:
         """Starts an update step."""
         self._step, self._number, self._is_stepping = step, number, False
-        if self._budget is not None:
+        if self._search is not None:
             self._meter.start()
 
-    def stop(self, step: Any) -> None:
+    def stop(self, step: UpdateStep) -> None:
         """Ends an enqueued update step, and proposes a budget for those not yet planned."""
         self._step = None
-        if self._budget is None:
+        if self._search is None:
             return
-        memory, longest, tokens = self._meter.stop(), step.longest, self._loader.max_tokens
+        memory, longest, tokens = self._meter.stop(), longest_row(step), self._search.tokens
         self._peak = memory.peak
         if tokens != self._logged:
             took = f"{longest:,} took {memory.peak / 2**30:.2f} of {memory.limit / 2**30:.2f} GiB"
@@ -102,12 +100,12 @@ class StepMemory:
             self._log(f"update step {self._number}: {text} lowers fragmentation")
         # One microbatch needs no longer rows, and had no gradients beside its activations.
         cap = MOST_TOKENS if len(step.microbatches) > 1 else 0
-        if (num_stages := self._settings.pipeline_parallel_dim) > 1:
+        if (num_stages := self._ranks.dims.pp) > 1:
             # Two microbatches for each stage keep the bubble small.
             positions = sum(m.counts.get("positions", 0) for m in step.microbatches)
             cap = positions // (2 * num_stages)
         if self._number > 1:  # the first one has no optimizer state
-            self._budget.add(longest, memory, cap)
+            self._search.search.add(longest, memory, cap)
 
     def __enter__(self) -> "StepMemory":
         return self
@@ -115,7 +113,7 @@ class StepMemory:
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         """Raises RowsDoNotFitError if an update step ran out of memory."""
         if isinstance(error, torch.OutOfMemoryError) and self._step is not None:
-            device, tokens = self._ranks.device, self._step.longest
+            device, tokens = self._ranks.device, longest_row(self._step)
             text = f"rank {dist.get_rank()} ran out of memory in update step {self._number}"
             if tokens:
                 text += f", at rows of {tokens:,} tokens"
@@ -126,15 +124,22 @@ class StepMemory:
     def _advice(self, tokens: int) -> str:
         if self._is_stepping:
             return _OF_OPTIMIZER
-        if not self._settings.plans_by_tokens:
+        collator = self._budget.collator()
+        if not isinstance(collator, RowCollator) or not collator.settings.plans_by_tokens:
             return f"set {'microbatching=packed, or ' * bool(tokens)}a smaller batch_size"
-        collator, bound = self._loader.collator, self._settings.max_tokens_per_microbatch
-        if self._budget is not None:
-            bound = self._budget.largest
+        bound: float | None = collator.max_tokens
+        if self._search is not None:
+            bound = self._search.search.largest
         elif bound is not None:
             multiple = collator.row_multiple or 1
             bound = -(-bound // multiple) * multiple  # rows are padded
         if bound is not None and tokens > bound:  # no bound makes it shorter
             return _OF_ONE_SAMPLE
-        safe = collator.with_bound(int(_SAFE * tokens)).settings.max_tokens_per_microbatch
+        safe = collator.with_budget(int(_SAFE * tokens)).max_tokens
         return f"set max_tokens_per_microbatch={safe}, with which a resume has the same losses"
+
+
+def longest_row(step: UpdateStep) -> int:
+    """Returns the most positions of a microbatch, or part of one, on this rank; 0 for images."""
+    rows = [microbatch.inputs.get("tokens") for microbatch in step.microbatches]
+    return max((row.numel() for row in rows if isinstance(row, Tensor)), default=0)

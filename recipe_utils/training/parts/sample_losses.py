@@ -11,10 +11,13 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torchtune import config
 
+from recipe_utils.losses.by_sample import LossesBySample
 from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.update_steps.loader import UpdateStep, UpdateStepLoader
-from recipe_utils.update_steps.samples import load_dataset
+from recipe_utils.text.datasets import load_dataset
+from recipe_utils.update_steps.loader import UpdateStepLoader
+from recipe_utils.update_steps.samples import unread
+from recipe_utils.update_steps.step import UpdateStep
 
 FILE, DATASETS = "sample_losses.npy", "sample_losses.json"
 _NUM_SHOWN, _NUM_CHARACTERS = 20, 60
@@ -29,11 +32,11 @@ class SampleLosses:
     the next one is enqueued.
     """
 
-    def __init__(self, loader: UpdateStepLoader, ranks: Ranks, log: Any) -> None:
-        self._loader, self._ranks, self._log = loader, ranks, log
+    def __init__(self, by_sample: LossesBySample, loader: UpdateStepLoader, ranks: Ranks, log: Any) -> None:
+        self._by_sample, self._loader, self._ranks, self._log = by_sample, loader, ranks, log
         self._held: Callable[[], None] | None = None
         self._file: np.ndarray | None = None
-        mixture = loader.dataset.mixture
+        mixture = loader.dataset.parts
         self._starts: dict[str, int] = {}
         if mixture is not None:
             self._starts = dict(zip(mixture.names, mixture.starts, strict=True))
@@ -59,14 +62,8 @@ class SampleLosses:
     def take(self, step: UpdateStep, epoch: int) -> None:
         """Sums an enqueued update step over the ranks, and writes the one before. Collective."""
         self.write_held()
-        assert step.sample_sums is not None
-        sums, numbers = step.sample_sums.sums, step.sample_sums.numbers
-        device, dims = self._ranks.device, self._ranks.dims
-        numbers = numbers.pin_memory() if device.type == "cuda" else numbers
-        numbers = numbers.to(device, non_blocking=True)
-        sums = torch.zeros_like(numbers) if sums is None else sums  # no last stage of a pipeline
-        # All ranks of a pipeline count the targets, and one of them has the losses.
-        means = mean_over_ranks(torch.stack([sums, numbers / dims.pp])).view(2, -1)
+        # All ranks of a pipeline have samples, and one of them has their losses.
+        means = mean_over_ranks(torch.cat([self._by_sample.sums, self._by_sample.numbers])).view(2, -1)
         losses = torch.where(means[1] > 0, means[0] / means[1], torch.nan)
         on_host = losses.to("cpu", non_blocking=losses.is_cuda)
         arrived = torch.cuda.current_stream().record_event() if losses.is_cuda else None
@@ -78,7 +75,7 @@ class SampleLosses:
             self.write(epoch, indices, on_host[: len(indices)])
 
         self._held = write
-        if device.type == "cpu":
+        if self._ranks.device.type == "cpu":
             self.write_held()
 
     def write_held(self) -> None:
@@ -95,7 +92,7 @@ class SampleLosses:
     def report(self, cfg: Mapping[str, Any]) -> Iterator[str]:
         """Yields the samples of highest loss, and of the highest rise."""
         if self._file is not None:
-            yield from report_of(self._file, self._starts, self._loader.dataset.dataset, cfg)
+            yield from report_of(self._file, self._starts, unread(self._loader.dataset.dataset), cfg)
 
 
 def report_of_run(output_dir: Path) -> Iterator[str]:

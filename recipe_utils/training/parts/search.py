@@ -1,11 +1,9 @@
 """Search for the tokens of a microbatch, while training: each trial is an update step with the exact gradient."""
 
+from recipe_utils.text.collator import FIRST_TOKENS, MOST_TOKENS, RowCollator
 from recipe_utils.training.parts.meter import Measured
+from recipe_utils.update_steps.loader import RowBudget
 
-FIRST_TOKENS = 2048
-"""First budget. Small for any model that needs a GPU; the same on all ranks."""
-MOST_TOKENS = 2**20
-"""Largest budget."""
 _AFTER_RETRY = 0.85
 """Factor of a row for which the allocator had to free its cached blocks."""
 _NOISE = 1.02
@@ -75,3 +73,19 @@ class TokenBudget:
         growth = (_NOISE * most - least) / (longest**2 - shortest**2)
         room = max(step.limit - step.before - most, 0)
         return min(2 * longest, (longest**2 + room / growth) ** 0.5)
+
+
+class SearchedBudget(RowBudget):
+    """Budget of update steps that are planned from now on: the least proposal of all ranks."""
+
+    def __init__(self, collator: RowCollator) -> None:
+        # With few lengths, kernels are compiled for each: budgets double.
+        self._num_digits = 1 if collator.has_few_lengths else NUM_DIGITS
+        assert collator.max_tokens is not None
+        self.search = TokenBudget(collator.max_tokens, self._num_digits)
+        super().__init__(collator, lambda: self.search.proposal)
+
+    def restart(self, tokens: int) -> None:
+        """Continues a search that had found so many tokens."""
+        self.search = TokenBudget(tokens, self._num_digits)
+        self.take(tokens)

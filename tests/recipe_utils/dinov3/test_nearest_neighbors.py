@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from recipe_utils.dinov3.nearest_neighbors import NearestNeighbors, num_voted_right
-from recipe_utils.update_steps.loader import UpdateStep
 from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.step import UpdateStep
 
 
 def drawn(num, seed, num_classes=4, dim=6):

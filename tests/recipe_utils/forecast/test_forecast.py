@@ -25,7 +25,7 @@ from recipe_utils.forecast import __main__ as forecast
 from recipe_utils.forecast import fake_step
 from recipe_utils.forecast.fake_step import row_of
 from recipe_utils.forecast.live_bytes import LiveBytes
-from recipe_utils.update_steps.loader import UpdateStep
+from recipe_utils.update_steps.step import UpdateStep
 
 is_old = TorchVersion(torch.__version__) < "2.13"
 pytestmark = pytest.mark.skipif(is_old, reason="fake collectives need torch 2.13")
@@ -50,7 +50,7 @@ def real_peaks(recipe, config):
             made.setup(cfg)
         peaks = []
         for size in SIZES:
-            row = row_of(made.loader.collator, size, 64)
+            row = row_of(made.loader.budget.collator(), size, 64)
             totals = {name: 2 * number for name, number in row.counts.items()}
             gc.collect()
             live.peak = live.now

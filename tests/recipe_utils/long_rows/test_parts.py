@@ -4,7 +4,8 @@ import pytest
 import tiny
 import torch
 
-from recipe_utils.long_rows.parts import Part, cut
+from recipe_utils.long_rows.parts import cut
+from recipe_utils.plans.rounds import Part
 from recipe_utils.text.rows import collate_packed_microbatch
 
 
@@ -29,7 +30,7 @@ def test_parts_of_a_row_are_the_row_padded_by_one_more_document(num_ranks, multi
     labels = joined([t.labels for t in targets])
     assert torch.equal(labels[:, :size], row.targets.labels)
     assert (labels[:, size:] == tiny.IGNORE).all()
-    assert sum(t.sample_positions.sum() for t in targets) == row.targets.sample_positions.sum()
+    assert sum(t.samples.sum() for t in targets) == row.targets.samples.sum()
     for i, t in enumerate(targets):
         assert torch.equal(t.labels.flatten()[t.positions], row.targets.labels.flatten()[i + num_ranks * t.positions])  # fmt: skip
     assert sum(len(t.positions) for t in targets) == len(row.targets.positions)

@@ -149,7 +149,8 @@ def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(mak
         targets = Targets(torch.randint(V, (1, 100)), torch.arange(num_targets))
         if num_datasets:
             indices, weights = targets.positions % num_datasets, torch.rand(num_datasets).double()
-            targets = targets._replace(sample_positions=indices, sample_weights=weights)
+            targets = targets._replace(samples=indices)
+            eager.weights = compiled.weights = weights
         found, expected = (values_and_gradients(loss, output, hidden, targets) for loss in (compiled, eager))
         assert all(map(torch.equal, found, expected))
         with torch.no_grad():

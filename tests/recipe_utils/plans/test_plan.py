@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe_utils.long_rows.parts import Part, part_of
 from recipe_utils.plans import packed
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.packed import plan_packed
 from recipe_utils.plans.padded import plan_in_order, plan_least_padding
+from recipe_utils.plans.rounds import Part, part_of
 
 LENGTHS = st.lists(st.integers(1, 600), max_size=40)
 NUM_RANKS = st.integers(1, 9)

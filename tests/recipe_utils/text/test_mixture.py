@@ -18,11 +18,12 @@ from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.settings.components import split_entry
 from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.text.mixture import Mixture, MixtureOrder, Shares
-from recipe_utils.training.start import log_start
-from recipe_utils.update_steps.loader import UpdateStepLoader
-from recipe_utils.update_steps.samples import load_dataset
+from recipe_utils.training.inspect_samples import log_data
+from recipe_utils.training.loaders import build_loader
+from recipe_utils.update_steps.loader import RowBudget
 from recipe_utils.update_steps.settings import DataSettings
 
 WEIGHTS = st.lists(st.decimals("0.001", "999", places=3), min_size=1, max_size=30)
@@ -74,16 +75,16 @@ def mixture_of(parts, weights=SHARES, **keys):
 
 def order_of(shuffle=True):
     mixture = mixture_of([tiny.Samples(range(n)) for n in LENGTHS])
-    return MixtureOrder(mixture, DataSettings(shuffle=shuffle, data_seed=3), 16)
+    return MixtureOrder(mixture, 16, shuffle=shuffle, seed=3)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_dataset_is_passed_through_without_repetition_also_across_epochs(shuffle):
     order, drawn = order_of(shuffle), Counter()
     starts = [0, *accumulate(LENGTHS)]
-    assert order.steps_per_epoch == 347 // 16
+    assert order.num_steps(0) == 347 // 16
     for epoch in range(3):
-        for step in range(order.steps_per_epoch):
+        for step in range(order.num_steps(0)):
             drawn.update(order.samples(epoch, step).tolist())
             for first, end in pairwise(starts):
                 of_dataset = [drawn[i] for i in range(first, end)]
@@ -104,7 +105,7 @@ def test_orders_of_more_samples_than_the_limit_are_computed_by_index(length):
     """Two datasets of 2^23 samples are at the limit; each keeps the orders of two passes."""
     entries = [{"name": name, "weight": 1} for name in NAMES[:2]]
     mixture = Mixture([range(length), range(length)], entries)
-    order = MixtureOrder(mixture, DataSettings(data_seed=3), 16)
+    order = MixtureOrder(mixture, 16, seed=3)
     permutation = order._pass(1, 0)
     assert isinstance(permutation, torch.Tensor) == (length == 2**23)
     assert len(set(order.samples(0, 7).tolist())) == 16
@@ -119,13 +120,9 @@ SETTINGS = {"global_batch_size": 12, "num_workers": 0}
 def make_loader(weights=SHARES, **settings):
     data = DataSettings(**{**SETTINGS, **settings})
     limits = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
-    return UpdateStepLoader(
-        mixture_of([tiny.Samples(list(part)) for part in PARTS], weights),
-        TextCollator(data, tiny.tiny_tokenizer(), tiny.IGNORE, limits),
-        data,
-        join_ranks(RankSettings(device="cpu")),
-        is_drawn=True,
-    )
+    mixture = mixture_of([tiny.Samples(list(part)) for part in PARTS], weights)
+    collator = TextCollator(data, tiny.tiny_tokenizer(), tiny.IGNORE, limits).counting(mixture.names)
+    return build_loader(mixture, RowBudget(collator), data, join_ranks(RankSettings(device="cpu")))
 
 
 def steps_of_rank(settings, epoch, consumed):
@@ -168,7 +165,7 @@ def test_samples_carry_their_dataset_and_errors_its_name(one_process):
 
 def test_a_table_shows_samples_shares_and_passes(one_process, caplog):
     loader = make_loader(weights=("0.5", "0.49", "0.01"), max_steps_per_epoch=5)
-    log_start(loader, epochs=2)
+    log_data(loader, 2, "in_order")
     rows = [line.split() for line in caplog.messages]
     assert ["chat", "40", "50.0%", "0.75", "1.50"] in rows
     assert ["code", "7", "49.2%", "4.21", "8.43"] in rows

@@ -138,9 +138,9 @@ def test_every_target_has_the_position_of_its_sample():
         made = [collate(marked), collate_packed_microbatch(marked, IGNORE, row_multiple=128)]
         made.append(collate_microbatch(marked, COLLATE, IGNORE, merge_packed_rows=True))
         for targets in (microbatch.targets for microbatch in made):
-            assert targets.sample_positions.tolist() == expected
-        assert collate_dummy(marked[0], collate, IGNORE).targets.sample_positions.tolist() == []
-        assert collate(rows).targets.sample_positions is None
+            assert targets.samples.tolist() == expected
+        assert collate_dummy(marked[0], collate, IGNORE).targets.samples.tolist() == []
+        assert collate(rows).targets.samples is None
 
 
 def test_samples_with_images_are_not_packed():
@@ -231,11 +231,11 @@ def test_rows_of_another_bound_have_at_most_so_many_positions_with_padding(num_r
     attention = PackedAttention(num_compiled_lengths=num_row_lengths)
     collator = make_collator("packed", attentions=(attention,), row_multiple=row_multiple)
     for bound in range(64, 200):
-        other = collator.with_bound(bound)
+        other = collator.with_budget(bound)
         kept = other.settings.max_tokens_per_microbatch
         assert bound - 48 < kept <= bound
         assert kept % other.row_multiple == 0
-    assert collator.with_bound(7).settings.max_tokens_per_microbatch <= 7
+    assert collator.with_budget(7).settings.max_tokens_per_microbatch <= 7
 
 
 @pytest.mark.parametrize("name", ["least_padding", "packed"])

@@ -117,9 +117,7 @@ def test_a_conversation_of_1500_turns_is_merged():
 
 def collator_of(limits=LIMITS, **settings):
     keys = {"microbatching": "packed", "batch_size": 4, **settings}
-    collator = TextCollator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits)
-    collator.take_trees()
-    return collator
+    return TextCollator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits, has_trees=True)
 
 
 def test_counts_are_those_of_separate_sequences():
@@ -263,7 +261,7 @@ def test_targets_of_shared_rows_keep_their_samples_and_short_beginnings_are_not_
         assert row.counts["real_tokens"] == 3 * num_common + 6
         assert row.counts["shared_tokens"] == saved
         labels = row.targets.labels.flatten()[row.targets.positions].tolist()
-        owners = row.targets.sample_positions.tolist()
+        owners = row.targets.samples.tolist()
         assert sorted(zip(labels, owners, strict=True)) == [
             (41, 0), (42, 0), (43, 1), (44, 2), (45, 2), (46, 2),
         ]  # fmt: skip

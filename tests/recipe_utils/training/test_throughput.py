@@ -5,7 +5,7 @@ import time
 import pytest
 
 from recipe_utils.training.metrics import Throughput
-from recipe_utils.update_steps.loader import UpdateStep
+from recipe_utils.update_steps.step import UpdateStep
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from functools import partial
 import torch.distributed as dist
 from distributed_runs import run_distributed
 
-from recipe_utils.long_rows.parts import WHOLE, Part
 from recipe_utils.parallel.process_group import new_cpu_group
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.packed import plan_packed
+from recipe_utils.plans.rounds import WHOLE, Part
 from recipe_utils.update_steps.collectives import (
     AbandonedError,
     OtherRankFailedError,
@@ -20,8 +20,8 @@ from recipe_utils.update_steps.collectives import (
 
 NAMES = ("target_tokens", "real_tokens", "positions")
 OF_RANK = [
-    RankCounts(dict(zip(NAMES, (5, 70, 800), strict=True)), 3, clock_ms=90_500, num_skipped=4),
-    RankCounts(dict(zip(NAMES, (40, 600, 7000), strict=True)), 2, clock_ms=77_000, num_skipped=5),
+    RankCounts(dict(zip(NAMES, (5, 70, 800), strict=True)), 3, 64),
+    RankCounts(dict(zip(NAMES, (40, 600, 7000), strict=True)), 2, 32),
 ]
 
 
@@ -45,18 +45,17 @@ def count_in_several_ways():
     }
 
 
-def test_every_rank_gets_the_sums_the_maximum_and_the_clock_of_rank_0():
+def test_every_rank_gets_the_sums_the_maximum_and_the_least_budget():
     expected = StepCounts(
         {name: sum(of_rank.counts[name] for of_rank in OF_RANK) for name in NAMES},
         max_microbatches=3,
-        clock_seconds=90.5,
-        num_skipped=4 + 5,
+        max_tokens=32,
     )
     of_ranks = run_distributed(count_in_several_ways, 2)
     for found in of_ranks:
         assert found["both"] == found["after failure"] == expected
         # Data that another rank counts adds nothing but its microbatches.
-        assert found["only rank 1"] == expected._replace(totals=OF_RANK[1].counts, num_skipped=5)
+        assert found["only rank 1"] == expected._replace(totals=OF_RANK[1].counts)
         assert found["pairs"].totals == {"pairs": 7}
     assert "rank(s) [1] could not prepare" in of_ranks[0]["failed"]
     assert isinstance(of_ranks[1]["failed"], StepCounts)  # it raises its own error

@@ -2,8 +2,10 @@
 
 import math
 import sys
+from dataclasses import replace
 from itertools import chain
 
+import numpy as np
 import pytest
 import tiny
 import torch.distributed as dist
@@ -13,34 +15,50 @@ from torchtune.data import padded_collate_sft
 
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.plans.cost import MicrobatchCost
+from recipe_utils.preference.reference import OnePass
 from recipe_utils.text.collator import TextCollator
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.training.start import log_start
+from recipe_utils.training.inspect_samples import log_data
+from recipe_utils.training.loaders import build_loader
 from recipe_utils.update_steps.collectives import OtherRankFailedError
-from recipe_utils.update_steps.loader import UpdateStepLoader
+from recipe_utils.update_steps.loader import RowBudget
 from recipe_utils.update_steps.samples import SampleError
 from recipe_utils.update_steps.settings import DataSettings
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 SAMPLES = tiny.make_samples(12, num_without_targets=2)
-# Per rank: the dataset indices of each update step.
-UNEQUAL = [[[0, 1, 2, 3, 4], [5, 6], [], [10, 11]], [[7], [], [8, 9, 0], []]]
+UNEQUAL = [[[0, 1, 2, 3, 4], [7]], [[5, 6], []], [[8, 9, 0], []], [[10, 11], []]]
+"""For each update step, the dataset indices of each rank: blocks of 5."""
 
 
 def num_targets(samples):
     return sum(label != tiny.IGNORE for sample in samples for label in sample["labels"][1:])
 
 
-def make_loader(samples, fill=None, dataset=None, **settings):
+class Given:
+    """Order of given samples."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def num_steps(self, epoch):
+        return len(self.steps)
+
+    def samples(self, epoch, step):
+        return np.array(self.steps[step], dtype=np.int64)
+
+    def end(self, epoch, step):
+        return step + 1
+
+
+def make_loader(samples, num_to_run=None, dataset=None, steps=None, block=1, **settings):
     settings = DataSettings(batch_size=2, **settings)
-    return UpdateStepLoader(
-        dataset or tiny.Samples(samples),
-        TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS),
-        settings,
-        join_ranks(RankSettings(device="cpu")),
-        "dataset",
-        fill,
-    )
+    collator = TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS)
+    collator.block = block
+    ranks = join_ranks(RankSettings(device="cpu"))
+    dataset = dataset or tiny.Samples(samples)
+    loader = build_loader(dataset, RowBudget(collator), settings, ranks, num_to_run=num_to_run)
+    return loader if steps is None else replace(loader, order=Given(steps))
 
 
 def samples_of(step):
@@ -48,8 +66,8 @@ def samples_of(step):
 
 
 def describe_unequal_steps(depth):
-    loader = make_loader(SAMPLES, prefetch_update_steps=depth)
-    with loader.of_samples(UNEQUAL[dist.get_rank()]) as steps:
+    given = [list(chain(*of_ranks)) for of_ranks in UNEQUAL]
+    with make_loader(SAMPLES, steps=given, block=5, prefetch_update_steps=depth).epoch(0) as steps:
         return [
             (
                 step.index,
@@ -64,7 +82,7 @@ def describe_unequal_steps(depth):
 def test_totals_are_those_of_all_ranks_and_prefetching_changes_nothing():
     of_ranks = run_distributed(describe_unequal_steps, 2, 2)
     assert run_distributed(describe_unequal_steps, 2, 0) == of_ranks
-    for index, shares in enumerate(zip(*UNEQUAL, strict=True)):
+    for index, shares in enumerate(UNEQUAL):
         samples = [SAMPLES[i] for share in shares for i in share]
         expected = {
             "target_tokens": num_targets(samples),
@@ -88,7 +106,7 @@ def test_totals_are_those_of_all_ranks_and_prefetching_changes_nothing():
 def test_skipped_and_truncated_samples_are_counted_before_training(one_process, caplog):
     bad = {"tokens": [1, 900], "labels": [1, 1]}
     long = {"tokens": [1] * 64, "labels": [1] * 64}
-    log_start(make_loader([*SAMPLES, bad, long, long], on_bad_sample="skip"), epochs=2)
+    log_data(make_loader([*SAMPLES, bad, long, long], on_bad_sample="skip"), 2, "in_order")
     assert "Data: 15 samples; 14 of them read: " in caplog.text
     assert "tokens in the mean, 64 at most" in caplog.text
     assert "Update steps: 16 (2 epochs of 8), 2 samples each, in_order" in caplog.text
@@ -98,8 +116,7 @@ def test_skipped_and_truncated_samples_are_counted_before_training(one_process, 
 
 def test_dummy_microbatches_have_no_targets_and_are_not_counted(one_process):
     indices = [[0, 1, 2], [3]]
-    loader = make_loader(SAMPLES, fill=lambda n: max(n, 4))
-    with loader.of_samples(indices) as steps:
+    with make_loader(SAMPLES, num_to_run=lambda n: max(n, 4), steps=indices).epoch(0) as steps:
         for step, of_step in zip(steps, indices, strict=True):
             num_filled = 4 - math.ceil(len(of_step) / 2)
             assert len(step.microbatches) == 4
@@ -113,7 +130,7 @@ def describe_epoch(microbatching):
     """Returns totals, sorted tokens and number of microbatches of each update step, and the log."""
     loader = make_loader(SAMPLES, global_batch_size=7, microbatching=microbatching)
     with keep_messages() as logged:
-        log_start(loader, epochs=1)
+        log_data(loader, 1, microbatching)
     found = []
     with loader.epoch(0) as steps:
         for step in steps:
@@ -151,12 +168,12 @@ def collate_longer_samples(samples, **arguments):
     return padded_collate_sft(samples, **arguments)
 
 
-def run_until_it_stops(samples, indices_of_rank, settings):
+def run_until_it_stops(samples, given, settings):
     """Returns the number of update steps, and the error."""
     num_steps = 0
-    loader = make_loader(samples, **settings)
+    loader = make_loader(samples, steps=given, **settings)
     try:
-        with loader.of_samples(indices_of_rank[dist.get_rank()]) as steps:
+        with loader.epoch(0) as steps:
             for _ in steps:
                 num_steps += 1
     except (SampleError, OtherRankFailedError) as error:
@@ -168,9 +185,9 @@ def run_until_it_stops(samples, indices_of_rank, settings):
 def test_a_bad_sample_stops_every_rank_before_the_same_update_step(microbatching):
     samples = list(SAMPLES)
     samples[9] = {"tokens": [1, 2], "labels": [1]}
-    shares = [[[0], [1], [2], [3]], [[4], [5], [9], [6]]]
+    given = [[0, 4], [1, 5], [2, 9], [3, 6]]
     settings = {"microbatching": microbatching}
-    good, bad = run_distributed(run_until_it_stops, 2, samples, shares, settings)
+    good, bad = run_distributed(run_until_it_stops, 2, samples, given, settings)
     assert good[:2] == (2, OtherRankFailedError)
     assert "rank(s) [1]" in good[2]
     assert bad[:2] == (2, SampleError)
@@ -178,9 +195,9 @@ def test_a_bad_sample_stops_every_rank_before_the_same_update_step(microbatching
 
 
 def test_a_dummy_that_cannot_be_collated_stops_every_rank_before_the_first_update_step():
-    shares = [[[0], [1, 2]], [[3], []]]
+    given = [[0, 3], [1]]
     settings = {"collate_fn": f"{__name__}.collate_longer_samples"}
-    ends = run_distributed(run_until_it_stops, 2, SAMPLES, shares, settings)
+    ends = run_distributed(run_until_it_stops, 2, SAMPLES, given, settings)
     assert [end[:2] for end in ends] == [(0, SampleError)] * 2
 
 
@@ -199,10 +216,10 @@ def test_one_pass_has_each_sample_once_that_so_many_epochs_consume(num_epochs, o
         with loader.epoch(epoch) as steps:
             consumed += tokens_of(steps)
     expected = [sample["tokens"] for sample in SAMPLES if sample["tokens"] in consumed]
-    num_steps, steps = loader.one_pass(num_epochs)
-    with steps:
+    order = OnePass(loader.order, num_epochs, len(SAMPLES), 4)
+    with replace(loader, order=order).epoch(0) as steps:
         assert tokens_of(steps) == expected
-    assert num_steps == math.ceil(len(expected) / 4)
+    assert order.num_steps(0) == math.ceil(len(expected) / 4)
 
 
 # ---- Epochs ---------------------------------------------------------------------------------------
@@ -211,7 +228,7 @@ def test_one_pass_has_each_sample_once_that_so_many_epochs_consume(num_epochs, o
 @pytest.mark.parametrize("depth", [0, 2])
 def test_an_epoch_resumes_after_the_consumed_samples(one_process, depth):
     loader = make_loader(SAMPLES, gradient_accumulation_steps=2, prefetch_update_steps=depth)
-    assert (loader.global_batch_size, loader.steps_per_epoch) == (4, 3)
+    assert (loader.order.end(0, 0), loader.order.num_steps(0)) == (4, 3)
 
     def described(**consumed):
         with loader.epoch(1, **consumed) as steps:
@@ -223,24 +240,26 @@ def test_an_epoch_resumes_after_the_consumed_samples(one_process, depth):
 
 
 class Many:
+    most_objects = 0
+
     def __init__(self, num_samples):
-        self.num_samples, self.most_objects = num_samples, 0
+        self.num_samples = num_samples
 
     def __len__(self):
         return self.num_samples
 
     def __getitem__(self, index):
-        self.most_objects = max(self.most_objects, sys.getallocatedblocks())
+        Many.most_objects = max(Many.most_objects, sys.getallocatedblocks())
         return SAMPLES[index % 7]
 
 
 @pytest.mark.parametrize("num_samples", [5 * 10**6, 10**11])
 def test_an_epoch_makes_no_object_per_sample(one_process, num_samples):
-    dataset = Many(num_samples)
-    loader = make_loader([], gradient_accumulation_steps=2, dataset=dataset)
+    loader = make_loader([], gradient_accumulation_steps=2, dataset=Many(num_samples))
+    Many.most_objects = 0
     num_objects = sys.getallocatedblocks()  # tracemalloc crashes when it ends beside gloo's threads
     with loader.epoch(0) as steps:
         found = [step.index for step, _ in zip(steps, range(3), strict=False)]
     assert found == [0, 1, 2]
-    assert dataset.most_objects - num_objects < 100_000
-    assert ("order" in loader.fingerprint()) == (num_samples > 2**24)
+    assert Many.most_objects - num_objects < 100_000
+    assert ("order" in loader.dataset.fingerprint) == (num_samples > 2**24)

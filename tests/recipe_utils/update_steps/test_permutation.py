@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe_utils.update_steps.order import epoch_permutation
-from recipe_utils.update_steps.permutation import NUM_IN_MEMORY, LazyPermutation, mixed, seed_of
+from recipe_utils.update_steps.permutation import NUM_IN_MEMORY, LazyPermutation, epoch_permutation, mixed, seed_of
 
 SIZES = [*range(1, 301), *(2**k + d for k in range(9, 15) for d in (-1, 0, 1))]
 

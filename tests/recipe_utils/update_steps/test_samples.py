@@ -9,14 +9,14 @@ from omegaconf import OmegaConf
 from recipe_utils.examples.stdlib_docs import docstring_tokenizer
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.text.collator import check_sample
+from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.training.start import probe
+from recipe_utils.training.inspect_samples import report_of
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.samples import (
     CheckedDataset,
     SampleError,
     SkippedSampleError,
-    load_dataset,
     load_samples,
 )
 from recipe_utils.update_steps.step import Microbatch
@@ -111,7 +111,7 @@ def test_samples_without_targets_are_skipped_and_named_once_up_to_twenty(num_wor
     assert len(named) == len(set(named)) == 20
     assert caplog.messages[-1] == "dataset: further skipped samples are not logged"
     assert len(caplog.messages) == 21
-    assert probe(dataset, Checks(), (), has_remarks=False).example == 3
+    assert report_of(dataset, Checks(), (), has_remarks=False).example == 3
 
 
 class Checks(Collator):
@@ -139,16 +139,16 @@ Checks.__abstractmethods__ = frozenset()
 def test_some_sample_has_targets_or_the_last_cause_is_named(samples, skips_bad, example):
     dataset = checked(samples, skips_bad=skips_bad)
     if isinstance(example, int):
-        assert probe(dataset, Checks(), (), has_remarks=False).example == example
+        assert report_of(dataset, Checks(), (), has_remarks=False).example == example
         return
     with pytest.raises(ValueError, match=example):
-        probe(dataset, Checks(), (), has_remarks=False)
+        report_of(dataset, Checks(), (), has_remarks=False)
 
 
 def test_a_dataset_whose_hashed_samples_are_all_bad_ends_the_run_at_once():
     with pytest.raises(SampleError, match=r"^sample 0 of .*1 labels for 2 tokens"):
-        probe(checked([BAD, BAD]), Checks(), (2,), has_remarks=False)
-    assert probe(checked([BAD, BAD, GOOD[0]]), Checks(), (3,), has_remarks=True).example == 2
+        report_of(checked([BAD, BAD]), Checks(), (2,), has_remarks=False)
+    assert report_of(checked([BAD, BAD, GOOD[0]]), Checks(), (3,), has_remarks=True).example == 2
 
 
 def test_the_hash_depends_on_three_samples_of_each_part_and_their_keys():
@@ -159,12 +159,12 @@ def test_the_hash_depends_on_three_samples_of_each_part_and_their_keys():
     def hashed(samples, lengths=(5,), keys=("tokens", "labels")):
         collator = Checks()
         collator.fingerprint_keys = keys
-        return probe(checked(samples), collator, lengths, has_remarks=False).hash_of_samples
+        return report_of(checked(samples), collator, lengths, has_remarks=False).hash_of_samples
 
     assert hashed(samples) != hashed(relabeled)
     assert hashed(samples, keys=["tokens"]) == hashed(relabeled, keys=["tokens"])
     changed = [*samples[:3], samples[4], samples[4]]
     assert hashed(changed) == hashed(samples)
     assert hashed(changed, (2, 3)) != hashed(samples, (2, 3))
-    everything = probe(checked(samples), Checks(), (5,), has_remarks=True)
+    everything = report_of(checked(samples), Checks(), (5,), has_remarks=True)
     assert everything.hash_of_samples == hashed(samples)

@@ -92,13 +92,17 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "images"
 
 
+def prepare(sample, name):
+    return {"image": checked_image(sample, 3)}
+
+
 def test_subfolders_are_labels_and_broken_files_are_named(folder):
     labels, problems = [], []
     dataset = image_folder_dataset(str(folder))
-    checked = CheckedDataset(dataset, "dataset", lambda sample, name: checked_image(sample, 3))
+    checked = CheckedDataset(dataset, "dataset", prepare)
     for index in range(len(checked)):
         try:
-            pixels, label = checked[index]
+            pixels, label = checked[index]["image"]
             labels.append((label, pixels.shape))
         except SampleError as error:
             problems.append(str(error))

@@ -20,8 +20,10 @@ from recipe_utils.dinov3.images.views import (
     WholeImages,
 )
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.update_steps.loader import UpdateStepLoader
-from recipe_utils.update_steps.order import StepIndex, epoch_permutation, update_step_indices
+from recipe_utils.training.loaders import build_loader
+from recipe_utils.update_steps.loader import RowBudget
+from recipe_utils.update_steps.order import OnRank, ShuffledOrder, StepIndex
+from recipe_utils.update_steps.permutation import epoch_permutation
 from recipe_utils.update_steps.samples import CheckedDataset, SampleError, load_samples
 from recipe_utils.update_steps.settings import DataSettings
 
@@ -77,12 +79,9 @@ def views_of(dataset=None, layout=LAYOUT, **keys):
 def make_loader(dataset=None, ranks=(), layout=LAYOUT, keys=(), **data):
     keys = dict(keys)
     settings = DataSettings(**{"batch_size": 4, "global_batch_size": 16, **data})
-    return UpdateStepLoader(
-        views_of(dataset, layout, **keys),
-        NamedViews(settings, settings_of(**keys), layout),
-        settings,
-        join_ranks(RankSettings(device="cpu", **dict(ranks))),
-    )
+    ranks = join_ranks(RankSettings(device="cpu", **dict(ranks)))
+    budget = RowBudget(NamedViews(settings, settings_of(**keys), layout))
+    return build_loader(views_of(dataset, layout, **keys), budget, settings, ranks)
 
 
 def images_of(microbatch):
@@ -298,7 +297,8 @@ def test_microbatches_hold_whole_groups_and_at_most_batch_size_images():
 def test_whole_images_are_one_crop_each_with_their_labels(one_process):
     data = DataSettings(batch_size=8).of_validation()
     images = WholeImages(Pictures(), MultiCrop(**CROPS), LAYOUT)
-    loader = UpdateStepLoader(images, ImageCollator(data, LAYOUT), data, join_ranks(RankSettings(device="cpu")))
+    ranks = join_ranks(RankSettings(device="cpu"))
+    loader = build_loader(images, RowBudget(ImageCollator(data, LAYOUT)), data, ranks, "dataset_val")
     labels = []
     with loader.epoch(0) as steps:
         for step in steps:
@@ -308,7 +308,7 @@ def test_whole_images_are_one_crop_each_with_their_labels(one_process):
             assert microbatch.inputs["input_pos"].shape == (1, number * G, 2)
             assert (microbatch.inputs["tokens"][0, targets.cls_positions, 0] == CLASS).all()
             assert len(targets.patch_positions) == number * P
-            assert step.totals == {"images": number, "crop_tokens": number * G}
+            assert step.totals == {"images": number, "crop_tokens": number * G, "skipped_samples": 0}
             assert of_global_crops(microbatch).inputs["crop_groups"] == ((number, G),)
             labels += targets.labels.tolist()
     assert labels == [index % 10 for index in range(NUM_IMAGES)]
@@ -326,17 +326,16 @@ def test_neighbors_need_labels_and_views_do_not(one_process):
 
 
 def test_the_fingerprint_is_of_the_images_alone(one_process):
-    first = make_loader().fingerprint()
-    assert make_loader(keys={"mask_probability": 0.3}).fingerprint() == first
+    first = make_loader().dataset.fingerprint
+    assert make_loader(keys={"mask_probability": 0.3}).dataset.fingerprint == first
     other = type("Other", (Pictures,), {"__getitem__": lambda s, i: Pictures()[(i + 1) % NUM_IMAGES]})
-    assert make_loader(other()).fingerprint() != first
+    assert make_loader(other()).dataset.fingerprint != first
 
 
 def test_a_worker_s_samples_are_arrays_which_hold_no_file_open():
     """Tensors come from workers as files in shared memory, of which a process may open about a thousand."""
     checked = CheckedDataset(views_of(), "dataset", lambda sample, name: sample)
-    indices = update_step_indices(torch.arange(8), 0, 0, 0, 1)
-    (samples,) = load_samples(checked, [indices], num_workers=1)
+    (samples,) = load_samples(checked, OnRank(ShuffledOrder(8, 8, shuffle=False), 0, range(1), 0, 1), num_workers=1)
     assert [sample["position"] for sample in samples] == list(range(8))
     assert not any(isinstance(value, torch.Tensor) for value in samples[0].values())
 

@@ -456,7 +456,7 @@ def config_of(tokenizer, folder, dataset, **changes):
     return config
 
 
-@pytest.mark.parametrize("component", [f"{MODULE}.pair_dataset", "torchtune.datasets.preference_dataset"])
+@pytest.mark.parametrize("component", ["recipe_utils.preference.pair_dataset", "torchtune.datasets.preference_dataset"])
 def test_turns_before_the_answers_are_prompt_in_a_training(component, chatml, write, tmp_path):
     """SimPO's mean log-probabilities, computed from the rendered text, see the answers alone."""
     path = write(PAIRS["turns"], name="a.json")

@@ -5,13 +5,28 @@ import pytest
 import tiny
 import torch
 
-from recipe_utils.long_rows.parts import Part, cut
+from recipe_utils.long_rows.parts import cut
 from recipe_utils.plans.cost import MicrobatchCost
+from recipe_utils.plans.rounds import Part
 from recipe_utils.text.collator import TextCollator
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.training.parts.budget import RowsDoNotFitError, StepMemory
-from recipe_utils.update_steps.loader import UpdateStep, UpdateStepLoader
+from recipe_utils.training.loaders import build_loaders
+from recipe_utils.training.parts.budget import RowsDoNotFitError, StepMemory, longest_row
 from recipe_utils.update_steps.settings import DataSettings
+from recipe_utils.update_steps.step import UpdateStep
+
+
+class Fixed:
+    """Data settings of a model without pipeline stages."""
+
+    def __init__(self, settings):
+        self._settings = settings
+
+    def fill(self, ranks):
+        return None
+
+    def __getattr__(self, name):
+        return getattr(self._settings, name)
 
 
 def make_loader(ranks, max_tokens):
@@ -19,15 +34,15 @@ def make_loader(ranks, max_tokens):
     settings = DataSettings(microbatching="packed", max_tokens_per_microbatch=max_tokens)
     limits = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost(), row_multiple=64)
     collator = TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, limits)
-    return UpdateStepLoader(tiny.Samples(tiny.make_samples(12)), collator, settings, ranks)
+    return build_loaders(tiny.Samples(tiny.make_samples(12)), None, collator, Fixed(settings), ranks)[0]
 
 
 @pytest.mark.parametrize("max_tokens", [70, 100, 127])
 def test_a_row_of_several_samples_and_padding_is_not_taken_for_one_sample(max_tokens, one_process):
     loader = make_loader(one_process, max_tokens)
     samples = tiny.make_samples(12)[:6]  # 68 tokens, in a row of 128 positions
-    prepared = [loader.collator.prepare(sample, "sample") for sample in samples]
-    step = UpdateStep(0, [loader.collator.collate(prepared)], {}, 1)
+    prepared = [loader.budget.collator().prepare(sample, "sample") for sample in samples]
+    step = UpdateStep(0, [loader.budget.collator().collate(prepared)], {}, 1)
     memory = StepMemory(loader, None, one_process, print)
     # With 0.85 of 128 tokens, rows would be padded to 128 positions again.
     text = "at rows of 128 tokens; set max_tokens_per_microbatch=64, with which a resume"
@@ -42,12 +57,12 @@ def test_budgets_of_version_0_5_resume(one_process):
             loader = make_loader(one_process, "auto")
             memory = StepMemory(loader, None, one_process, print)
             memory.restore({**memory.state(), "tokens": 512, "is_settled": is_settled})
-        assert loader.max_tokens == loader.propose_tokens() == 512
+        assert loader.budget.tokens == loader.budget.proposal() == 512
 
 
 def test_the_longest_part_of_a_row_is_that_of_the_rank(one_process):
     loader = make_loader(one_process, 64)
-    sample = loader.collator.prepare(tiny.make_samples(12)[0], "sample")
-    row, multiple = loader.collator.collate([sample]), loader.collator.row_multiple
+    sample = loader.budget.collator().prepare(tiny.make_samples(12)[0], "sample")
+    row, multiple = loader.budget.collator().collate([sample]), loader.budget.collator().row_multiple
     parts = [cut(row, Part(first, 4), 1, multiple) for first in range(4)]
-    assert {UpdateStep(0, [part], {}, 4).longest for part in parts} == {64}
+    assert {longest_row(UpdateStep(0, [part], {}, 4)) for part in parts} == {64}

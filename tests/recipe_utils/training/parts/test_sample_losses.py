@@ -12,7 +12,7 @@ from recipe_runs import DPO, SFT, STEP_OF_8, call_in_step, losses, run_recipe, s
 
 from recipe_utils.plot import __main__ as plot
 from recipe_utils.training.parts.sample_losses import report_of_run
-from recipe_utils.update_steps.order import epoch_permutation
+from recipe_utils.update_steps.permutation import epoch_permutation
 from recipe_utils.update_steps.samples import CheckedDataset
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 19, "seed": 1, "name": "chat"}

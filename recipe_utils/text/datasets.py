@@ -1,0 +1,75 @@
+"""Builds the dataset of a config, or the mixture of a list of them."""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torchtune import config
+from torchtune.datasets import ConcatDataset
+from torchtune.utils import get_logger, log_rank_zero
+
+import recipe_utils.text.torchtune_messages  # noqa: F401  corrects torchtune
+from recipe_utils.settings.components import may_mean_subset, split_entry
+from recipe_utils.text.mixture import Mixture, entries_of
+from recipe_utils.update_steps.samples import unread
+
+_log = get_logger("INFO")
+
+
+def load_dataset(
+    cfg: DictConfig | ListConfig, tokenizer: Any = None, check: Callable[[Any], None] | None = None
+) -> Any:
+    """Instantiates a dataset from a component, or from a list of components.
+
+    A list with names or weights is a :class:`.Mixture`; others are concatenated. ``tokenizer`` is
+    the positional argument of each; None if they take none. ``check`` raises ValueError if the
+    first sample is of a wrong kind.
+    """
+    given = () if tokenizer is None else (tokenizer,)
+    if not isinstance(cfg, ListConfig):
+        dataset = _instantiate(cfg, *given)
+    else:
+        parts: Any = OmegaConf.to_container(cfg, resolve=True)
+        made, own = zip(*map(split_entry, parts), strict=True)
+        for name in (part["name"] for part in parts if may_mean_subset(part)):
+            text = f"name={name} is the name of a dataset in the log; set subset={name} for a subset of the hub"
+            log_rank_zero(_log, text, logging.WARNING)
+        several = [_instantiate(OmegaConf.create(part), *given) for part in made]
+        is_mixture = any(own)
+        dataset = Mixture(several, entries_of(parts)) if is_mixture else ConcatDataset(several)
+    if check is not None:
+        try:
+            sample = unread(dataset)[0]
+        except Exception:  # an empty dataset or a bad sample is reported when it is loaded
+            return dataset
+        check(sample)
+    return dataset
+
+
+def _instantiate(cfg: DictConfig, *given: Any) -> Any:
+    """Builds a dataset; raises ValueError with the files if the library ``datasets`` cannot read them."""
+    try:
+        dataset = config.instantiate(cfg, *given)
+    except Exception as error:
+        if isinstance(error, OSError):
+            missing = str(error.filename)
+            for name in (str(key) for key, value in cfg.items() if str(value) == missing):
+                raise ValueError(f"{name}={missing}: {os.strerror(error.errno or 0)}") from None
+        is_of_datasets = type(error).__module__.partition(".")[0] == "datasets"
+        if not is_of_datasets and not isinstance(error, StopIteration):
+            raise
+        causes = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+            causes.append(cause)  # type: ignore[arg-type]
+        reason = "; ".join(dict.fromkeys(str(each) for each in causes[1:] if str(each))) or "it is empty"
+        raise ValueError(f"{cfg.get('data_files') or cfg.get('source')} cannot be read: {reason}") from error
+    try:
+        len(dataset)
+    except TypeError:
+        raise ValueError(
+            f"a {type(getattr(dataset, '_data', dataset)).__name__} has no length; set it to a map-style dataset "
+            "(streaming=False: files are memory-mapped, not loaded), because a shuffle buffer cannot be resumed exactly"
+        ) from None
+    return dataset

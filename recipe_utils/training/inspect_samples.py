@@ -1,0 +1,232 @@
+"""Reads some samples before training: what a dataset is recognized by on resume, and what to say about it.
+
+A dataset of 1,000 samples: all ranks read samples 0, 500 and 999, whose hash names the dataset in checkpoints, and
+rank 0 reads 100 samples, 0, 10, 20, ..., for the log: "dataset: 3 of 100 samples read: no target".
+"""
+
+import hashlib
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torchtune.utils import get_logger
+
+from recipe_utils.parallel.random_state import get_random_state, set_random_state
+from recipe_utils.text.mixture import MixtureOrder
+from recipe_utils.update_steps.loader import UpdateStepLoader
+from recipe_utils.update_steps.objective import Collator
+from recipe_utils.update_steps.order import ShuffledOrder
+from recipe_utils.update_steps.samples import CheckedDataset, Sample, SampleError, SampleReport
+
+_log = get_logger("INFO")
+
+_NUM_REMARKED = 100
+"""Maximum number of samples that are read for remarks."""
+_MAX_SECONDS = 10.0
+"""Time after which no further sample is read for remarks."""
+_PLACE = re.compile(r"^sample \d+ of [^:]*: ((line|row) \d+ of [^:]*: )?((chosen|rejected): )?(turn \d+ \(\w+\): )?")
+
+
+def inspect_samples(
+    dataset: CheckedDataset, indices: Sequence[int], max_seconds: float | None = None
+) -> dict[int, Sample | SampleError]:
+    """Returns samples, or their errors, by index; after ``max_seconds`` no further ones."""
+    end_seconds = None if max_seconds is None else time.monotonic() + max_seconds
+    read: dict[int, Sample | SampleError] = {}
+    for index in indices:
+        if end_seconds is not None and time.monotonic() > end_seconds:
+            break
+        try:
+            read[index] = dataset[index]
+        except SampleError as error:
+            read[index] = error
+    return read
+
+
+def report_of(
+    dataset: CheckedDataset, collator: Collator, part_lengths: Sequence[int], has_remarks: bool
+) -> SampleReport:
+    """Returns facts about a dataset of at least one sample.
+
+    Args:
+        dataset: samples are read from a copy of it.
+        collator: collator of its samples.
+        part_lengths: lengths of the parts of the dataset that are hashed.
+        has_remarks: True to read up to 100 samples, evenly spaced, for remarks, within 10 s.
+
+    Raises:
+        SampleError: all hashed samples are bad, and bad samples end the training.
+        ValueError: no sample has a target.
+    """
+    dataset, num_samples = dataset.unread(), len(dataset)
+    corners = _corners(part_lengths)
+    num_spread = min(num_samples, _NUM_REMARKED) if has_remarks else 0
+    spread = sorted({i * num_samples // num_spread for i in range(num_spread)})
+    with torch.random.fork_rng(devices=[]):
+        read = inspect_samples(dataset, corners)
+        others = inspect_samples(dataset, [i for i in spread if i not in read], _MAX_SECONDS)
+        # Errors that end the training are raised again when their update step is prepared. Only if there is
+        # nothing else to train on, they end it now; one with a cause may be a bug, whose traceback comes then.
+        errors = [sample for _, sample in sorted((read | others).items()) if isinstance(sample, SampleError)]
+        errors = [error for error in errors if not dataset.skips(error)]
+        are_bad = bool(corners) and all(isinstance(read[index], SampleError) for index in corners)
+        if are_bad and errors and errors[0].__cause__ is None:
+            raise errors[0]
+        hash_of_samples = _hash_of([read[i] for i in corners], collator.fingerprint_keys)
+        read |= others
+        example = next((i for i in sorted(read) if _is_trained_on(read[i], collator)), None)
+        if example is None:
+            example = 0 if errors else _first_trained_on(dataset, collator)
+    report = _with_remarks(dataset, collator, {i: read[i] for i in spread if i in read}, bool(errors))
+    return report._replace(example=example, hash_of_samples=hash_of_samples)
+
+
+def draws_samples(dataset: CheckedDataset) -> bool:
+    """Returns True if the first sample draws from a global generator of Python, NumPy or PyTorch."""
+    dataset, before = dataset.unread(), get_random_state()
+    for _ in range(2):  # imports and caches of the first call are no draws of a sample
+        state = get_random_state()
+        inspect_samples(dataset, [0])
+    after = get_random_state()
+    set_random_state(before)
+    return not all(torch.equal(state[name], after[name]) for name in state)
+
+
+def content_hashes(dataset: Any, name: str) -> dict[str, str]:
+    """Returns the ``content_hash`` of each dataset that a dataset consists of by name, where there is one."""
+    if isinstance(content_hash := getattr(dataset, "content_hash", None), str):
+        return {name: content_hash}  # of all bytes of its file
+    # The dataset of a transform, or of torchtune's packed dataset
+    parts = [(name, getattr(dataset, key)) for key in ("dataset", "ds") if hasattr(dataset, key)]
+    if (several := getattr(dataset, "_datasets", None)) is not None:  # a concatenation or mixture
+        names = getattr(dataset, "names", range(len(several)))
+        parts = [(f"{name}.{part_name}", part) for part_name, part in zip(names, several, strict=True)]
+    return {key: value for part_name, part in parts for key, value in content_hashes(part, part_name).items()}
+
+
+def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
+    """Logs a dataset, its update steps, warnings and remarks, on rank 0."""
+    dataset, order, report, ranks = loader.dataset, loader.order, loader.dataset.report, loader.ranks
+    if not ranks.is_zero:
+        return
+    for text in loader.budget.collator().warnings():
+        _log.warning(text)
+    size, num_ranks = order.end(0, 0), ranks.dp_degree
+    *others, least = [len(range(rank, size, num_ranks)) for rank in range(num_ranks)]
+    if is_uneven := size % num_ranks > 0:
+        listed = f"{', '.join(map(str, others))} and" if len(others) < 8 else f"{others[0]} or"
+        _log.info(f"global_batch_size={size}: {num_ranks} ranks take {listed} {least} samples")
+    text = f"Data: {len(dataset):,} samples"
+    if lengths := report.lengths:
+        mean, longest = sum(lengths) / len(lengths), max(lengths)
+        text += f"; {len(lengths)} of them read: {mean:,.0f} tokens in the mean, {longest:,} at most"
+        text += f", {report.num_targets / len(lengths):,.0f} targets" * bool(report.num_targets)
+        if report.num_shared:
+            fewer = sum(lengths) / (sum(lengths) - report.num_shared)
+            text += f", {fewer:.1f} times fewer positions than in a row for each sequence"
+    _log.info(text)
+    on_ranks = ""
+    if num_ranks > 1:
+        on_ranks = f" ({'at most ' * is_uneven}{-(-size // num_ranks)} on each of {num_ranks} data-parallel ranks)"
+    per_epoch = order.num_steps(0)
+    _log.info(
+        f"Update steps: {epochs * per_epoch} ({epochs} epoch{'s' * (epochs > 1)} of {per_epoch}), "
+        f"{size} samples each{on_ranks}, {microbatching}"
+    )
+    for remark, number in Counter(report.remarks).most_common():
+        _log.info(f"{dataset.name}: {number} of {report.num_remarked} samples read: {remark}")
+    if isinstance(order, MixtureOrder):
+        for line in order.log_lines(epochs):
+            _log.info(line)
+    elif isinstance(order, ShuffledOrder) and order.drop_last and (num_left_over := len(dataset) % size):
+        _log.warning(f"last_update_step=drop: {num_left_over} of {len(dataset)} samples are skipped in every epoch")
+
+
+def _corners(part_lengths: Sequence[int]) -> list[int]:
+    """Returns the first, the middle and the last index of each part."""
+    corners, end = set[int](), 0
+    for length in filter(None, part_lengths):
+        start, end = end, end + length
+        corners |= {start, start + length // 2, end - 1}
+    return sorted(corners)
+
+
+def _hash_of(samples: Sequence[Sample | SampleError], keys: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for sample in samples:
+        if isinstance(sample, SampleError):
+            digest.update(str(sample).encode())
+            continue
+        for key in keys:
+            digest.update(torch.as_tensor(sample[key], dtype=torch.int64).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _counts(sample: Sample, collator: Collator) -> Mapping[str, int]:
+    try:
+        return collator.collate([sample]).counts
+    except Exception:  # raised again when its update step is prepared
+        return {collator.counts[0]: 1}
+
+
+def _is_trained_on(sample: Sample | SampleError, collator: Collator) -> bool:
+    return not isinstance(sample, SampleError) and _counts(sample, collator)[collator.counts[0]] > 0
+
+
+def _first_trained_on(dataset: CheckedDataset, collator: Collator) -> int:
+    """Returns the index of the first sample with a target; 0 if an earlier one will end the training."""
+    problem = "it has no target"
+    for index in range(len(dataset)):
+        (sample,) = inspect_samples(dataset, [index]).values()
+        if _is_trained_on(sample, collator):
+            return index
+        if isinstance(sample, SampleError):
+            if not dataset.skips(sample):
+                return 0
+            problem = str(sample)
+    advice = ""
+    if "labels" in collator.fingerprint_keys:
+        advice = "; check its labels, what masks them (train_on_input), and tokenizer.max_seq_len"
+    raise ValueError(f"none of its {len(dataset)} samples can be trained on (the last: {problem}){advice}")
+
+
+def _with_remarks(
+    dataset: CheckedDataset, collator: Collator, read: Mapping[int, Sample | SampleError], stops: bool
+) -> SampleReport:
+    """Returns what the log says about samples; no remarks if training ``stops`` at one of them."""
+    remarks, lengths = Counter[str](), list[int]()
+    num_read, num_without_targets, totals = Counter[str](), Counter[str](), Counter[str]()
+    for index, sample in read.items():
+        if isinstance(sample, SampleError):
+            if dataset.skips(sample):
+                remarks[f"skipped ({_PLACE.sub('', str(sample))})"] += 1
+            continue
+        counts = _counts(sample, collator)
+        remarks.update(collator.remarks(sample))
+        lengths += [counts["real_tokens"]] if "real_tokens" in counts else []
+        totals.update(counts)
+        name = "" if dataset.parts is None else dataset.parts.names[dataset.parts.dataset_of(index)]
+        num_read[name] += 1
+        num_without_targets[name] += not counts[collator.counts[0]]
+    remarks.update(dict(_remarks_on_targets(num_read, num_without_targets, collator.counts[0])))
+    return SampleReport(
+        remarks={} if stops else remarks,
+        num_remarked=len(read),
+        lengths=lengths,
+        num_targets=totals["target_tokens"],
+        num_shared=totals["shared_tokens"],
+    )
+
+
+def _remarks_on_targets(
+    num_read: Mapping[str, int], num_without_targets: Mapping[str, int], count: str
+) -> Iterator[tuple[str, int]]:
+    """Yields remarks on the samples without targets of each named dataset, and their number."""
+    for name, number in num_without_targets.items():
+        if number == num_read[name] and name:  # half of each update step may be for nothing
+            yield f"of {name}, which has no {count.replace('_', ' ')} there", number
+        elif number:
+            yield f"{f'of {name}, ' if name else ''}no target", number
