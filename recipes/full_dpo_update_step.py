@@ -125,10 +125,8 @@ class FullDPORecipe:
         # ---- Data
         limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
         collator = PairCollator(settings, self.tokenizer, limits, settings.prefix_sharing)
-        load = partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair)
-        dataset, dataset_val = load_datasets(cfg, load)
-        loaders = build_loaders(dataset, dataset_val, collator, settings, ranks, num_to_run(settings, ranks))
-        self.loader, self.val_loader = loaders
+        datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair))
+        self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))
 
         # ---- Model: each pipeline stage is changed, then parallelized
         pair_loss = PreferenceLoss(loss_fn, settings.tokens_per_chunk)

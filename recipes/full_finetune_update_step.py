@@ -123,12 +123,9 @@ class FullFinetuneRecipe:
 
         # ---- Data
         limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
-        load = partial(load_dataset, tokenizer=self.tokenizer)
-        dataset, dataset_val = load_datasets(cfg, load)
-        has_trees = makes_trees(dataset) or makes_trees(dataset_val)
-        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, has_trees)
-        loaders = build_loaders(dataset, dataset_val, collator, settings, ranks, num_to_run(settings, ranks))
-        self.loader, self.val_loader = loaders
+        datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer))
+        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, any(map(makes_trees, datasets)))
+        self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))
         self.by_sample = LossesBySample(loss_fn, ranks, settings.sample_losses, settings)
 
         # ---- Model: each pipeline stage is changed, then parallelized

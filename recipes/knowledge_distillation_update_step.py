@@ -126,20 +126,16 @@ class KDRecipe:
         meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
-        self.teacher = Teacher(cfg, settings, settings, ranks)
+        self.teacher = Teacher(cfg, settings, settings, ranks, meta_model, self.checkpointer)
         self.metrics = SUMS if self.teacher.is_used else SUMS[:1]  # those of fine-tuning
         if self.teacher.is_used:
-            build("", self.teacher.check_student, meta_model, self.checkpointer)
             loss_fn = build("", make_distillation_loss, loss_fn, kd_loss_fn, settings.kd_ratio)
 
         # ---- Data
         limits = limits_of(meta_model, ranks.device, settings.compile, teacher=self.teacher.meta_model)
-        load = partial(load_dataset, tokenizer=self.tokenizer)
-        dataset, dataset_val = load_datasets(cfg, load)
-        has_trees = makes_trees(dataset) or makes_trees(dataset_val)
-        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, has_trees)
-        loaders = build_loaders(dataset, dataset_val, collator, settings, ranks, num_to_run(settings, ranks))
-        self.loader, self.val_loader = loaders
+        datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer))
+        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, any(map(makes_trees, datasets)))
+        self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))
         self.by_sample = LossesBySample(loss_fn, ranks, settings.sample_losses)
 
         # ---- Model: each pipeline stage is changed, then parallelized

@@ -70,11 +70,20 @@ class Teacher:
     """Attaches a frozen model's hidden states to the targets of update steps. All ranks together.
 
     With pipeline stages, they are on the rank of the last one, where the loss is computed.
-    Meta model and checkpointer are those of the recipe's ``cfg``; ``modules`` are the student's. With ``kd_ratio=0``
-    nothing is built or read.
+    Meta model and checkpointer are those of the recipe's ``cfg``; ``modules``, ``student``, a meta model, and
+    ``checkpointer`` are the student's. With ``kd_ratio=0`` nothing is built or read. Raises ConfigError if the teacher
+    does not fit the student.
     """
 
-    def __init__(self, cfg: DictConfig, settings: TeacherSettings, modules: ModelSettings, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        settings: TeacherSettings,
+        modules: ModelSettings,
+        ranks: Ranks,
+        student: nn.Module,
+        checkpointer: Any,
+    ) -> None:
         self._settings, self._ranks = settings, ranks
         self._student_modules = modules
         self.is_used = settings.kd_ratio > 0
@@ -86,6 +95,7 @@ class Teacher:
         if self.is_used:
             build("teacher_model", self._take_model, cfg.get("teacher_model"))
             self._checkpointer = build(TEACHER, config.instantiate, cfg.get("teacher_checkpointer"))
+            build("", self._check_student, student, checkpointer)
 
     # ---- Checks, before any weight is read ----------------------------------------------------------
 
@@ -109,7 +119,7 @@ class Teacher:
                 "teacher_checkpointer to an exported model that they are merged into"
             )
 
-    def check_student(self, student: nn.Module, checkpointer: Any) -> None:
+    def _check_student(self, student: nn.Module, checkpointer: Any) -> None:
         """Raises ValueError if the teacher does not take the whole ``student``'s inputs, or has other tokens."""
         if hasattr(student, "decoder") != hasattr(self.meta_model, "decoder"):
             kinds = [type(model).__name__ for model in (self.meta_model, student)]
