@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 from torchtune import config, training
 
@@ -30,11 +30,14 @@ from recipe_utils.dinov3.images.crop_rows import layout_of
 from recipe_utils.dinov3.images.views import ViewSettings
 from recipe_utils.dinov3.loaders import build_image_loaders, build_optimizer_by_depth
 from recipe_utils.dinov3.self_distillation import SUMS, HeadArguments, ObjectiveSettings, SelfDistillationLoss
-from recipe_utils.losses.attach import attach_loss, compile_loss
+from recipe_utils.losses.attach import attach_loss
 from recipe_utils.losses.dataset_weights import refused_weights
-from recipe_utils.models.construct import ModelSettings, build_model, build_on_meta
+from recipe_utils.models.construct import build_on_meta, build_stages
+from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
-from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
+from recipe_utils.models.pipeline.stages import has_output, local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import load_weights
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
@@ -51,7 +54,8 @@ from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.parts.budget import StepMemory
 from recipe_utils.training.parts.exports import Exports
 from recipe_utils.training.parts.validation import Validation
-from recipe_utils.training.run import Run, RunSettings, Trained
+from recipe_utils.training.run import Run, Trained
+from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
@@ -92,7 +96,22 @@ class Settings(
     """Labeled images for the k-NN accuracy; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems with keys that this recipe restricts."""
+        """Yields keys that exclude each other, and those that this recipe restricts."""
+        # Losses couple images, so global_batch_size must divide into microbatches.
+        yield from problems_between(
+            data=self,
+            ranks=self,
+            model=self,
+            pipeline=self,
+            optimizer=self,
+            run=self,
+            components=self,
+            must_divide=True,
+        )
+        yield from self.problems_of_long_rows(self)
+        yield from self.problems_of_views(self)
+        yield from self.problems_of_objective(self, self)
+        yield from self.problems_of_schedules(self.optimizer, self.student_temperature)
         yield from self.problems_without_text()
         yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
         if (dim := self.tensor_parallel_dim) > 1:
@@ -111,51 +130,43 @@ class DINOv3Recipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        settings, ranks, run = self.settings, self.ranks, self.run
+        # ---- Components
+        settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
         heads = settings.dino_head or {}, settings.ibot_head or {}
         make_model = with_heads(partial(config.instantiate, cfg.model), *heads)
-
-        # ---- Components
-        whole = build("model", build_on_meta, make_model, settings)
+        meta_model = build("model", build_on_meta, make_model, settings)
         transform = build("transform", config.instantiate, cfg.transform)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("checkpointer", check_normalization, self.checkpointer, transform)
-        schedule = cfg.get("lr_scheduler")
-        build("optimizer", check_optimizer, cfg.optimizer, schedule, settings, whole)
+        build("optimizer", check_optimizer, cfg.optimizer, schedule, settings, meta_model)
 
         # ---- Data
-        loaders = build_image_loaders(cfg, transform, layout_of(whole), settings, ranks)
-        self.loader, self.neighbors = loaders
+        keys = {"data": settings, "views": settings, "objective": settings, "num_to_run": num_to_run(settings, ranks)}
+        self.loader, self.neighbors = build_image_loaders(cfg, transform, layout_of(meta_model), ranks, **keys)
         settings.warn_if_longer_than(settings.epochs * self.loader.order.num_steps(0))
         self.samples_per_rank = -(-settings.samples_per_update_step(ranks.dp_degree) // ranks.dp_degree)
 
         # ---- Student and teacher, with different loss modules
-        def build_with(head: Any) -> nn.Module:
-            def prepare(backbone: nn.Module, has_output: bool) -> None:
-                if has_output:
-                    attach_loss(backbone, head, settings.splits_backward)
-
-            return build_model(make_model, prepare, settings, ranks)
-
         self.loss_fn = SelfDistillationLoss(settings)
-        if settings.compile:
-            compile_loss(self.loss_fn, verbose=ranks.is_zero)
         with naming():
-            self.model = build_with(self.loss_fn)
-            self.teacher = AverageTeacher(build_with, settings, settings, ranks)
-        run.open_log(cfg, whole, self.model, self.loader)
+            self.model = build_stages(meta_model, settings, ranks)
+            for stage in local_stages(self.model):
+                if has_output(stage):
+                    attach_loss(stage, self.loss_fn, settings.splits_backward, settings.compile)
+                parallelize(stage, settings, ranks)
+            self.teacher = AverageTeacher(meta_model, settings, settings, settings, ranks)
+        run.open_log(cfg, meta_model, self.model, self.loader)
         with naming("checkpointer"):
-            weights = fresh_vit_weights(whole, run.seed)
+            weights = fresh_vit_weights(meta_model, run.seed)
             weights |= self.checkpointer.load_checkpoint()[training.MODEL_KEY]
             load_weights(self.model, {training.MODEL_KEY: weights}, settings, ranks.device)
-        dtype, num_sums = settings.torch_dtype, len(SUMS)
-        self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
+        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(SUMS))
         self.teacher.set_up(self.model, self.pipeline, weights)
         self.models = self.teacher.beside(self.model)  # modules of a checkpoint
         self.offloading = settings.offloading(self.model)
 
         # ---- Optimizer, parts of the training, and resume
-        self.optimizer = build_optimizer_by_depth(cfg.optimizer, self.model, whole, settings)
+        self.optimizer = build_optimizer_by_depth(cfg.optimizer, self.model, meta_model, settings, settings)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.models, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         run.parts.add("budget", StepMemory(run, self.loader, self.optimizer))

@@ -14,20 +14,22 @@ from typing import Annotated, Any
 import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 from torchtune import config
 
 import recipe_utils
-from recipe_utils.losses.attach import attach_loss, compile_loss
+from recipe_utils.losses.attach import attach_loss
 from recipe_utils.losses.by_sample import LossesBySample
 from recipe_utils.losses.dataset_weights import refused_weights
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import ModelSettings, build_model, build_on_meta
-from recipe_utils.models.frozen import build_frozen_model
+from recipe_utils.models.construct import build_on_meta, build_stages
+from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
-from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
+from recipe_utils.models.pipeline.stages import has_output, local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import load_model
 from recipe_utils.optim import optimizer
@@ -53,7 +55,8 @@ from recipe_utils.training.parts.budget import StepMemory
 from recipe_utils.training.parts.exports import Exports
 from recipe_utils.training.parts.sample_losses import SampleLosses
 from recipe_utils.training.parts.validation import Validation, sum_over
-from recipe_utils.training.run import Run, RunSettings, Trained
+from recipe_utils.training.run import Run, Trained
+from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
@@ -93,7 +96,11 @@ class Settings(
     """Validation dataset; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems with keys that this recipe restricts."""
+        """Yields keys that exclude each other."""
+        yield from problems_between(
+            data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
+        )
+        yield from self.problems_of_pairs(self)
         yield from self.problems_with_split_backward()
         yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
 
@@ -108,46 +115,38 @@ class FullDPORecipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        settings, ranks, run = self.settings, self.ranks, self.run
-        make_model, schedule = partial(config.instantiate, cfg.model), cfg.get("lr_scheduler")
-        make_loss = partial(config.instantiate, cfg.loss)
-
         # ---- Components
+        settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
         self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-        loss_fn = build("loss", preference.make_preference_loss, make_loss)
-        whole = build("model", build_on_meta, make_model, settings)
+        loss_fn = build("loss", preference.make_preference_loss, partial(config.instantiate, cfg.loss))
+        meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, whole)
-        self.reference = build("reference", Reference, settings, loss_fn, ranks)
-        of_policy = cfg.get("ref_checkpointer"), whole, self.checkpointer
-        build("ref_checkpointer", self.reference.check, *of_policy)
+        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
+        from_policy = settings, settings.checkpointer, settings.output_dir
+        self.reference = build("reference", Reference, settings, *from_policy, loss_fn, ranks)
+        build("ref_checkpointer", self.reference.check, cfg.get("ref_checkpointer"), meta_model, self.checkpointer)
 
         # ---- Data
-        limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
-        collator = PairCollator(settings, self.tokenizer, limits)
-        load = partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair)
-        self.loader, self.val_loader = build_loaders(*load_datasets(cfg, load, settings), collator, settings, ranks)
+        limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
+        collator = PairCollator(settings, self.tokenizer, limits, settings.prefix_sharing)
+        datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair))
+        self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))
 
-        # ---- Model: prepare() changes modules before they are wrapped and sharded
+        # ---- Model: each pipeline stage is changed, then parallelized
         pair_loss = PreferenceLoss(loss_fn, settings.tokens_per_chunk)
-        if settings.compile:
-            compile_loss(pair_loss, verbose=ranks.is_zero)
-
-        def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, collator.longest_row)
-            if has_output:
-                attach_loss(decoder, pair_loss)
-
         with naming():
-            self.model = build_model(make_model, prepare, settings, ranks)
-        run.open_log(cfg, whole, self.model, self.loader)
-        frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
-        dtype, num_sums = settings.torch_dtype, len(METRICS)
-        self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
+            self.model = build_stages(meta_model, settings, ranks)
+            for stage in local_stages(self.model):
+                attend_within_documents(stage, ranks.device, collator.longest_row)
+                if has_output(stage):
+                    attach_loss(stage, pair_loss, compiles=settings.compile)
+                parallelize(stage, settings, ranks)
+        run.open_log(cfg, meta_model, self.model, self.loader)
+        frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
+        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(METRICS))
         self.offloading = settings.offloading(self.model)
-        own = partial(build_frozen_model, make_model, prepare, ranks=ranks)
         context = {"model": settings.model, "layout": collator.layout}
-        frozen |= self.reference.set_up(self.model, self.pipeline, own, context)
+        frozen |= self.reference.set_up(self.model, self.pipeline, pair_loss, collator.longest_row, context)
 
         # ---- Optimizer, parts of the training, and resume
         self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)

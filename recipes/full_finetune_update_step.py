@@ -12,26 +12,30 @@ multiplied by one scale, so the gradient is that of one large batch for any spli
 """
 
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any
 
 import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 from torchtune import config
 
 import recipe_utils
 from recipe_utils.long_rows.exchange import row_groups
-from recipe_utils.losses.attach import attach_loss, build_loss, compile_loss
+from recipe_utils.losses import dataset_weights
+from recipe_utils.losses.attach import attach_loss, build_loss
 from recipe_utils.losses.by_sample import LossesBySample
-from recipe_utils.losses.dataset_weights import LossWeightSettings, losses_by_dataset
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import ModelSettings, build_model, build_on_meta
+from recipe_utils.models.construct import build_on_meta, build_stages
+from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
-from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
+from recipe_utils.models.pipeline.stages import has_output, local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import load_model
 from recipe_utils.optim import optimizer
@@ -43,7 +47,7 @@ from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
-from recipe_utils.settings.problems import build, naming
+from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 from recipe_utils.text.collator import TextCollator
 from recipe_utils.text.datasets import load_dataset
@@ -55,7 +59,8 @@ from recipe_utils.training.parts.budget import StepMemory
 from recipe_utils.training.parts.exports import Exports
 from recipe_utils.training.parts.sample_losses import SampleLosses
 from recipe_utils.training.parts.validation import Validation, sum_over
-from recipe_utils.training.run import Run, RunSettings, Trained
+from recipe_utils.training.run import Run, Trained
+from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
@@ -66,7 +71,7 @@ OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(
-    LossWeightSettings,  # loss_weights
+    dataset_weights.LossWeightSettings,  # loss_weights
     ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
     PipelineSettings,  # pipeline_parallel_schedule, ...
     optimizer.OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
@@ -92,6 +97,15 @@ class Settings(
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """Validation dataset; requires ``run_val_every_n_steps``."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Yields keys that exclude each other."""
+        yield from problems_between(
+            data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
+        )
+        yield from self.problems_of_long_rows(self)
+        yield from self.problems_of_weights(self.dataset, self.dataset_val, self.loss)
+        yield from dataset_weights.problems_with_sample_losses(self, self.loss)
+
 
 class FullFinetuneRecipe:
     """Fine-tunes a model, or its adapters, on a map-style dataset."""
@@ -103,41 +117,35 @@ class FullFinetuneRecipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        settings, ranks, run = self.settings, self.ranks, self.run
-        make_model, schedule = partial(config.instantiate, cfg.model), cfg.get("lr_scheduler")
-
         # ---- Components
+        settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
         self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
         loss_fn = build("loss", build_loss, cfg.loss)
-        whole = build("model", build_on_meta, make_model, settings)
+        meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, whole)
+        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
 
         # ---- Data
-        limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
-        load = partial(load_dataset, tokenizer=self.tokenizer)
-        dataset, dataset_val = load_datasets(cfg, load, settings)
+        limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
+        datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer))
         # A target may have a weight; the sum of weights over all ranks is what the loss is divided by.
         self.divisor, of_targets = ("weights", ("weights",)) if hasattr(loss_fn, "weights") else ("target_tokens", ())
-        has_trees = makes_trees(dataset) or makes_trees(dataset_val)
-        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, has_trees, of_targets)
-        self.loader, self.val_loader = build_loaders(dataset, dataset_val, collator, settings, ranks)
+        given = settings, self.tokenizer, loss_fn.ignore_index, limits
+        collator = TextCollator(*given, any(map(makes_trees, datasets)), of_targets)
+        self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))
         self.by_sample = LossesBySample(loss_fn, ranks, settings.sample_losses, settings)
 
-        # ---- Model: prepare() changes modules before they are wrapped and sharded
+        # ---- Model: each pipeline stage is changed, then parallelized
         groups = row_groups(ranks, settings.max_ranks_per_row)
-
-        def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, collator.longest_row, groups)
-            if has_output:
-                attach_loss(decoder, loss_fn, settings.splits_backward, num_sums=1)
-
         with naming():
-            self.model = build_model(make_model, prepare, settings, ranks)
-        run.open_log(cfg, whole, self.model, self.loader)
-        frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
-        if settings.compile:
-            compile_loss(loss_fn, verbose=ranks.is_zero)
+            self.model = build_stages(meta_model, settings, ranks)
+            for stage in local_stages(self.model):
+                attend_within_documents(stage, ranks.device, collator.longest_row, groups)
+                if has_output(stage):
+                    attach_loss(stage, loss_fn, settings.splits_backward, settings.compile, num_sums=1)
+                parallelize(stage, settings, ranks)
+        run.open_log(cfg, meta_model, self.model, self.loader)
+        frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
         self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks)
         self.offloading = settings.offloading(self.model)
 
@@ -197,14 +205,15 @@ class FullFinetuneRecipe:
         self.optimizer.zero_grad(set_to_none=True)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        of_datasets = losses_by_dataset(self.by_sample.by_dataset() * step.scale("target_tokens"), step.totals)
+        sums = self.by_sample.by_dataset() * step.scale("target_tokens")
+        of_datasets = dataset_weights.losses_by_dataset(sums, step.totals)
         return {"loss": loss[0], **of_datasets}, grad_norm
 
     def validate(self) -> dict[str, Tensor]:
         """Returns mean losses per target token of ``dataset_val`` [nats], over all ranks."""
         how = {"num_sums": 1, "pipeline": self.pipeline, "device": self.ranks.device, "by_sample": self.by_sample}
         (sum_of_all, *of_datasets), totals = sum_over(self.val_loader, self.model, self.sums, **how)
-        losses = {"val_loss": sum_of_all, **losses_by_dataset(of_datasets, totals, "val_")}
+        losses = {"val_loss": sum_of_all, **dataset_weights.losses_by_dataset(of_datasets, totals, "val_")}
         divisors = dict.fromkeys(losses, "target_tokens") | {"val_loss": self.divisor}
         return means_over_ranks(losses, totals, divisors, self.ranks.dp_degree)
 

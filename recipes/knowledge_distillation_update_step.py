@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 from torchtune import config
 
@@ -23,14 +23,17 @@ import recipe_utils
 from recipe_utils.distillation.losses import SUMS, make_distillation_loss
 from recipe_utils.distillation.teacher import Teacher, TeacherSettings
 from recipe_utils.long_rows.exchange import row_groups
-from recipe_utils.losses.attach import attach_loss, build_loss, compile_loss
+from recipe_utils.losses.attach import attach_loss, build_loss
 from recipe_utils.losses.by_sample import LossesBySample
-from recipe_utils.losses.dataset_weights import refused_weights
+from recipe_utils.losses.dataset_weights import problems_with_sample_losses, refused_weights
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import ModelSettings, build_model, build_on_meta
+from recipe_utils.models.construct import build_on_meta, build_stages
+from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
-from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
+from recipe_utils.models.pipeline.stages import has_output, local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import load_model
 from recipe_utils.optim import optimizer
@@ -54,7 +57,8 @@ from recipe_utils.training.parts.budget import StepMemory
 from recipe_utils.training.parts.exports import Exports
 from recipe_utils.training.parts.sample_losses import SampleLosses
 from recipe_utils.training.parts.validation import Validation, sum_over
-from recipe_utils.training.run import Run, RunSettings, Trained
+from recipe_utils.training.run import Run, Trained
+from recipe_utils.training.settings import RunSettings, problems_between
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
@@ -97,7 +101,14 @@ class Settings(
     """Validation dataset; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields weights of datasets, which this recipe does not take."""
+        """Yields keys that exclude each other."""
+        yield from problems_between(
+            data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
+        )
+        yield from self.problems_of_long_rows(self)
+        components = {"teacher_model": self.teacher_model, "teacher_checkpointer": self.teacher_checkpointer}
+        yield from self.problems_of_teacher(self, self, components)
+        yield from problems_with_sample_losses(self, self.loss)
         yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
 
 
@@ -111,52 +122,39 @@ class KDRecipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        settings, ranks, run = self.settings, self.ranks, self.run
-        self.teacher = Teacher(settings, ranks)
-        make_model, schedule = partial(config.instantiate, cfg.model), cfg.get("lr_scheduler")
-
         # ---- Components
+        settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
         self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
         loss_fn = build("loss", build_loss, cfg.loss)
         kd_loss_fn = build("kd_loss", config.instantiate, cfg.get("kd_loss"))
-        whole = build("model", build_on_meta, make_model, settings)
+        meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, whole)
-        self.teacher.build_parts(cfg)
+        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
+        self.teacher = Teacher(cfg, settings, settings, ranks, meta_model, self.checkpointer)
+        self.metrics = SUMS if self.teacher.is_used else SUMS[:1]  # those of fine-tuning
         if self.teacher.is_used:
-            with naming():
-                loss_fn = make_distillation_loss(loss_fn, kd_loss_fn, settings.kd_ratio)
-                self.teacher.check_student(whole, self.checkpointer)
-        # Without a teacher the loss is that of fine-tuning, with one metric.
-        self.metrics = SUMS if self.teacher.is_used else SUMS[:1]
+            loss_fn = build("", make_distillation_loss, loss_fn, kd_loss_fn, settings.kd_ratio)
 
         # ---- Data
-        device, teacher = ranks.device, self.teacher.whole
-        limits = limits_of(whole, device, settings.compile, teacher=teacher)
-        load = partial(load_dataset, tokenizer=self.tokenizer)
-        dataset, dataset_val = load_datasets(cfg, load, settings)
-        has_trees = makes_trees(dataset) or makes_trees(dataset_val)
-        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, has_trees)
-        self.loader, self.val_loader = build_loaders(dataset, dataset_val, collator, settings, ranks)
+        limits = limits_of(meta_model, ranks.device, settings.compile, teacher=self.teacher.meta_model)
+        datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer))
+        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, any(map(makes_trees, datasets)))
+        self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))
 
-        # ---- Model: prepare() changes modules before they are wrapped and sharded
+        # ---- Model: each pipeline stage is changed, then parallelized
         groups = row_groups(ranks, settings.max_ranks_per_row)
-
-        def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, collator.longest_row, groups)
-            if has_output:
-                attach_loss(decoder, loss_fn, settings.splits_backward)
-
         with naming():
-            self.model = build_model(make_model, prepare, settings, ranks)
-        run.open_log(cfg, whole, self.model, self.loader)
-        frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
-        if settings.compile:
-            compile_loss(loss_fn, verbose=ranks.is_zero)
-        dtype, num_sums = settings.torch_dtype, len(self.metrics)
-        self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
+            self.model = build_stages(meta_model, settings, ranks)
+            for stage in local_stages(self.model):
+                attend_within_documents(stage, ranks.device, collator.longest_row, groups)
+                if has_output(stage):
+                    attach_loss(stage, loss_fn, settings.splits_backward, settings.compile)
+                parallelize(stage, settings, ranks)
+        run.open_log(cfg, meta_model, self.model, self.loader)
+        frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
+        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(self.metrics))
         self.offloading = settings.offloading(self.model)
-        frozen |= self.teacher.set_up(whole, collator.longest_row, groups)
+        frozen |= self.teacher.set_up(meta_model, collator.longest_row, groups)
 
         # ---- Optimizer, parts of the training, and resume
         self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)

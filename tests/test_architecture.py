@@ -34,7 +34,7 @@ LAYERS = (
     ("plans",),
     ("parallel",),
     ("settings", "cli"),
-    ("files", "compiler"),
+    ("files", "compiler", "model_kinds"),
 )
 """Layers from top to bottom. A package imports packages of lower layers only."""
 OBJECTIVES = {"preference", "distillation", "dinov3"}

@@ -23,7 +23,8 @@ from transformers import AutoConfig
 from recipe_utils.cli.registry import RECIPES, ROOT, config_path, recipe_path
 from recipe_utils.dinov3.backbone import with_heads
 from recipe_utils.dinov3.images.multi_crop import check_fits
-from recipe_utils.models.construct import ModelSettings, build_on_meta
+from recipe_utils.models.construct import build_on_meta
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import num_outputs, vocab_size_and_max_seq_len
 from recipe_utils.models.transformers import decoder
 from recipe_utils.models.transformers.packing_check import check_packing

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchtune import config, training
 
 from recipe_utils.check_gradient.plain import build_plain
+from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.parallel.fsdp import local
 
 
@@ -67,7 +68,7 @@ def first_layers(model: dict[str, Any], num_layers: int) -> nn.Module:
 
 def cut_component(component: Any, whole: Any, folder: Path) -> dict[str, Any]:
     """Returns a component of few layers of a decoder; ``folder`` gets its config if it is of transformers."""
-    if not hasattr(whole, "proof"):
+    if transformers_decoder(whole) is None:
         own = {"_component_": "recipe_utils.check_gradient.first_layers", "model": component}
         return {**own, "num_layers": 2}
     from recipe_utils.models.transformers.packing_check import _num_layers_with_all_kinds

@@ -21,6 +21,7 @@ from torchtune.modules.peft import disable_adapter
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
 from recipe_utils.checkpoint.peft import load_checkpoint
+from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.nf4 import without_quantizing
 
 Gradients = Mapping[str, Tensor]
@@ -48,7 +49,7 @@ def build_plain(component: Any, dtype: torch.dtype, device: torch.device) -> Any
             module.forward = nn.Linear.forward.__get__(module)
         if hasattr(module, "_quantize_base"):
             module._quantize_base = False
-    if hasattr(model, "proof"):  # of transformers: its own attention, modules and masks again
+    if transformers_decoder(model) is not None:  # of transformers: its own attention, modules and masks again
         for module in model.model.modules():
             if type(module).__name__ in model.proof.modules:
                 vars(module).pop("forward", None)
@@ -72,7 +73,7 @@ def remove_dropout(model: nn.Module) -> float:
 def logits_of(model: Any, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
     """Returns logits [s, v], at least fp32, of tokens [s]."""
     own = {} if positions is None else {"input_pos": positions[None]}
-    if hasattr(model, "proof"):
+    if transformers_decoder(model) is not None:
         own = {} if positions is None else {"position_ids": positions[None]}
         logits = model.model(input_ids=tokens[None], use_cache=False, **own).logits
     else:

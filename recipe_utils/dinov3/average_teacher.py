@@ -3,7 +3,7 @@
 Shapes: g images of a microbatch, m masked patches, b bottleneck width, k prototypes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,10 +18,14 @@ from recipe_utils.dinov3.koleo import gradient_of_all
 from recipe_utils.dinov3.self_distillation import ObjectiveSettings, TeacherBottlenecks, TeacherViews
 from recipe_utils.dinov3.sinkhorn import num_prototypes_used, sinkhorn
 from recipe_utils.distillation.losses import TeacherHidden
-from recipe_utils.losses.attach import HiddenAtTargets
-from recipe_utils.models.construct import ModelSettings
+from recipe_utils.losses.attach import HiddenAtTargets, attach_loss
+from recipe_utils.models.construct import build_stages
 from recipe_utils.models.frozen import FrozenModel
+from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
+from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.stages import has_output, local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import load_weights
 from recipe_utils.parallel.fsdp import local, reshard
 from recipe_utils.parallel.ranks import Ranks
@@ -31,21 +35,34 @@ from recipe_utils.update_steps.step import Microbatch, UpdateStep
 class AverageTeacher:
     """Moving average of a student's weights, and its outputs for update steps. All ranks together.
 
-    ``build`` builds a model that is wrapped, cut and sharded like the student, with a loss module.
+    The averages are copies of ``meta_model``, cut and sharded like the student, with loss modules of their own.
     """
 
     def __init__(
-        self, build: Callable[[Any], nn.Module], objective: ObjectiveSettings, modules: ModelSettings, ranks: Ranks
+        self,
+        meta_model: nn.Module,
+        objective: ObjectiveSettings,
+        modules: ModelSettings,
+        pipeline: PipelineSettings,
+        ranks: Ranks,
     ) -> None:
         self._objective = objective
-        self._modules = modules
+        self._modules, self._pipeline = modules, pipeline
         self._ranks = ranks
         self._dp_group = ranks.dp_group  # made by all ranks, used on the last stage
-        self.model = build(TeacherBottlenecks())
+        self.model = self._copy(meta_model, TeacherBottlenecks())
         """The average, with heads."""
         states_of_patches = HiddenAtTargets("patch_positions")
-        self.gram_model = build(states_of_patches) if objective.gram_loss_weight else None
+        self.gram_model = self._copy(meta_model, states_of_patches) if objective.gram_loss_weight else None
         """An earlier average for the Gram loss; None without that loss."""
+
+    def _copy(self, meta_model: nn.Module, loss_fn: Any) -> nn.Module:
+        model = build_stages(meta_model, self._pipeline, self._ranks)
+        for stage in local_stages(model):
+            if has_output(stage):
+                attach_loss(stage, loss_fn)
+            parallelize(stage, self._modules, self._ranks)
+        return model
 
     def set_up(self, student: nn.Module, pipeline: Pipeline | None, weights: Mapping[str, Tensor]) -> None:
         """Initializes the average with ``weights``, the full weights of the student."""
@@ -56,7 +73,7 @@ class AverageTeacher:
             for module in model.modules():
                 if isinstance(module, PatchEmbedding):
                     module.sees_masked_patches = True
-        stages_of = partial(build_pipeline, settings=modules, dtype=modules.torch_dtype, ranks=ranks)
+        stages_of = partial(build_pipeline, settings=self._pipeline, dtype=modules.torch_dtype, ranks=ranks)
         self._student = student
         self._forward = FrozenModel(self.model, stages_of(self.model), ranks.device)
         self._student_forward = FrozenModel(student, pipeline, ranks.device)

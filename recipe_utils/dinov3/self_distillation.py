@@ -6,7 +6,7 @@ of a global crop; d width of the backbone, b of a bottleneck.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from recipe_utils.dinov3.images.crop_rows import ViewTargets
 from recipe_utils.dinov3.koleo import koleo_loss
 from recipe_utils.distillation.losses import LinearDistillationLoss, TeacherHidden
 from recipe_utils.losses.chunks import sum_dtype
+from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
 from recipe_utils.settings.problems import Problem
@@ -93,10 +94,9 @@ _Weight = Annotated[float, Field(ge=0)]
 
 
 @dataclass(frozen=True, config=STRICT)
-class ObjectiveSettings(DataSettings):
+class ObjectiveSettings:
     """Terms of the objective and their weights."""
 
-    must_divide: ClassVar[bool] = True  # losses couple images
     dino_loss_weight: _Weight = 1.0
     """Weight of DINO. A term of weight 0 is not computed."""
     ibot_loss_weight: _Weight = 1.0
@@ -127,11 +127,14 @@ class ObjectiveSettings(DataSettings):
             key = "gram_teacher_every_n_steps"
             text = f"there is no Gram teacher; set {key}, or gram_loss_weight=0"
             yield Problem("gram_loss_weight", text, self.gram_loss_weight)
-        if self.koleo_loss_weight == 0 or self.dims_or_none is None:
+
+    def problems_of_objective(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
+        """Yields the problem of an image without neighbors."""
+        if self.koleo_loss_weight == 0 or ranks.dims_or_none is None:
             return
-        dp_degree = self.dims_or_none.dp_degree
+        dp_degree = ranks.dims_or_none.dp_degree
         try:
-            num_images = self.batch_size * self.num_accumulated(dp_degree) * dp_degree
+            num_images = data.batch_size * data.num_accumulated(dp_degree) * dp_degree
         except ValueError:
             return
         if num_images == 1:

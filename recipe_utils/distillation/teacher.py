@@ -7,6 +7,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
+from omegaconf import DictConfig
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
@@ -16,15 +17,17 @@ from torchtune.utils import get_logger
 from recipe_utils.checkpoint.load import TEACHER
 from recipe_utils.distillation.losses import TeacherHidden
 from recipe_utils.long_rows.exchange import RowGroups
-from recipe_utils.losses.attach import HiddenAtTargets, attach_loss
+from recipe_utils.losses.attach import HiddenAtTargets
+from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import find_adapters
-from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import ModelSettings, build_on_meta
+from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.frozen import FrozenModel, build_frozen_model, load_frozen
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import num_outputs, warn_if_above_memory
 from recipe_utils.models.vocabulary import check_same_tokens
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.optim.optimizer import OptimizerSettings
+from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.settings.keys import STRICT, OnlyWith
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
@@ -49,15 +52,16 @@ class TeacherSettings:
     ] = None
     """``pipeline_parallel_split_points`` of the teacher."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yields problems with the teacher's components and other keys of the recipe."""
-        settings: Any = self  # the recipe's
-        if (dim := settings.tensor_parallel_dim) > 1:
+    def problems_of_teacher(
+        self, ranks: RankSettings, optimizer: OptimizerSettings, components: Mapping[str, Any]
+    ) -> Iterator[Problem]:
+        """Yields missing ``components`` of a teacher, by key, and what its training does not support."""
+        if (dim := ranks.tensor_parallel_dim) > 1:
             yield Problem("tensor_parallel_dim", "not with a teacher; set it to 1", dim)
-        if settings.optimizer_in_bwd:
+        if optimizer.optimizer_in_bwd:
             yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
-        for key in ("teacher_model", "teacher_checkpointer"):
-            if self.kd_ratio > 0 and getattr(settings, key) is None:
+        for key, component in components.items():
+            if self.kd_ratio > 0 and component is None:
                 text = "it is missing; set it to a component (_component_: ...), or kd_ratio=0"
                 yield Problem(key, text)
 
@@ -66,32 +70,37 @@ class Teacher:
     """Attaches a frozen model's hidden states to the targets of update steps. All ranks together.
 
     With pipeline stages, they are on the rank of the last one, where the loss is computed.
-    ``settings`` are the recipe's. With ``kd_ratio=0`` nothing is built or read.
+    Meta model and checkpointer are those of the recipe's ``cfg``; ``modules``, ``student``, a meta model, and
+    ``checkpointer`` are the student's. With ``kd_ratio=0`` nothing is built or read. Raises ConfigError if the teacher
+    does not fit the student.
     """
 
-    def __init__(self, settings: Any, ranks: Ranks) -> None:
-        own: TeacherSettings = settings
-        self._settings, self._ranks = own, ranks
-        self._student_modules: ModelSettings = settings
-        self.is_used = own.kd_ratio > 0
-        self.whole: Any = None
+    def __init__(
+        self,
+        cfg: DictConfig,
+        settings: TeacherSettings,
+        modules: ModelSettings,
+        ranks: Ranks,
+        student: nn.Module,
+        checkpointer: Any,
+    ) -> None:
+        self._settings, self._ranks = settings, ranks
+        self._student_modules = modules
+        self.is_used = settings.kd_ratio > 0
+        self.meta_model: Any = None
         """The whole model on the meta device; None if it is not used."""
         self._checkpointer: Any = None
         self._model: FrozenModel
         self._spans: list[tuple[Any, Any]] = []  # start and stop of the model's forwards
+        if self.is_used:
+            build("teacher_model", self._take_model, cfg.get("teacher_model"))
+            self._checkpointer = build(TEACHER, config.instantiate, cfg.get("teacher_checkpointer"))
+            build("", self._check_student, student, checkpointer)
 
     # ---- Checks, before any weight is read ----------------------------------------------------------
 
-    def build_parts(self, cfg: Mapping[str, Any]) -> None:
-        """Builds meta model and checkpointer of the recipe's ``cfg``."""
-        if self.is_used:
-            build("teacher_model", self._take_model, cfg.get("teacher_model"))
-            checkpointer = cfg.get("teacher_checkpointer")
-            self._checkpointer = build("teacher_checkpointer", config.instantiate, checkpointer)
-
     def _take_model(self, component: Any) -> None:
         settings, modules = self._settings, self._student_modules
-        self._make_model = partial(config.instantiate, component)
         # Memory savings for gradients do not apply.
         self._modules = modules.without_gradients(
             dtype=settings.teacher_dtype or modules.dtype,
@@ -99,24 +108,26 @@ class Teacher:
             fsdp_cpu_offload=settings.teacher_fsdp_cpu_offload,
             quantizer=None,
         )
-        self.whole = build_on_meta(self._make_model, self._modules)
-        if not hasattr(getattr(self.whole, "decoder", self.whole), "unembed"):
-            raise ValueError(f"a {type(self.whole).__name__} returns no hidden states; set it to a torchtune decoder")
-        if find_adapters(self.whole).modules:
+        self.meta_model = build_on_meta(partial(config.instantiate, component), self._modules)
+        if not hasattr(text_decoder(self.meta_model), "unembed"):
+            raise ValueError(
+                f"a {type(self.meta_model).__name__} returns no hidden states; set it to a torchtune decoder"
+            )
+        if find_adapters(self.meta_model).modules:
             raise ValueError(
                 "it has adapters, and a teacher is a model without them; set it to the plain builder, and "
                 "teacher_checkpointer to an exported model that they are merged into"
             )
 
-    def check_student(self, student: nn.Module, checkpointer: Any) -> None:
+    def _check_student(self, student: nn.Module, checkpointer: Any) -> None:
         """Raises ValueError if the teacher does not take the whole ``student``'s inputs, or has other tokens."""
-        if hasattr(student, "decoder") != hasattr(self.whole, "decoder"):
-            kinds = [type(model).__name__ for model in (self.whole, student)]
+        if hasattr(student, "decoder") != hasattr(self.meta_model, "decoder"):
+            kinds = [type(model).__name__ for model in (self.meta_model, student)]
             raise ValueError(
                 f"teacher_model: a {kinds[0]} does not take the inputs of a {kinds[1]}; set it to one that "
                 "does, with or without images"
             )
-        sizes = num_outputs(self.whole), num_outputs(student)
+        sizes = num_outputs(self.meta_model), num_outputs(student)
         with naming(TEACHER):
             is_same = check_same_tokens(checkpointer, self._checkpointer, ("student", "teacher"))
         if sizes[0] != sizes[1] and self._ranks.is_zero:
@@ -138,21 +149,17 @@ class Teacher:
         if not self.is_used:
             return {}
         ranks = self._ranks
-        checkpoint, fingerprints = load_frozen(self._checkpointer, TEACHER, self.whole, ranks)
+        checkpoint, fingerprints = load_frozen(self._checkpointer, TEACHER, self.meta_model, ranks)
         if ranks.is_zero:
-            warn_if_above_memory(student, self.whole, ranks)
-
-        def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, longest_row, row_groups)
-            if has_output:
-                attach_loss(decoder, HiddenAtTargets())
-
+            warn_if_above_memory(student, self.meta_model, ranks)
         self._model = build_frozen_model(
-            self._make_model,
-            prepare,
+            self.meta_model,
+            HiddenAtTargets(),
             checkpoint,
             self._modules,
             ranks,
+            longest_row=longest_row,
+            row_groups=row_groups,
             split_points=self._settings.teacher_pipeline_parallel_split_points,
             keys=("teacher_model", TEACHER),
         )

@@ -19,8 +19,10 @@ from recipe_utils.losses.attach import HiddenAtTargets, attach_loss, build_loss
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import build_model, build_on_meta
+from recipe_utils.models.construct import build_on_meta, build_stages
 from recipe_utils.models.frozen import FrozenModel, policy_at_start
+from recipe_utils.models.parallelize import parallelize
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import materialize
 from recipe_utils.optim.grad_norm import clip_grad_norm_
@@ -29,7 +31,7 @@ from recipe_utils.parallel.fsdp import gradient_sync, local
 from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.preference.losses import PreferenceLoss, make_preference_loss
 from recipe_utils.preference.pairs import PairCollator
-from recipe_utils.settings.problems import ConfigError, build
+from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import TextCollator
 from recipe_utils.update_steps.step import Microbatch, mark_last
 
@@ -59,9 +61,9 @@ class FakeTraining:
         self._fake, self._live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
         self._is_of_pairs = hasattr(settings, "prefix_sharing")
         self._has_teacher = getattr(settings, "kd_ratio", 0) > 0
-        make = make_frozen = partial(config.instantiate, cfg.model)
-        whole, teacher = build("model", build_on_meta, make, settings), None
-        if hasattr(whole, "decoder"):
+        meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
+        meta_frozen, teacher = meta_model, None
+        if hasattr(meta_model, "decoder"):
             raise ConfigError("model: images beside text have no forecast; set a decoder")
         modules, of_frozen = settings.without_gradients(), None
         if self._is_of_pairs:
@@ -78,38 +80,38 @@ class FakeTraining:
                 custom_sharded_layers=settings.teacher_custom_sharded_layers,
                 quantizer=None,
             )
-            make_frozen, of_frozen = (partial(config.instantiate, cfg.teacher_model), HiddenAtTargets())
-            teacher = build("teacher_model", build_on_meta, make_frozen, modules)
-        limits = limits_of(whole, self.ranks.device, False, self.ranks.dims.tp, teacher)
+            make_teacher, of_frozen = partial(config.instantiate, cfg.teacher_model), HiddenAtTargets()
+            meta_frozen = teacher = build("teacher_model", build_on_meta, make_teacher, modules)
+        limits = limits_of(meta_model, self.ranks.device, False, self.ranks.dims.tp, teacher)
         tokens: Any = SimpleNamespace(pad_id=0, max_seq_len=cfg.tokenizer.get("max_seq_len"))
         if self._is_of_pairs:
-            self.collator: Any = PairCollator(settings, tokens, limits)
+            self.collator: Any = PairCollator(settings, tokens, limits, settings.prefix_sharing)
         else:
             self.collator = TextCollator(settings, tokens, loss_fn.ignore_index, limits)
         small = nn.Linear(8, 8)  # A step with numbers makes the tables that optimizers keep.
         small.weight.grad = torch.zeros(8, 8)
         build("optimizer", build_optimizer, cfg.optimizer, small, settings).step()
-        self._model = self._build(make, settings, loss_fn)
+        self._model = self._build(meta_model, settings, loss_fn)
         self._optimizer = build_optimizer(cfg.optimizer, self._model, settings)
         speed_up_adapters(self._model, self._optimizer)
         trained = [local(p) for p in self._model.parameters() if p.requires_grad]
         self.shares = {"weights": self._live.now, "gradients": sum(p.nbytes for p in trained)}
-        if of_frozen is not None and not self._has_teacher and find_adapters(whole).modules:
+        if of_frozen is not None and not self._has_teacher and find_adapters(meta_model).modules:
             self._frozen = policy_at_start(self._model, None, self.ranks.device, [])
         elif of_frozen is not None:
-            frozen = self._build(make_frozen, modules, of_frozen).requires_grad_(False).eval()
+            frozen = self._build(meta_frozen, modules, of_frozen).requires_grad_(False).eval()
             self._frozen = FrozenModel(frozen, None, self.ranks.device)
         self.shares["frozen models"] = self._live.now - self.shares["weights"]
         # Buffers of AdamW8bit's compiled update: 9 bytes per element of a parameter.
         is_compiled = is_of_cuda and cfg.optimizer._component_.endswith(".AdamW8bit")
         self._of_compiled = 9 * max(p.numel() for p in trained) if is_compiled else None
 
-    def _build(self, make: Any, modules: Any, loss_fn: Any) -> nn.Module:
-        def prepare(decoder: nn.Module, _: bool) -> None:
-            attend_within_documents(decoder, self.ranks.device, self.collator.longest_row)
-            attach_loss(decoder, loss_fn)
-
-        model = build("", build_model, make, prepare, modules, self.ranks)
+    def _build(self, meta_model: nn.Module, modules: ModelSettings, loss_fn: Any) -> nn.Module:
+        with naming():
+            model = build_stages(meta_model, self.settings, self.ranks)
+            attend_within_documents(model, self.ranks.device, self.collator.longest_row)
+            attach_loss(model, loss_fn)
+            parallelize(model, modules, self.ranks)
         with self._fake:
             like = model.state_dict().items()
             weights = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in like}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchtune import config, training
 
 from recipe_utils.compiler import configure_compiler
+from recipe_utils.model_kinds import text_decoder
 from recipe_utils.settings.problems import ConfigError, Problem, naming
 from recipe_utils.update_steps.step import Targets
 
@@ -48,18 +49,26 @@ def build_loss(cfg: DictConfig) -> Any:
 
 
 def attach_loss(
-    model: nn.Module, loss_fn: Any, backward_in_parts: bool = False, *, num_sums: int | None = None
+    model: nn.Module,
+    loss_fn: Any,
+    backward_in_parts: bool = False,
+    compiles: bool = False,
+    *,
+    num_sums: int | None = None,
 ) -> None:
     """Makes ``model(..., targets=targets)`` return sums [k], of which only the first is differentiated.
 
-    Without ``targets`` the model still returns logits.
+    Without ``targets`` the model still returns logits. With ``compiles`` the loss is compiled, see
+    :func:`compile_loss`.
 
     ``model`` is a torchtune decoder, or a fusion model with one at ``decoder``; with a stock loss
     (:class:`SummedLoss`), any model that returns logits. Raises ValueError if the loss does not fit
     the model. The first forward raises ConfigError if the loss returns another number of sums than
     ``num_sums``; None allows any.
     """
-    decoder: Any = getattr(model, "decoder", model)
+    if compiles:
+        compile_loss(loss_fn)
+    decoder = text_decoder(model)
     targets_in_forward: list[Targets] = []
 
     def take_targets(
@@ -196,7 +205,7 @@ class SummedLoss:
             )
 
 
-def compile_loss(loss_fn: Any, verbose: bool = False) -> None:
+def compile_loss(loss_fn: Any) -> None:
     """Compiles a loss's arithmetic on a chunk of logits, in place, without the loop over chunks.
 
     A loss compiled as a whole would be recompiled for each number of targets. Not for a stock loss
@@ -206,4 +215,4 @@ def compile_loss(loss_fn: Any, verbose: bool = False) -> None:
         loss_fn.compile_chunks(os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
     elif hasattr(loss_fn, "num_output_chunks") and not hasattr(loss_fn, "takes_hidden_states"):
         configure_compiler()
-        training.compile_loss(loss_fn, verbose=verbose)
+        training.compile_loss(loss_fn, verbose=False)

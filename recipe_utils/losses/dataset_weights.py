@@ -1,7 +1,6 @@
 """Weights of named datasets in the loss, and the loss of each of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from math import inf
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from recipe_utils.settings.components import component_at
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
 from recipe_utils.text.collator import OF_DATASET
+from recipe_utils.update_steps.settings import DataSettings
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -24,18 +24,15 @@ class LossWeightSettings:
     update step. ``tokens``: sum of w CE / sum of w n; ``datasets``: sum of (w / n) CE / sum of
     w, over datasets with targets."""
 
-    def problems(self) -> Iterator[Problem]:
+    def problems_of_weights(self, dataset: Any, dataset_val: Any, loss: Mapping[str, Any]) -> Iterator[Problem]:
         """Yields weights that are wrong, or have no effect with the recipe's datasets or loss."""
-        recipe: Any = self
-        dataset, dataset_val, loss = recipe.dataset, recipe.dataset_val, recipe.loss
         yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
         text = ""
-        with suppress(ValueError):  # a problem of ``loss`` by itself
-            path = str(loss.get("_component_"))
-            if not hasattr(component_at(path), "weights"):
-                text = (
-                    f"{path} cannot weight targets; set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
-                )
+        if not _has(loss, "weights"):
+            text = (
+                f"{loss.get('_component_')} cannot weight targets; set loss._component_ to "
+                "recipe_utils.losses.LinearCrossEntropyLoss"
+            )
         yield from refused_weights(text, dataset=dataset)
         entries = dataset if isinstance(dataset, list) else []
         if not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
@@ -53,6 +50,24 @@ class LossWeightSettings:
         if self.loss_weights == "datasets":
             given = torch.where(number > 0, given / number, 0)
         return given * (number.sum() / (given * number).sum().clamp(min=1e-300))
+
+
+def problems_with_sample_losses(data: DataSettings, loss: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yields ``sample_losses`` of a loss that does not sum by sample."""
+    if data.sample_losses and not _has(loss, "record"):
+        text = (
+            f"{loss.get('_component_')} does not sum by sample; set loss._component_ to "
+            "recipe_utils.losses.LinearCrossEntropyLoss"
+        )
+        yield Problem("sample_losses", text, True)
+
+
+def _has(loss: Mapping[str, Any], attribute: str) -> bool:
+    """Returns True if a loss component has it, or if there is none of its name, which is another problem."""
+    try:
+        return hasattr(component_at(str(loss.get("_component_"))), attribute)
+    except ValueError:
+        return True
 
 
 def refused_weights(text: str = "this recipe weights no datasets; remove it", **datasets: Any) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ Shapes: n target tokens of a microbatch, d model width, v vocabulary size.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,9 +14,16 @@ from torch.distributed.fsdp import FSDPModule
 from torchtune import training
 from torchtune.modules.peft import DoRALinear, disable_adapter
 
-from recipe_utils.models.construct import ModelSettings, build_model
+from recipe_utils.long_rows.exchange import RowGroups
+from recipe_utils.losses.attach import attach_loss
+from recipe_utils.model_kinds import text_decoder
+from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.construct import build_stages
+from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
-from recipe_utils.models.pipeline.stages import Stages
+from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.stages import Stages, has_output, local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import check_weights, crc32_of_weights, fingerprint_of_config, load_weights
 from recipe_utils.optim.optimizer import trained_parameters
 from recipe_utils.parallel.fsdp import local, reshard
@@ -68,7 +75,7 @@ class FrozenModel:
         if self._with_output is None:
             yield None
             return
-        output = getattr(self._with_output, "decoder", self._with_output).output
+        output = text_decoder(self._with_output).output
         # PyTorch's schedules reshard stages at their end, a forward reshards the root.
         holders = [each for each in (self._with_output, output) if isinstance(each, FSDPModule)]
         for holder in holders:
@@ -82,28 +89,34 @@ class FrozenModel:
 
 
 def build_frozen_model(
-    make_model: Callable[[], nn.Module],
-    prepare: Callable[[nn.Module, bool], None],
+    meta_model: nn.Module,
+    loss_fn: Any,
     checkpoint: dict[str, Any],
     modules: ModelSettings,
     ranks: Ranks,
     *,
+    longest_row: int,
+    row_groups: RowGroups = MappingProxyType({}),
     split_points: list[int] | None = None,
     is_offloaded: bool = False,
     keys: tuple[str, str],
 ) -> FrozenModel:
-    """Builds a model with its weights for forward passes only.
+    """Builds a copy of a model with its weights for forward passes only, which return what ``loss_fn`` does.
 
     With ``pp`` ranks it has one stage per rank, cut at ``split_points`` or balanced by its own
-    costs; outputs are on the rank of the last stage. For ``prepare`` see
-    :func:`recipe_utils.models.construct.build_model`. ``checkpoint`` contains full weights by
-    torchtune's keys; ``keys`` are the config keys of the model and its checkpointer, for
-    ConfigErrors. With ``is_offloaded`` weights are on the device only during forwards.
+    costs; outputs are on the rank of the last stage. Rows have at most ``longest_row`` tokens and may span
+    ``row_groups``. ``checkpoint`` contains full weights by torchtune's keys; ``keys`` are the config keys of the
+    model and its checkpointer, for ConfigErrors. With ``is_offloaded`` weights are on the device only during forwards.
     """
     # Without a backward there is nothing to interleave.
-    modules = replace(modules, pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points)
+    pipeline = PipelineSettings(pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points)
     with naming(keys[0]):
-        model = build_model(make_model, prepare, modules, ranks)
+        model = build_stages(meta_model, pipeline, ranks)
+        for stage in local_stages(model):
+            attend_within_documents(stage, ranks.device, longest_row, row_groups)
+            if has_output(stage):
+                attach_loss(stage, loss_fn)
+            parallelize(stage, modules, ranks)
     with naming(keys[1]):
         load_weights(model, checkpoint, modules, ranks.device)
     model.requires_grad_(False).eval()
@@ -118,7 +131,7 @@ def build_frozen_model(
 
     return FrozenModel(
         model,
-        build_pipeline(model, modules, modules.torch_dtype, ranks),
+        build_pipeline(model, pipeline, modules.torch_dtype, ranks),
         ranks.device,
         on_device if is_offloaded else nullcontext,
     )
@@ -165,20 +178,19 @@ def policy_at_start(
 
 
 def load_frozen(
-    checkpointer: Any, key: str, whole: nn.Module | None, ranks: Ranks
+    checkpointer: Any, key: str, meta_model: nn.Module | None, ranks: Ranks
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns a checkpoint, and fingerprints that a resumed training must have, too.
 
-    ``key`` is the checkpointer's. Raises ConfigError if its weights do not fit ``whole``, a meta
-    model, unless None.
+    ``key`` is the checkpointer's. Raises ConfigError if its weights do not fit ``meta_model``, unless None.
     """
     with naming(key):
         checkpoint = checkpointer.load_checkpoint()
         weights = checkpoint[training.MODEL_KEY]
         fingerprints = {key: crc32_of_weights(weights, ranks.cpu_group)}
-        if whole is not None:
-            check_weights(whole, weights)
+        if meta_model is not None:
+            check_weights(meta_model, weights)
             folder = getattr(checkpointer, "_checkpoint_dir", None)
-            for name, text in fingerprint_of_config(whole, folder).items():
+            for name, text in fingerprint_of_config(meta_model, folder).items():
                 fingerprints[f"{key}.{name}"] = text
     return checkpoint, fingerprints

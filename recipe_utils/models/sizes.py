@@ -2,12 +2,12 @@
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchtune.utils import get_logger
 
+from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.plans.cost import cost_on
@@ -54,7 +54,7 @@ def limits_of(
 
 def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:
     """Returns the limits of samples: number of token embeddings, longest sequence [tokens]."""
-    decoder: Any = getattr(model, "decoder", model)
+    decoder = text_decoder(model)
     # Llama 3.2 Vision has a second table for its special tokens.
     tables = [m for m in decoder.tok_embeddings.modules() if isinstance(m, nn.Embedding)]
     return sum(table.num_embeddings for table in tables), decoder.max_seq_len
@@ -62,7 +62,7 @@ def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:
 
 def num_outputs(model: nn.Module) -> int:
     """Returns the number of rows of the output layer."""
-    decoder: Any = getattr(model, "decoder", model)
+    decoder = text_decoder(model)
     output = decoder.output
     weight: Tensor = getattr(output, "tied_module", output).weight
     return weight.size(0)
@@ -90,7 +90,7 @@ def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) ->
 
 def equal_attention_length(model: nn.Module) -> float:
     """Returns ``MicrobatchCost.equal_attention_length`` [tokens] for attention at full speed: N / (L * d)."""
-    decoder: Any = getattr(model, "decoder", model)
+    decoder = text_decoder(model)
     num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
     embed_dim = decoder.num_heads * decoder.head_dim
     return num_parameters / (len(decoder.layers) * embed_dim)

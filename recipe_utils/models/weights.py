@@ -21,10 +21,11 @@ from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import describe_mismatch, parameters_by_name
+from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.adapted_linear import forget_norms
 from recipe_utils.models.adapters.lora import check_origin, find_adapters, fingerprint_of_frozen, initial_adapters
-from recipe_utils.models.construct import ModelSettings
-from recipe_utils.models.pipeline.stages import Stages, adapters_of
+from recipe_utils.models.pipeline.stages import Stages, adapters_of, local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
@@ -33,13 +34,15 @@ from recipe_utils.settings.problems import naming
 _log = get_logger("INFO")
 
 
-def load_model(model: nn.Module, checkpointer: Any, settings: Any, ranks: Ranks, seed: int) -> dict[str, str]:
+def load_model(
+    model: nn.Module, checkpointer: Any, cfg: Mapping[str, Any], settings: ModelSettings, ranks: Ranks, seed: int
+) -> dict[str, str]:
     """Loads a model's weights with a checkpointer; see :func:`load_weights`.
 
-    Returns fingerprints of the frozen weights. Raises ConfigError if the weights cannot be read or do not fit the model.
+    ``cfg`` is the checkpointer's. Returns fingerprints of the frozen weights. Raises ConfigError if the weights cannot be read or do not fit the model.
     """
     with naming("checkpointer"):
-        checkpoint = load_checkpoint(checkpointer, settings.checkpointer)
+        checkpoint = load_checkpoint(checkpointer, cfg)
         described = fingerprint_of_config(model, getattr(checkpointer, "_checkpoint_dir", None))
         frozen = load_weights(model, checkpoint, settings, ranks.device, seed) | described
     for text in differences_from_config(model, getattr(checkpointer, "_checkpoint_dir", None)):
@@ -52,7 +55,7 @@ def fingerprint_of_config(model: nn.Module, folder: str | Path | None) -> dict[s
 
     Raises ValueError if that in the ``folder`` of its weights describes another model.
     """
-    decoder: Any = next((m for m in model.modules() if hasattr(m, "proof")), None)  # or a stage
+    decoder = transformers_decoder(local_stages(model)[0])
     return {} if decoder is None else {"config.json": decoder.fingerprint(folder)}
 
 
@@ -107,7 +110,7 @@ def load_weights(
     check_origin(adapters, frozen, described)
     weights = {**base, **initial_adapters(adapters, base, given, seed, settings.torch_dtype)}
     names = model.whole.names_of_weights if isinstance(model, Stages) else ()
-    for part in model.values() if isinstance(model, Stages) else [model]:
+    for part in local_stages(model):
         materialize(part, weights, settings, device, names)
     return frozen
 
@@ -208,7 +211,7 @@ def gather_weights(
     and rank 0. ``group`` is a CPU (gloo) group of all ranks; ``only`` names the weights to gather.
     """
     weights: dict[str, Tensor] = {}
-    for part in model.values() if isinstance(model, Stages) else [model]:
+    for part in local_stages(model):
         for name, weight in part.state_dict().items():
             if only is not None and name not in only:
                 continue

@@ -15,6 +15,7 @@ from torchtune import config, training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune.utils import get_logger, log_rank_zero
 
+from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import STRICT, Count, Positive
 from recipe_utils.settings.problems import ConfigError, Problem
@@ -31,7 +32,7 @@ def _infinite_as_float(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class OptimizerSettings(DataSettings):
+class OptimizerSettings:
     """Optimizer, learning-rate schedule, clipping, non-finite gradients."""
 
     optimizer: Annotated[dict[str, Any], MadeWith(num_positional=1)]
@@ -67,35 +68,39 @@ class OptimizerSettings(DataSettings):
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems between the keys."""
-        if self.tensor_parallel_dim > 1 and self.optimizer.get("_component_") == _ADAMW_8BIT:
-            text = "its blocks are of whole rows; set torch.optim.AdamW, or tensor_parallel_dim=1"
-            yield Problem("optimizer._component_", text, _ADAMW_8BIT)
-        if self.tensor_parallel_dim > 1 and self.optimizer.get("fused"):
-            yield Problem("optimizer.fused", "tensor parallelism needs it False", True)
         if self.loraplus_lr_ratio is not None and "lr" not in self.optimizer:
             text = "it multiplies optimizer.lr; set that, too"
             yield Problem("loraplus_lr_ratio", text, self.loraplus_lr_ratio)
-        if not self.optimizer_in_bwd:
-            return
-        if self.pipeline_parallel_dim > 1:
-            stages = f"pipeline_parallel_dim={self.pipeline_parallel_dim}"
-            text = f"{stages} has several microbatches; set it to False"
-            yield Problem("optimizer_in_bwd", text, True)
-        steps = 1
-        if self.dims_or_none is not None:
-            with suppress(ValueError):  # a problem of the data's keys
-                steps = self.num_accumulated(self.dims_or_none.dp_degree)
-        every = "every backward updates the weights"
-        for key, value, allowed, text in (
-            ("clip_grad_norm", self.clip_grad_norm, None, "the gradients never exist all at once"),
-            ("loraplus_lr_ratio", self.loraplus_lr_ratio, None, "there is one learning rate"),
-            ("microbatching", self.microbatching, "in_order", f"{every}, and steps may have several"),
-            ("gradient_accumulation_steps", steps, 1, every),
-        ):
-            if value != allowed:
-                shown = "null" if allowed is None else allowed
-                text = f"with optimizer_in_bwd=True {text}; set one of the two to {shown} or False"
-                yield Problem(key, text, value)
+
+
+def optimizer_on_ranks(settings: OptimizerSettings, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
+    """Yields what ranks and microbatches do not support."""
+    if ranks.tensor_parallel_dim > 1 and settings.optimizer.get("_component_") == _ADAMW_8BIT:
+        text = "its blocks are of whole rows; set torch.optim.AdamW, or tensor_parallel_dim=1"
+        yield Problem("optimizer._component_", text, _ADAMW_8BIT)
+    if ranks.tensor_parallel_dim > 1 and settings.optimizer.get("fused"):
+        yield Problem("optimizer.fused", "tensor parallelism needs it False", True)
+    if not settings.optimizer_in_bwd:
+        return
+    if ranks.pipeline_parallel_dim > 1:
+        stages = f"pipeline_parallel_dim={ranks.pipeline_parallel_dim}"
+        text = f"{stages} has several microbatches; set it to False"
+        yield Problem("optimizer_in_bwd", text, True)
+    steps = 1
+    if ranks.dims_or_none is not None:
+        with suppress(ValueError):  # a problem of the data's keys
+            steps = data.num_accumulated(ranks.dims_or_none.dp_degree)
+    every = "every backward updates the weights"
+    for key, value, allowed, text in (
+        ("clip_grad_norm", settings.clip_grad_norm, None, "the gradients never exist all at once"),
+        ("loraplus_lr_ratio", settings.loraplus_lr_ratio, None, "there is one learning rate"),
+        ("microbatching", data.microbatching, "in_order", f"{every}, and steps may have several"),
+        ("gradient_accumulation_steps", steps, 1, every),
+    ):
+        if value != allowed:
+            shown = "null" if allowed is None else allowed
+            text = f"with optimizer_in_bwd=True {text}; set one of the two to {shown} or False"
+            yield Problem(key, text, value)
 
 
 class OptimizerInBackward(OptimizerInBackwardWrapper):

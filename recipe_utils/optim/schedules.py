@@ -42,7 +42,7 @@ class ScheduleSettings:
     """Ratio of a layer's learning rate to that of the next deeper one."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems between the keys, and with other keys of the recipe."""
+        """Yields problems between the keys."""
         start, warmup = self.teacher_temperature_start, self.teacher_temperature_warmup_steps
         if (start is None) != (warmup == 0):
             other = "teacher_temperature_start"
@@ -53,9 +53,10 @@ class ScheduleSettings:
         if self.ema_momentum == 1 and self.ema_momentum_end in (None, 1):
             text = "the average, which is exported, would never move; set it below 1"
             yield Problem("ema_momentum", text, self.ema_momentum)
-        recipe: Any = self
-        student_temperature = recipe.student_temperature
-        if self.weight_decay_end is not None and not recipe.optimizer.get("weight_decay"):
+
+    def problems_of_schedules(self, optimizer: Mapping[str, Any], student_temperature: float) -> Iterator[Problem]:
+        """Yields schedules that do not fit the config of the optimizer, or the student's temperature."""
+        if self.weight_decay_end is not None and not optimizer.get("weight_decay"):
             text = "it starts from optimizer.weight_decay; set that above 0, or remove this key"
             yield Problem("weight_decay_end", text, self.weight_decay_end)
         for name in ("teacher_temperature", "teacher_temperature_start"):

@@ -35,30 +35,23 @@ IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, config=STRICT)
-class PairSettings(DataSettings):
+class PairSettings:
     """Settings of pairs, besides those of all samples."""
 
     prefix_sharing: bool | None = None
     """Computes the common prefix of a pair's sides once; null is True with ``microbatching: packed``."""
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """Returns True if the common prefix is computed once."""
-        return self.is_packed and self.prefix_sharing is not False
-
-    def problems(self) -> Iterator[Problem]:
+    def problems_of_pairs(self, data: DataSettings) -> Iterator[Problem]:
         """Yields values of the data keys that pairs do not support."""
-        if self.prefix_sharing and not self.is_packed:
-            text = f"microbatching={self.microbatching} gives each side a row of its own; set microbatching=packed"
+        if self.prefix_sharing and not data.is_packed:
+            text = f"microbatching={data.microbatching} gives each side a row of its own; set microbatching=packed"
             yield Problem("prefix_sharing", text, True)
-        if self.collate_fn != DataSettings.collate_fn:
+        if data.collate_fn != DataSettings.collate_fn:
             text = "pairs are collated in one way only; remove the key"
-            yield Problem("collate_fn", text, self.collate_fn)
-
-    def problems_of_spanning(self) -> Iterator[Problem]:
-        """Yields the problem that rows which span ranks contain only text."""
-        text = "one rank computes both answers of a pair; remove the key"
-        yield Problem("max_ranks_per_row", text, self.max_ranks_per_row)
+            yield Problem("collate_fn", text, data.collate_fn)
+        if data.max_ranks_per_row > 1:
+            text = "one rank computes both answers of a pair; remove the key"
+            yield Problem("max_ranks_per_row", text, data.max_ranks_per_row)
 
 
 def check_is_pair(sample: Any) -> None:
@@ -119,12 +112,15 @@ class PairCollator(RowCollator):
     tokens computed once instead of twice; computed positions."""
     fingerprint_keys = tuple(f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels"))
 
-    def __init__(self, settings: PairSettings, tokenizer: Any, limits: ModelLimits) -> None:
+    def __init__(
+        self, settings: DataSettings, tokenizer: Any, limits: ModelLimits, prefix_sharing: bool | None = None
+    ) -> None:
         trees = ("prefix_sharing=True", "set prefix_sharing=False")
-        super().__init__(settings, tokenizer, limits, 2, trees if settings.shares_prefixes else None)
+        shares_prefixes = settings.is_packed and prefix_sharing is not False
+        super().__init__(settings, tokenizer, limits, 2, trees if shares_prefixes else None)
         self.layout = "packed" if settings.is_packed else "padded"
         """Layout of rows; the rounding of log-probabilities depends on it."""
-        if settings.shares_prefixes:
+        if shares_prefixes:
             self.layout += ", prefixes shared"
 
     def remarks(self, sample: Sample) -> Iterator[str]:

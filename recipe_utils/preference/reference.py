@@ -18,11 +18,12 @@ from torchtune import config
 from torchtune.utils import get_logger
 from tqdm import tqdm
 
+from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.lora import find_adapters
-from recipe_utils.models.construct import ModelSettings
-from recipe_utils.models.frozen import FrozenModel, load_frozen, policy_at_start
+from recipe_utils.models.frozen import FrozenModel, build_frozen_model, load_frozen, policy_at_start
 from recipe_utils.models.pipeline.microbatches import Pipeline
 from recipe_utils.models.pipeline.stages import adapters_of
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.vocabulary import check_same_tokens
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.optim.optimizer import trained_parameters
@@ -30,6 +31,7 @@ from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.preference.cache import LogProbs, ReferenceCache
+from recipe_utils.preference.losses import PreferenceLoss
 from recipe_utils.settings.keys import STRICT, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, problems_with_folder
 from recipe_utils.update_steps.loader import UpdateStepLoader
@@ -60,49 +62,58 @@ class ReferenceSettings:
 class Reference:
     """Attaches the reference's log-probabilities [2, p] to pairs. All ranks together.
 
-    With ``reference: cached``, :meth:`precompute` stores them before training. ``settings`` are the
-    recipe's. Nothing is built or attached if ``loss_fn.needs_reference`` is False.
+    With ``reference: cached``, :meth:`precompute` stores them before training. ``modules`` and ``checkpointer``, a
+    config, are the policy's. Nothing is built or attached if ``loss_fn.needs_reference`` is False.
     """
 
-    def __init__(self, settings: Any, loss_fn: Any, ranks: Ranks) -> None:
-        own: ReferenceSettings = settings
-        self._ranks, self._how = ranks, own.reference
-        self._folder = Path(own.reference_cache_dir or Path(settings.output_dir, "reference"))
+    def __init__(
+        self,
+        settings: ReferenceSettings,
+        modules: ModelSettings,
+        checkpointer: Mapping[str, Any],
+        output_dir: Path,
+        loss_fn: Any,
+        ranks: Ranks,
+    ) -> None:
+        self._ranks, self._how = ranks, settings.reference
+        self._folder = settings.reference_cache_dir or output_dir / "reference"
         self._is_used = getattr(loss_fn, "needs_reference", True)
-        given = settings.checkpointer.get("adapter_checkpoint")
-        self._given = given and Path(settings.checkpointer["output_dir"], given)
-        self._modules: ModelSettings = settings.without_gradients()
+        given = checkpointer.get("adapter_checkpoint")
+        self._given = given and Path(checkpointer["output_dir"], given)
+        self._modules = modules.without_gradients()
         self._build: Callable[[], FrozenModel]
         self._model: FrozenModel | None = None  # with a cache only during the pass
         self._cache: ReferenceCache | None = None
-        if not self._is_used and own.reference != "live" and ranks.is_zero:
-            _log.warning(f"reference={own.reference}: not used, because the loss needs none")
+        if not self._is_used and settings.reference != "live" and ranks.is_zero:
+            _log.warning(f"reference={settings.reference}: not used, because the loss needs none")
 
-    def check(self, component: Any, whole: Any, policy_checkpointer: Any) -> None:
+    def check(self, component: Any, meta_model: Any, policy_checkpointer: Any) -> None:
         """Builds the reference's own checkpointer, if ``component`` configures one.
 
-        ``whole`` is the policy, on any device. Raises ValueError if adapters need no checkpointer,
+        ``meta_model`` is the policy. Raises ValueError if adapters need no checkpointer,
         or the reference has other tokens.
         """
         checkpointer = config.instantiate(component)
-        has_adapters = bool(find_adapters(whole).modules)
+        has_adapters = bool(find_adapters(meta_model).modules)
         if checkpointer is not None and has_adapters:
             raise ValueError("the reference of a model with adapters is what training starts from; leave it out")
         check_same_tokens(policy_checkpointer, checkpointer, ("policy", "reference"))
-        self._whole, self._checkpointer = whole, checkpointer or policy_checkpointer
+        self._meta_model, self._checkpointer = meta_model, checkpointer or policy_checkpointer
 
     def set_up(
         self,
         policy: nn.Module,
         pipeline: Pipeline | None,
-        build: Callable[..., FrozenModel],
+        pair_loss: PreferenceLoss,
+        longest_row: int,
         context: Mapping[str, Any],
     ) -> dict[str, str]:
         """Builds the reference; with a cache, only when a pair's log-probabilities are missing.
 
         With adapters it is ``policy`` with the present ones if they were given, else without; otherwise
-        a model of ``build``, with the weights of its own or the policy's checkpointer. ``context`` are
-        plain values that log-probabilities depend on besides weights and precision. Returns fingerprints
+        a copy of the policy's meta model that ends in ``pair_loss``, with the weights of its own or the policy's
+        checkpointer, for rows of ``longest_row`` tokens. ``context`` are plain values that log-probabilities depend
+        on besides weights and precision. Returns fingerprints
         of its own weights or of given adapters, so that a resumed training has the same one. Raises
         ConfigError if the weights do not fit the model.
         """
@@ -120,15 +131,19 @@ class Reference:
         if adapters.modules and self._how != "cached":
             self._model = at_start()
             return given
-        whole = None if adapters.modules else self._whole
-        checkpoint, fingerprints = load_frozen(self._checkpointer, _KEY, whole, ranks)
+        meta_model = None if adapters.modules else self._meta_model
+        checkpoint, fingerprints = load_frozen(self._checkpointer, _KEY, meta_model, ranks)
         if self._how == "cached":
             checkpoint = {}
 
         def own_model() -> FrozenModel:
-            return build(
-                checkpoint=checkpoint or self._checkpointer.load_checkpoint(),
-                modules=modules,
+            return build_frozen_model(
+                self._meta_model,
+                pair_loss,
+                checkpoint or self._checkpointer.load_checkpoint(),
+                modules,
+                ranks,
+                longest_row=longest_row,
                 # FSDP2's own offload requires the weights on the CPU.
                 is_offloaded=self._how == "offload" and not modules.offloads_to_cpu(device),
                 keys=(_KEY, _KEY),
@@ -146,8 +161,8 @@ class Reference:
             "quantised": sorted(name for name, is_nf4 in adapters.frozen.items() if is_nf4),
             "device": device.type,
         }
-        if hasattr(self._whole, "proof"):  # of transformers
-            context["config"] = self._whole.model.config.to_json_string()
+        if transformers_decoder(self._meta_model) is not None:  # of transformers
+            context["config"] = self._meta_model.model.config.to_json_string()
         self._cache = ReferenceCache(self._folder, context, ranks.cpu_group)
         if ranks.is_zero:
             _log.info(f"{self._folder}: log-probabilities of {len(self._cache)} pairs")

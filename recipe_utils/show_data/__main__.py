@@ -67,8 +67,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     if not given.get("global_batch_size"):  # which another number of ranks may contradict
         given["gradient_accumulation_steps"] = values.get("gradient_accumulation_steps")
     are_pairs = issubclass(recipe_settings, PairSettings)
-    checked_keys = OmegaConf.create(given), PairSettings if are_pairs else DataSettings
-    settings: Any = replace(read_settings(*checked_keys), mixture=values.get("mixture"))
+    settings = replace(read_settings(OmegaConf.create(given), DataSettings), mixture=values.get("mixture"))
     problems += problems_with_list("dataset", values.get("dataset"))
     if problems:
         raise ConfigError(*problems)

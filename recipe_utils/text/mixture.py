@@ -22,6 +22,7 @@ from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.words import problem_with_word
 from recipe_utils.update_steps.order import Order
 from recipe_utils.update_steps.permutation import NUM_IN_MEMORY, epoch_permutation, seed_of
+from recipe_utils.update_steps.settings import DataSettings
 
 _STEPS_PER_STATE = 64
 """Update steps between stored states, from which those between are computed."""
@@ -196,6 +197,14 @@ def entries_of(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns each dataset's ``weight``, ``loss_weight`` and ``name``, by default its component's."""
     names = [str(part.get("_component_")).rpartition(".")[2] for part in parts]
     return [{"name": n, **split_entry(part)[1]} for n, part in zip(names, parts, strict=True)]
+
+
+def problems_with_datasets(data: DataSettings, dataset: Any, dataset_val: Any) -> Iterator[Problem]:
+    """Yields problems of lists of datasets, and of a ``mixture`` without one that has weights."""
+    yield from problems_with_list("dataset", dataset)
+    yield from problems_with_list("dataset_val", dataset_val)
+    if data.mixture and not (isinstance(dataset, list) and any("weight" in part for part in dataset)):
+        yield Problem("mixture", "it has no effect without a list of weights; set dataset")
 
 
 def problems_with_list(key: str, parts: Any) -> Iterator[Problem]:

@@ -29,36 +29,40 @@ _MOST_BAD_STEPS = 3
 """Update steps in a row without a good sample that end a run."""
 
 
-def validates_dataset(settings: Any) -> bool:
+def validates_dataset(cfg: DictConfig) -> bool:
     """Returns True if training validates. Warns if ``dataset_val`` is unused."""
-    validates = settings.run_val_every_n_steps is not None
-    if not validates and settings.dataset_val is not None:
+    validates = cfg.get("run_val_every_n_steps") is not None
+    if not validates and cfg.get("dataset_val") is not None:
         text = "dataset_val: not used, because run_val_every_n_steps is not set"
         log_rank_zero(get_logger("INFO"), text, logging.WARNING)
-    if validates and settings.dataset_val == settings.dataset:
+    if validates and cfg.dataset_val == cfg.dataset:
         text = "dataset_val: it is dataset, so validation is on samples that are trained on"
         log_rank_zero(get_logger("INFO"), text, logging.WARNING)
     return validates
 
 
-def load_datasets(cfg: DictConfig, load: Callable[..., Any], settings: Any) -> tuple[Any, Any]:
+def load_datasets(cfg: DictConfig, load: Callable[..., Any]) -> tuple[Any, Any]:
     """Builds ``dataset`` and, if training validates, ``dataset_val``; else None.
 
     ``load`` builds a dataset, as :func:`.load_dataset`. Raises ConfigError.
     """
-    validates = validates_dataset(settings)
+    validates = validates_dataset(cfg)
     dataset = build("dataset", load, cfg.dataset)
     return dataset, build("dataset_val", load, cfg.dataset_val) if validates else None
 
 
 def build_loaders(
-    dataset: Any, dataset_val: Any, collator: RowCollator, settings: Any, ranks: Ranks
+    dataset: Any,
+    dataset_val: Any,
+    collator: RowCollator,
+    settings: DataSettings,
+    ranks: Ranks,
+    num_to_run: Callable[[int], int] | None = None,
 ) -> tuple[UpdateStepLoader, UpdateStepLoader | None]:
     """Builds the loaders of rows of ``dataset`` and, unless None, of ``dataset_val``.
 
-    Raises ConfigError for problems of both datasets.
+    ``num_to_run`` is that of a pipeline's schedule. Raises ConfigError for problems of both datasets.
     """
-    num_to_run = settings.fill(ranks)  # pipeline schedules need certain numbers of microbatches
     collator_val = collator.for_validation().counting(names_of(dataset_val))
     collator = collator.counting(names_of(dataset))
     budget = SearchedBudget(collator) if collator.is_searched else RowBudget(collator)

@@ -20,8 +20,9 @@ from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, re
 from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load
 from recipe_utils.checkpoint.tensors import AnyOptimizer, note_options
 from recipe_utils.files import CheckpointError
+from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.pipeline.schedule import PipelineSettings
-from recipe_utils.models.pipeline.stages import Stages, adapters_of
+from recipe_utils.models.pipeline.stages import adapters_of, local_stages
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.fsdp import local, sharded_as
 from recipe_utils.parallel.process_group import gather_objects
@@ -281,7 +282,7 @@ def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
 
 def norms_of_frozen_rows(model: nn.Module, tokens: Sequence[int], device: torch.device) -> Iterator[str]:
     """Yields the norms of the embeddings of stop tokens, if they are frozen. All ranks of a stage together."""
-    for part in model.values() if isinstance(model, Stages) else [getattr(model, "decoder", model)]:
+    for part in map(text_decoder, local_stages(model)):
         weight = getattr(getattr(part, "tok_embeddings", None), "weight", None)
         if not tokens or not isinstance(weight, Tensor) or weight.requires_grad:
             continue

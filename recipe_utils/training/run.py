@@ -106,7 +106,7 @@ class Run:
             self.profiler = build_profiler(self.settings, self.ranks)
         self.log.open(self.saves.resume.recipe, cfg, self.settings)
         num_trained = count_trained(model, self.ranks.cpu_group)
-        self.log.info(describe_model(meta_model, num_trained, self.settings, self.ranks.device))
+        self.log.info(describe_model(meta_model, num_trained, cfg, self.ranks.device))
         log_data(loader, self.settings.epochs, cfg.get("microbatching", "in_order"))
 
     def resume(self, trained: Trained) -> tuple[int, int]:

@@ -1,21 +1,27 @@
 """Keys of a run: length, log, checkpoints, exports."""
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from recipe_utils.models.pipeline.schedule import PipelineSettings, pipeline_on_ranks
+from recipe_utils.models.settings import ModelSettings, model_on_ranks
+from recipe_utils.optim.optimizer import OptimizerSettings, optimizer_on_ranks
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith, Positive
 from recipe_utils.settings.problems import Problem, problems_with_folder
+from recipe_utils.text.mixture import problems_with_datasets
+from recipe_utils.training.parts.meter import budget_on_ranks
+from recipe_utils.update_steps.settings import DataSettings, data_on_ranks
 
 PROFILER = "torchtune.training.setup_torch_profiler"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RunSettings(RankSettings):
+class RunSettings:
     """Length, log, checkpoints and exports of a run."""
 
     output_dir: FilePath
@@ -85,32 +91,63 @@ class RunSettings(RankSettings):
                 yield f"{name}_every_n_steps={every}: the training has only {num_steps} update steps"
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems with the output folder, between keys, and with those of the recipe."""
+        """Yields problems with the output folder, and between the keys."""
         yield from problems_with_folder("output_dir", self.output_dir)
         if (self.sample_prompts is None) != (self.sample_every_n_steps is None):
             keys = ("sample_prompts", "sample_every_n_steps")
             text = "one has no effect without the other; set both"
             yield Problem(", ".join(keys), text)
-        recipe: Any = self
-        every = self.run_val_every_n_steps
-        if every is not None and recipe.dataset_val is None:
-            yield Problem("run_val_every_n_steps", "set dataset_val, too", every)
-        if self.sample_prompts is not None and self.pipeline_parallel_dim > 1:
-            stages = f"pipeline_parallel_dim={self.pipeline_parallel_dim}"
-            text = f"{stages} cannot generate; leave the key out, and sample from exported models"
-            yield Problem("sample_prompts", text)
-        for name in ("should_load_recipe_state", "resume_from_checkpoint"):
-            if recipe.checkpointer.get(name):
-                text = "training does not resume from torchtune's recipe_state.pt; take it out"
-                yield Problem(f"checkpointer.{name}", text, True)
 
     def problems_without_text(self) -> Iterator[Problem]:
         """Yields problems of keys that need a language model or a ``val_loss``."""
         if self.sample_prompts is not None:
             text = "a vision transformer generates no text; leave the key out"
             yield Problem("sample_prompts", text)
-        if getattr(self, "sample_losses", False):
-            yield Problem("sample_losses", "losses of views are not by image; leave it out", True)
         if self.keep_best_checkpoint:
             text = "there is no val_loss here; set export_every_n_steps instead"
             yield Problem("keep_best_checkpoint", text, True)
+
+
+class Components(Protocol):
+    """Configs of components that every recipe has."""
+
+    @property
+    def dataset(self) -> Any: ...  # noqa: D102
+    @property
+    def dataset_val(self) -> Any: ...  # noqa: D102
+    @property
+    def checkpointer(self) -> Mapping[str, Any]: ...  # noqa: D102
+
+
+def problems_between(
+    *,
+    data: DataSettings,
+    ranks: RankSettings,
+    model: ModelSettings,
+    pipeline: PipelineSettings,
+    optimizer: OptimizerSettings,
+    run: RunSettings,
+    components: Components,
+    must_divide: bool = False,
+) -> Iterator[Problem]:
+    """Yields keys that exclude each other in any recipe. Each argument is the recipe's settings.
+
+    With ``must_divide``, ``global_batch_size`` must divide into whole microbatches.
+    """
+    yield from data_on_ranks(data, ranks, must_divide)
+    yield from budget_on_ranks(data, ranks)
+    yield from pipeline_on_ranks(pipeline, data, ranks)
+    yield from model_on_ranks(model, ranks)
+    yield from optimizer_on_ranks(optimizer, data, ranks)
+    yield from problems_with_datasets(data, components.dataset, components.dataset_val)
+    every = run.run_val_every_n_steps
+    if every is not None and components.dataset_val is None:
+        yield Problem("run_val_every_n_steps", "set dataset_val, too", every)
+    if run.sample_prompts is not None and ranks.pipeline_parallel_dim > 1:
+        stages = f"pipeline_parallel_dim={ranks.pipeline_parallel_dim}"
+        text = f"{stages} cannot generate; leave the key out, and sample from exported models"
+        yield Problem("sample_prompts", text)
+    for name in ("should_load_recipe_state", "resume_from_checkpoint"):
+        if components.checkpointer.get(name):
+            text = "training does not resume from torchtune's recipe_state.pt; take it out"
+            yield Problem(f"checkpointer.{name}", text, True)

@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from recipe_utils.parallel.process_group import local_world_size_from_env
-from recipe_utils.parallel.ranks import ParallelDims, RankSettings, resolve_device
+from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.packed import plan_packed
 from recipe_utils.plans.padded import plan_in_order, plan_least_padding
@@ -19,16 +18,11 @@ from recipe_utils.plans.rounds import Plan
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith
 from recipe_utils.settings.problems import ConfigError, Problem
-from recipe_utils.text.mixture import problems_with_list
-from recipe_utils.training.parts.meter import METERS
 
 
 @dataclass(frozen=True, config=STRICT)
-class DataSettings(RankSettings):
+class DataSettings:
     """Samples of an update step and their microbatches."""
-
-    must_divide: ClassVar[bool] = False
-    """``global_batch_size`` must divide into whole microbatches."""
 
     batch_size: Count = 1
     """Samples per microbatch."""
@@ -87,7 +81,7 @@ class DataSettings(RankSettings):
         return self.plans_by_tokens if self.balance_over_ranks is None else self.balance_over_ranks
 
     def problems(self) -> Iterator[Problem]:
-        """Yields contradictions between the keys, and with the lists of datasets in recipes."""
+        """Yields contradictions between the keys."""
         plan = f"microbatching={self.microbatching}"
 
         def unused(key: str, text: str) -> Problem:
@@ -96,82 +90,48 @@ class DataSettings(RankSettings):
         instead = "set microbatching=packed or least_padding"
         if not self.plans_by_tokens and self.max_tokens_per_microbatch is not None:
             yield unused("max_tokens_per_microbatch", f"counts samples, not tokens; {instead}")
-        elif self.max_tokens_per_microbatch == "auto":
-            text = (
-                "this device has no exact peak of memory to measure; set a number (on a CPU all from 512 "
-                "on are about equally fast)"
-            )
-            with suppress(ConfigError):  # a problem of ``device`` by itself
-                if resolve_device(self.device).type not in METERS:
-                    yield Problem("max_tokens_per_microbatch", text, "auto")
         if not self.plans_by_tokens and self.balance_over_ranks:
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
-        if self.max_ranks_per_row > 1:
-            yield from self.problems_of_spanning()
-        if self.dims_or_none is not None:
-            yield from self._problems_with_ranks(self.dims_or_none)
-        for key in ("dataset", "dataset_val"):
-            yield from problems_with_list(key, getattr(self, key, None))
-        parts = getattr(self, "dataset", None)
-        if self.mixture and not (isinstance(parts, list) and any("weight" in p for p in parts)):
-            yield Problem("mixture", "it has no effect without a list of weights; set dataset")
         if self.is_packed and self.collate_fn != DataSettings.collate_fn:
             instead = "remove the key, or set microbatching=least_padding"
             yield unused("collate_fn", f"does not use it; {instead}")
         if "left_pad_sequence" in self.collate_fn:
             yield Problem("collate_fn", "it pads for inference; remove the key", self.collate_fn)
-        if self.sample_losses and not hasattr(self, "sft_loss_weight"):
-            path = str(getattr(self, "loss", {}).get("_component_"))
-            with suppress(ValueError):  # a problem of ``loss`` by itself
-                if not hasattr(component_at(path), "record"):
-                    text = f"{path} does not sum by sample; set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
-                    yield Problem("sample_losses", text, True)
         try:
             component_at(self.collate_fn)
         except ValueError as error:
             yield Problem("collate_fn", str(error), self.collate_fn)
 
-    def problems_of_spanning(self) -> Iterator[Problem]:
-        """Yields problems of rows that span ranks."""
-        most = self.max_ranks_per_row
-
-        def problem(text: str) -> Problem:
-            return Problem("max_ranks_per_row", text, most)
-
+    def problems_of_long_rows(self, ranks: RankSettings) -> Iterator[Problem]:
+        """Yields problems of rows that several ranks compute; without any, those of the ranks."""
+        most, dims, problems = self.max_ranks_per_row, ranks.dims_or_none, list[str]()
+        if most == 1:
+            return
         keeps = "keeps every sample on its rank"
         if not self.is_packed:
-            text = f"microbatching={self.microbatching} {keeps}; set microbatching=packed"
-            yield problem(text)
+            problems.append(f"microbatching={self.microbatching} {keeps}; set microbatching=packed")
         elif self.max_tokens_per_microbatch is None:
-            text = (
+            problems.append(
                 "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens that fit on one"
             )
-            yield problem(text)
         if self.balance_over_ranks is False:
-            yield problem(f"balance_over_ranks=False {keeps}; leave it out")
+            problems.append(f"balance_over_ranks=False {keeps}; leave it out")
         if most & (most - 1):
             below = 1 << most.bit_length() - 1
-            yield problem(f"it is not a power of two; set it to {below} or {2 * below}")
-
-    def _problems_with_ranks(self, dims: ParallelDims) -> Iterator[Problem]:
-        """Yields batch sizes, see :meth:`num_accumulated`, and ranks per row that do not fit these ranks."""
-        most = self.max_ranks_per_row
-        try:
-            self.num_accumulated(dims.dp_degree, self.must_divide)
-        except ConfigError as error:
-            yield from error.problems
-        if most == 1 or any(self.problems_of_spanning()):
-            return
-        num_neighbors = math.gcd(dims.dp_degree, most)
-        num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbors)
-        if num_neighbors < most:
-            text = f"{dims.dp_degree} data-parallel ranks cannot be grouped by {most}; set it to {num_neighbors}"
-            yield Problem("max_ranks_per_row", text, most)
-        elif num_local < most:
-            text = (
-                f"the ranks of a row are on one node, which has {num_local} neighboring "
-                f"data-parallel ranks; set it to {num_local}"
-            )
+            problems.append(f"it is not a power of two; set it to {below} or {2 * below}")
+        if dims is not None and not problems:
+            num_neighbors = math.gcd(dims.dp_degree, most)
+            num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbors)
+            if num_neighbors < most:
+                problems.append(
+                    f"{dims.dp_degree} data-parallel ranks cannot be grouped by {most}; set it to {num_neighbors}"
+                )
+            elif num_local < most:
+                problems.append(
+                    f"the ranks of a row are on one node, which has {num_local} neighboring data-parallel ranks; set it to "
+                    f"{num_local}"
+                )
+        for text in problems:
             yield Problem("max_ranks_per_row", text, most)
 
     def samples_per_update_step(self, dp_degree: int) -> int:
@@ -238,3 +198,12 @@ class DataSettings(RankSettings):
             shuffle=False,
             sample_losses=False,
         )
+
+
+def data_on_ranks(data: DataSettings, ranks: RankSettings, must_divide: bool = False) -> Iterator[Problem]:
+    """Yields batch sizes that do not fit the ranks, see :meth:`DataSettings.num_accumulated`."""
+    if ranks.dims_or_none is not None:  # else a problem of ``ranks`` alone
+        try:
+            data.num_accumulated(ranks.dims_or_none.dp_degree, must_divide)
+        except ConfigError as error:
+            yield from error.problems

@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 
-from recipe_utils.models import construct as build
-from recipe_utils.models import sizes
+from recipe_utils.models import parallelize, settings, sizes
 from recipe_utils.models.attention import document_mask, packed_attention
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.parallel import ranks
@@ -140,9 +139,9 @@ def arrivals(monkeypatch):
     event = SimpleNamespace(synchronize=lambda: arrivals.append("arrived"))
     stream = SimpleNamespace(record_event=lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    for module in (ranks, build):
+    for module in (ranks, settings):
         monkeypatch.setattr(module, "resolve_device", torch.device)
-    monkeypatch.setattr(build, "shard_model", Gathered)
+    monkeypatch.setattr(parallelize, "shard_model", Gathered)
     for module in (document_mask, sizes):
         monkeypatch.setattr(module, "attention_of", lambda model, _, *o: attention_of(model, CUDA, *o))
     monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)

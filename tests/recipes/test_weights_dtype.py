@@ -28,8 +28,8 @@ from torch.func import functional_call
 
 from recipe_utils.losses import LinearCrossEntropyLoss
 from recipe_utils.losses.attach import attach_loss
-from recipe_utils.models.construct import ModelSettings
 from recipe_utils.models.kernels import fuse_norms_and_rope
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.settings.problems import ConfigError
 
 FSDP2_KEEPS_WIDER_GRADIENTS = hasattr(FSDPParam, "unsharded_grad_dtype")

@@ -531,7 +531,8 @@ def tiny_model(sizes=MODEL, seed=0):
 
 def on_meta(sizes=MODEL, **settings):
     """Returns a model without weights, as recipes build it."""
-    from recipe_utils.models.construct import ModelSettings, build_on_meta
+    from recipe_utils.models.construct import build_on_meta
+    from recipe_utils.models.settings import ModelSettings
 
     make = partial(config.instantiate, OmegaConf.create(sizes))
     return build_on_meta(make, ModelSettings(**settings))

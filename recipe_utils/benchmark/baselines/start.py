@@ -15,7 +15,8 @@ from torchtune import training
 from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import unwrapped
 from recipe_utils.models.adapters.lora import Adapters, find_adapters, freeze_base, fresh_adapters
-from recipe_utils.models.construct import ModelSettings, build_on_meta
+from recipe_utils.models.construct import build_on_meta
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.settings.problems import naming
 
 

@@ -34,7 +34,7 @@ from recipe_utils.update_steps.step import Microbatch
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ViewSettings(DataSettings):
+class ViewSettings:
     """Crops and masks of an image."""
 
     transform: Component
@@ -50,30 +50,35 @@ class ViewSettings(DataSettings):
     """Bound x of the factor of an update step's positions, log-uniform in [1/x, x]; null for none."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields invalid values, and those of the data keys that views do not support."""
+        """Yields invalid values."""
         ratio = self.mask_ratio
         if ratio is not None and not (len(ratio) == 2 and 0 <= ratio[0] <= ratio[1] <= 1):
             text = "it must be the smallest and the largest share, from 0 to 1, such as [0.1, 0.5]"
             yield Problem("mask_ratio", text, ratio)
+
+    def problems_of_views(self, data: DataSettings) -> Iterator[Problem]:
+        """Yields values of the data keys that views do not support."""
         size = self.koleo_group_size
-        if size is not None and self.batch_size % size:
-            larger = (self.batch_size // size + 1) * size
+        if size is not None and data.batch_size % size:
+            larger = (data.batch_size // size + 1) * size
             text = (
-                f"a group is in one microbatch, and batch_size={self.batch_size} is not a multiple of it; "
+                f"a group is in one microbatch, and batch_size={data.batch_size} is not a multiple of it; "
                 f"set batch_size to {larger}, or koleo_group_size to a divisor of it or to null"
             )
             yield Problem("koleo_group_size", text, size)
-        if self.plans_by_tokens:
+        if data.plans_by_tokens:
             text = "all images have the same number of tokens; set microbatching=in_order"
-            yield Problem("microbatching", text, self.microbatching)
-        if self.collate_fn != DataSettings.collate_fn:
-            yield Problem("collate_fn", "views do not use it; remove the key", self.collate_fn)
-        if self.transform.get("image_transform") is not None and self.num_workers == 0:
+            yield Problem("microbatching", text, data.microbatching)
+        if data.collate_fn != DataSettings.collate_fn:
+            yield Problem("collate_fn", "views do not use it; remove the key", data.collate_fn)
+        if self.transform.get("image_transform") is not None and data.num_workers == 0:
             text = (
                 "transform.image_transform draws from torch's global generator, as training does at the "
                 "same time; set num_workers to 1 or more"
             )
             yield Problem("num_workers", text, 0)
+        if data.sample_losses:
+            yield Problem("sample_losses", "losses of views are not by image; leave it out", True)
 
 
 @plain_dataclass
@@ -155,11 +160,11 @@ class ViewCollator(Collator):
     """Images; images with a neighbor in their group; masked patches of global crops; tokens of the student."""
     fingerprint_keys = ("digest",)
 
-    def __init__(self, settings: ViewSettings, layout: TokenLayout) -> None:
-        self.block = settings.koleo_group_size or 1
+    def __init__(self, data: DataSettings, views: ViewSettings, layout: TokenLayout) -> None:
+        self.block = views.koleo_group_size or 1
         """Number of consecutive images that stay in one microbatch."""
-        self._group_size = settings.koleo_group_size
-        self._batch_size = settings.batch_size
+        self._group_size = views.koleo_group_size
+        self._batch_size = data.batch_size
         self._layout = layout
 
     @staticmethod

@@ -22,6 +22,7 @@ from torchtune.modules import MultiHeadAttention
 
 from recipe_utils.compiler import configure_compiler
 from recipe_utils.long_rows.exchange import PartMask, RowGroups, heads_of_row, tokens_of_part
+from recipe_utils.model_kinds import text_decoder, transformers_decoder
 from recipe_utils.models.attention.block_mask import block_mask, dense_mask
 from recipe_utils.models.attention.chains import MergedAttention, can_merge, mask_of_chain, parts_of_chains
 from recipe_utils.models.attention.packed_attention import attention_of, self_attentions
@@ -41,7 +42,7 @@ def attend_within_documents(
     below the original. ``row_groups`` are those of rows that span ranks.
     """
     attention = attention_of(model, device)
-    if attention.kernel != "dense" and not hasattr(model, "proof"):
+    if attention.kernel != "dense" and transformers_decoder(model) is None:
         for module in self_attentions(model):
             module._attention_call = _within_documents(module._attention_call)
             if attention.kernel == "varlen" or row_groups:
@@ -49,10 +50,10 @@ def attend_within_documents(
     if "flex" in (attention.kernel, attention.kernel_of_trees):
         configure_compiler()
 
-    decoder: Any = getattr(model, "decoder", model)
+    decoder = text_decoder(model)
     decoder.longest_document = decoder.max_seq_len  # its positions end here
     decoder.max_seq_len = max(decoder.max_seq_len, max_row_length)
-    if hasattr(model, "proof"):
+    if transformers_decoder(model) is not None:
         decoder.attend_within_documents(attention, row_groups)
         return  # its forward takes documents
 

@@ -27,6 +27,7 @@ from torch import nn
 from torchtune.modules import MultiHeadAttention, TransformerSelfAttentionLayer
 from torchtune.utils import get_logger, log_rank_zero
 
+from recipe_utils.model_kinds import text_decoder, transformers_decoder
 from recipe_utils.text.limits import Kernel, Layout, PackedAttention
 
 _log = get_logger("INFO")
@@ -62,7 +63,7 @@ def self_attentions(model: nn.Module) -> list[Any]:
 
 def other_attention(model: nn.Module) -> str | None:
     """Returns the type of a self-attention that is not torchtune's, and needs a dense mask; None if there is none."""
-    if hasattr(model, "proof"):
+    if transformers_decoder(model) is not None:
         return None
     types = [type(module) for module in self_attentions(model)] or [type(model)]
     return next((each.__name__ for each in types if each is not MultiHeadAttention), None)
@@ -79,7 +80,7 @@ def attention_of(
     a warning, and if that is not exact either, rows cannot be packed.
     """
     # Heads that ranks of a row divide among themselves, by the key that a user would change.
-    decoder: Any = getattr(model, "decoder", model)
+    decoder = text_decoder(model)
     configured: Kernel | None = getattr(model, "packed_attention", None)
     num_heads = {"model.num_heads": getattr(decoder, "num_heads", 0)}
     if tensor_parallel_dim > 1:
@@ -91,7 +92,7 @@ def attention_of(
     other = other_attention(model)
     if other is not None:
         chosen = PackedAttention("dense", f"{other} supports only a mask [b, s, s]")
-    elif hasattr(model, "proof"):
+    elif transformers_decoder(model) is not None:
         chosen = _exact_on(device, decoder, configured)
         # Its attention repeats keys by a number of its own, so they are not repeated for more ranks.
         num_heads["model.num_key_value_heads"] = decoder.num_kv_heads

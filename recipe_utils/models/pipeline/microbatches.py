@@ -329,7 +329,7 @@ def _group_of_first_and_last(group: dist.ProcessGroup) -> dist.ProcessGroup | No
 def build_pipeline(
     model: nn.Module, settings: PipelineSettings, dtype: torch.dtype, ranks: Ranks, num_sums: int = 1
 ) -> Pipeline | None:
-    """Returns the pipeline of a materialized model of ``build_model``; None if it has no stages.
+    """Returns the pipeline of a materialized model of :func:`.build_stages`; None if it has no stages.
 
     ``dtype`` is that of hidden states, ``num_sums`` the number of the loss module's sums.
     """

@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.torch_version import TorchVersion
 from torchtune.utils import get_logger
 
-from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.settings.keys import STRICT, OnlyWith
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.update_steps.settings import DataSettings
@@ -32,7 +32,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 @dataclass(frozen=True, config=STRICT)
-class PipelineSettings(DataSettings):
+class PipelineSettings:
     """Pipeline schedule, and the layers of each stage."""
 
     pipeline_parallel_schedule: Annotated[
@@ -70,70 +70,72 @@ class PipelineSettings(DataSettings):
             raise ConfigError(Problem("pipeline_parallel_split_points", text, split_points))
         return num_stages
 
-    def fill(self, ranks: Ranks) -> Callable[[int], int] | None:
-        """Returns a function from microbatches of the data to those to run; None without stages."""
-        num_ranks = ranks.dims.pp
-        if num_ranks == 1:
-            return None
-        schedule, num_stages = self.pipeline_parallel_schedule, self.num_stages(num_ranks)
-        # Checked at the first update step only, which is full; validation and an epoch's end may be short.
-        is_checked = not ranks.is_zero
-
-        def to_run(num_microbatches: int) -> int:
-            nonlocal is_checked
-            if num_microbatches < num_ranks and not is_checked:
-                _log.warning(
-                    f"pipeline_parallel_dim={num_ranks}: a step of {num_microbatches} microbatches "
-                    "leaves most ranks idle; set a smaller max_tokens_per_microbatch or batch_size"
-                )
-            is_checked = True
-            return num_microbatches_to_run(num_microbatches, schedule, num_ranks, num_stages)
-
-        return to_run
-
     def problems_with_split_backward(self) -> Iterator[Problem]:
         """Yields the problem of a loss whose backward cannot be split into inputs and weights."""
         if self.splits_backward:
             text = "this loss has no backward in two parts; set it to 1F1B or Interleaved1F1B"
             yield Problem("pipeline_parallel_schedule", text, self.pipeline_parallel_schedule)
 
-    def problems(self) -> Iterator[Problem]:
-        """Yields problems of the pipeline with ranks and data."""
-        num_ranks, dims = self.pipeline_parallel_dim, self.dims_or_none
-        if num_ranks == 1:
-            return
-        name = f"pipeline_parallel_dim={num_ranks}"
-        # Stages of older versions need one shape for all microbatches.
-        if TorchVersion(torch.__version__) < "2.13":
-            text = f"it needs torch 2.13, this is {torch.__version__}; set it to 1"
-            yield Problem("pipeline_parallel_dim", text, num_ranks)
-        try:
-            num_stages = self.num_stages(num_ranks)
-        except ConfigError as error:
-            yield from error.problems
-            return
-        if self.tensor_parallel_dim > 1:
-            text = f"it cannot be combined with {name}; set one of the two to 1"
-            yield Problem("tensor_parallel_dim", text, self.tensor_parallel_dim)
-        if not self.plans_by_tokens and dims is not None:
-            try:
-                num_microbatches = self.num_accumulated(dims.dp_degree)
-            except ValueError:
-                return
-            schedule, least = self.pipeline_parallel_schedule, max(num_microbatches, num_ranks)
-            to_run = num_microbatches_to_run(least, schedule, num_ranks, num_stages)
-            if num_microbatches != to_run:
-                samples = num_microbatches * self.batch_size * dims.dp_degree
-                samples = self.global_batch_size or samples
-                yield Problem(
-                    "gradient_accumulation_steps",
-                    f"{name} with {num_stages} stages and pipeline_parallel_schedule={schedule} needs {to_run} "
-                    f"microbatches or more per update step, which has {num_microbatches} of {self.batch_size} "
-                    f"samples ({-(-samples // dims.dp_degree)} on each of {dims.dp_degree} data-parallel ranks, "
-                    f"{samples} in all); set gradient_accumulation_steps={to_run} (and a "
-                    "smaller batch_size)",
-                    num_microbatches,
-                )
+
+def num_to_run(pipeline: PipelineSettings, ranks: Ranks) -> Callable[[int], int] | None:
+    """Returns a function from microbatches of the data to those that the schedule runs; None without stages."""
+    num_ranks = ranks.dims.pp
+    if num_ranks == 1:
+        return None
+    schedule, num_stages = pipeline.pipeline_parallel_schedule, pipeline.num_stages(num_ranks)
+    # Checked at the first update step only, which is full; validation and an epoch's end may be short.
+    is_checked = not ranks.is_zero
+
+    def to_run(num_microbatches: int) -> int:
+        nonlocal is_checked
+        if num_microbatches < num_ranks and not is_checked:
+            _log.warning(
+                f"pipeline_parallel_dim={num_ranks}: a step of {num_microbatches} microbatches "
+                "leaves most ranks idle; set a smaller max_tokens_per_microbatch or batch_size"
+            )
+        is_checked = True
+        return num_microbatches_to_run(num_microbatches, schedule, num_ranks, num_stages)
+
+    return to_run
+
+
+def pipeline_on_ranks(pipeline: PipelineSettings, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
+    """Yields problems of the pipeline with ranks and data."""
+    num_ranks, dims = ranks.pipeline_parallel_dim, ranks.dims_or_none
+    if num_ranks == 1:
+        return
+    name = f"pipeline_parallel_dim={num_ranks}"
+    # Stages of older versions need one shape for all microbatches.
+    if TorchVersion(torch.__version__) < "2.13":
+        text = f"it needs torch 2.13, this is {torch.__version__}; set it to 1"
+        yield Problem("pipeline_parallel_dim", text, num_ranks)
+    try:
+        num_stages = pipeline.num_stages(num_ranks)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if ranks.tensor_parallel_dim > 1:
+        text = f"it cannot be combined with {name}; set one of the two to 1"
+        yield Problem("tensor_parallel_dim", text, ranks.tensor_parallel_dim)
+    if data.plans_by_tokens or dims is None:
+        return
+    try:
+        num_microbatches = data.num_accumulated(dims.dp_degree)
+    except ValueError:
+        return
+    schedule, least = pipeline.pipeline_parallel_schedule, max(num_microbatches, num_ranks)
+    to_run = num_microbatches_to_run(least, schedule, num_ranks, num_stages)
+    if num_microbatches != to_run:
+        samples = data.samples_per_update_step(dims.dp_degree)
+        yield Problem(
+            "gradient_accumulation_steps",
+            f"{name} with {num_stages} stages and pipeline_parallel_schedule={schedule} needs {to_run} "
+            f"microbatches or more per update step, which has {num_microbatches} of {data.batch_size} "
+            f"samples ({-(-samples // dims.dp_degree)} on each of {dims.dp_degree} data-parallel ranks, "
+            f"{samples} in all); set gradient_accumulation_steps={to_run} (and a "
+            "smaller batch_size)",
+            num_microbatches,
+        )
 
 
 def has_several_stages_per_rank(schedule: str) -> bool:

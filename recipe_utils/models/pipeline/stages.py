@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.tied_linear import TiedLinear
 
+from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.lora import Adapters, find_adapters
+
+_OF_DECODERS = {"tok_embeddings", "layers", "norm", "output", "model"}
+"""Children of decoders, of which ``model`` is that of transformers."""
 
 
 class WholeModel(NamedTuple):
@@ -38,6 +42,16 @@ class Stages(nn.ModuleDict):
         return {int(name.removeprefix("stage_")): stage for name, stage in self.items()}
 
 
+def local_stages(model: nn.Module) -> list[nn.Module]:
+    """Returns the pipeline stages on this rank; a model without a pipeline is the only one."""
+    return [*model.values()] if isinstance(model, Stages) else [model]
+
+
+def has_output(stage: nn.Module) -> bool:
+    """Returns True for the stage that computes the output layer, and so the loss; True for a whole model."""
+    return getattr(stage, "is_last_stage", True)
+
+
 def adapters_of(model: nn.Module) -> Adapters:
     """Returns the adapters of a model; for stages, those of the whole model."""
     return model.whole.adapters if isinstance(model, Stages) else find_adapters(model)
@@ -50,13 +64,13 @@ def layers_of_stages(model: Any, num_stages: int, split_points: Sequence[int] | 
     their number of parameters, to which a token's FLOPs are proportional; the output layer counts,
     the embedding, a lookup, does not. Raises ValueError for models and points that do not fit.
     """
-    proof = getattr(model, "proof", None)
-    if proof and not proof.can_be_cut:
+    is_of_transformers = transformers_decoder(model) is not None
+    if is_of_transformers and not model.proof.can_be_cut:
         raise ValueError(
             f"pipeline_parallel_dim: {type(model.model).__name__} cannot be cut into stages that compute what "
             "the whole model computes; set pipeline_parallel_dim=1"
         )
-    if not proof and (not isinstance(model, TransformerDecoder) or model.output_hidden_states):
+    if not is_of_transformers and (not isinstance(model, TransformerDecoder) or model.output_hidden_states):
         raise ValueError(
             f"pipeline_parallel_dim: only a plain TransformerDecoder can be cut into stages, this model "
             f"is a {type(model).__name__}; set pipeline_parallel_dim=1"
@@ -130,8 +144,14 @@ class NotOnThisStage(nn.Module):
 def cut_to_stage(model: Any, layers: range) -> None:
     """Removes all layers but those of one stage from a decoder on the meta device, in place.
 
-    The first stage takes tokens [b, s]; hidden states are [b, s, d].
+    The first stage takes tokens [b, s]; hidden states are [b, s, d]. Modules that were added to the decoder stay on
+    the last stage.
     """
+    model.is_last_stage = layers.stop == len(model.layers)
+    # Modules that a recipe adds beside the decoder's own compute from its last hidden states.
+    for name, module in [*model.named_children()] if not model.is_last_stage else ():
+        if name not in _OF_DECODERS and any(True for _ in module.parameters()):
+            setattr(model, name, NotOnThisStage())
     if hasattr(model, "cut_to_stage"):
         model.cut_to_stage(layers)
         return

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -236,13 +237,13 @@ def run_by_document(module: nn.Module, axes: Axes) -> None:
     packing check finds them, with a row of 69 positions, which is no size of a model.
     Raises RuntimeError if documents are unknown, as in a recomputation without those of its forward.
     """
-    whole, name = module.forward, type(module).__name__
+    whole, name = type(module).forward, type(module).__name__
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if (rows := _rows.get(None)) is None:
             raise RuntimeError(f"{name} runs by document, and documents are unknown")
         if rows.documents is None or len(rows.documents.cu_seqlens) < 3:
-            return whole(*args, **kwargs)
+            return whole(module, *args, **kwargs)
         (row,) = rows.documents
         found = list(chains(row))
 
@@ -264,9 +265,9 @@ def run_by_document(module: nn.Module, axes: Axes) -> None:
 
         def computed(chain: Chain) -> Any:
             args_of_chain, own = tree_map_with_path(partial(cut, chain=chain), (args, kwargs))
-            return whole(*args_of_chain, **own)
+            return whole(module, *args_of_chain, **own)
 
         return tree_map_with_path(join, *map(computed, found))
 
-    # Compiled, it would be compiled again for each length.
-    module.forward = torch.compiler.disable(forward)
+    # Compiled, it would be compiled again for each length. A method, so that a copy of the module calls its own.
+    module.forward = MethodType(torch.compiler.disable(forward), module)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtune.data import Message
 
+from recipe_utils.model_kinds import text_decoder
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.step import UpdateStep
@@ -42,7 +43,7 @@ def generate(
     """
     rows = [_tokens_of(tokenizer, prompt) for prompt in prompts]
     ends = set(getattr(tokenizer, "stop_tokens", [tokenizer.eos_id]))
-    decoder: Any = getattr(model, "decoder", model)
+    decoder = text_decoder(model)
     max_seq_len = getattr(decoder, "longest_document", decoder.max_seq_len)
     longest = min(max(map(len, rows)) + max_new_tokens, max_seq_len)
     tokens = torch.full((len(rows), longest), tokenizer.pad_id, device=device)

@@ -1,9 +1,14 @@
 """Measurement of an update step's memory on its device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
+
+from recipe_utils.parallel.ranks import RankSettings, resolve_device
+from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.update_steps.settings import DataSettings
 
 _LIMIT = 0.9
 """Share of the memory that an update step may take; the rest is for fragmentation."""
@@ -50,3 +55,16 @@ class CudaMeter:
 
 METERS: dict[str, Callable[[torch.device], CudaMeter]] = {"cuda": CudaMeter}
 """Meters by the type of the device."""
+
+
+def budget_on_ranks(data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
+    """Yields the problem of a device whose memory cannot be measured."""
+    if data.microbatching == "in_order" or data.max_tokens_per_microbatch != "auto":
+        return
+    with suppress(ConfigError):  # a problem of ``device`` by itself
+        if resolve_device(ranks.device).type not in METERS:
+            text = (
+                "this device has no exact peak of memory to measure; set a number (on a CPU all from 512 "
+                "on are about equally fast)"
+            )
+            yield Problem("max_tokens_per_microbatch", text, "auto")

@@ -14,7 +14,8 @@ from recipe_utils.benchmark.token_audit import IGNORE_INDEX
 from recipe_utils.losses import LinearCrossEntropyLoss
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import ModelSettings, build_on_meta
+from recipe_utils.models.construct import build_on_meta
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.text.rows import collate_packed_microbatch
 from recipe_utils.update_steps.step import Targets
 

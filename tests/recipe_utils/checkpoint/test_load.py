@@ -17,7 +17,8 @@ from recipe_utils.checkpoint.load import _check_frozen, differences, load
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.checkpoint.tensors import describe_mismatch, note_options, optimizer_contents, unwrapped
 from recipe_utils.files import CheckpointError
-from recipe_utils.models.construct import ModelSettings, parallelize_model
+from recipe_utils.models.parallelize import parallelize
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.parallel.process_group import new_cpu_group
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
@@ -171,7 +172,7 @@ def save_split_layers(folder):
     model = tiny.tiny_model(tiny.UNTIED_MODEL)
     plan = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
     ranks = join_ranks(RankSettings(device="cpu", tensor_parallel_dim=2))
-    model = parallelize_model(model, ModelSettings(tensor_parallel_plan=plan), ranks)
+    parallelize(model, ModelSettings(tensor_parallel_plan=plan), ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, range(2))
     assert CheckpointWriter(folder, group=new_cpu_group()).save(model, optimizer, state(2)).path

@@ -11,8 +11,9 @@ from torchtune.models.llama3_2 import llama3_2
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import ModelSettings, build_on_meta
+from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.kernels import fuse_norms_and_rope
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.text.rows import collate_packed_microbatch
 

@@ -9,17 +9,19 @@ import tiny
 import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
 from tiny import on_meta
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtune import config
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
-from recipe_utils.models.construct import ModelSettings, build_model
+from recipe_utils.models.construct import build_stages
+from recipe_utils.models.parallelize import parallelize
+from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.stages import local_stages
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import differences_from_config, gather_weights, load_weights, with_weights
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
@@ -76,9 +78,9 @@ def load_and_gather(layouts):
     saved = tiny.tiny_model(tiny.DEEP_MODEL).state_dict()
     for layout in layouts:
         ranks = join_ranks(RankSettings(device="cpu", gradient_sync="last_microbatch", **dict(layout)))
-        model = build_model(
-            lambda: config.instantiate(OmegaConf.create(tiny.DEEP_MODEL)), lambda model, has_output: None, FP32, ranks
-        )
+        model = build_stages(on_meta(tiny.DEEP_MODEL), PipelineSettings(), ranks)
+        for stage in local_stages(model):
+            parallelize(stage, FP32, ranks)
         load_weights(model, {"model": saved}, FP32, CPU)
         sends = ranks.dp_rank == 0
         gathered = gather_weights(model, CPU, sends, ranks.cpu_group)

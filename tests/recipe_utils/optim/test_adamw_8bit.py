@@ -12,9 +12,10 @@ from recipe_utils.checkpoint.load import load
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.optim import AdamW8bit, adamw_8bit
-from recipe_utils.optim.optimizer import OptimizerSettings
+from recipe_utils.optim.optimizer import OptimizerSettings, optimizer_on_ranks
 from recipe_utils.parallel.process_group import new_cpu_group
-from recipe_utils.parallel.ranks import ParallelDims, build_mesh
+from recipe_utils.parallel.ranks import ParallelDims, RankSettings, build_mesh
+from recipe_utils.update_steps.settings import DataSettings
 
 SHAPES = {"odd": (130, 300), "few_rows": (3, 2000), "experts": (5, 40, 30), "long": (5000,), "small": (8, 8)}
 
@@ -205,5 +206,6 @@ def test_rows_that_are_sharded_and_arguments_out_of_bounds_are_refused():
         with pytest.raises(ValueError, match=f"optimizer.{name}=.*: it is out of bounds"):
             AdamW8bit([nn.Parameter(torch.ones(1))], **{name: value})
     component = {"_component_": "recipe_utils.optim.AdamW8bit"}
-    (problem,) = OptimizerSettings(optimizer=component, tensor_parallel_dim=2).problems()
+    settings = OptimizerSettings(optimizer=component), DataSettings()
+    (problem,) = optimizer_on_ranks(*settings, RankSettings(tensor_parallel_dim=2))
     assert str(problem).startswith("optimizer._component_=recipe_utils.optim.AdamW8bit: its blocks")

@@ -13,7 +13,10 @@ from recipe_utils.optim.optimizer import (
     build_lr_scheduler,
     build_optimizer,
     check_optimizer,
+    optimizer_on_ranks,
 )  # fmt: skip
+from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.update_steps.settings import DataSettings
 
 NUM_STEPS = 6
 
@@ -104,9 +107,10 @@ def test_vectors_may_have_no_weight_decay(in_backward, component_of):
 
 def test_tensor_parallelism_refuses_fused_optimizers():
     fused = {"_component_": "torch.optim.AdamW", "fused": True}
-    (problem,) = OptimizerSettings(optimizer=fused, tensor_parallel_dim=2).problems()
+    settings = OptimizerSettings(optimizer=fused), DataSettings()
+    (problem,) = optimizer_on_ranks(*settings, RankSettings(tensor_parallel_dim=2))
     assert str(problem).startswith("optimizer.fused=True: ")
-    assert list(OptimizerSettings(optimizer=fused).problems()) == []
+    assert list(optimizer_on_ranks(*settings, RankSettings())) == []
 
 
 class GroupsApart(torch.optim.Optimizer):

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
 from recipe_utils.plans.cost import MicrobatchCost
-from recipe_utils.preference.pairs import PairCollator, PairSettings, mask_shared_turns, num_shared_tokens
+from recipe_utils.preference.pairs import PairCollator, mask_shared_turns, num_shared_tokens
 from recipe_utils.text.limits import ModelLimits, PackedAttention
 from recipe_utils.update_steps.samples import SampleError, SkippedSampleError
+from recipe_utils.update_steps.settings import DataSettings
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 SIDES = ("chosen", "rejected")
@@ -22,8 +23,8 @@ LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
 
 
 def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
-    keys = {"microbatching": microbatching, "prefix_sharing": prefix_sharing, **settings}
-    return PairCollator(PairSettings(**keys), tiny.tiny_tokenizer(), limits)
+    data = DataSettings(microbatching=microbatching, **settings)
+    return PairCollator(data, tiny.tiny_tokenizer(), limits, prefix_sharing)
 
 
 def prepared(collator, pairs):

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from recipe_utils.update_steps.settings import DataSettings
+from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.update_steps.settings import DataSettings, data_on_ranks
 
 
 def accumulated(steps, global_batch_size, must_divide=False):
@@ -54,8 +55,8 @@ SPANNING = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
 def test_rows_span_neighboring_ranks_of_a_node(world_size, on_this_node, dims, text, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_node))
-    settings = DataSettings(max_ranks_per_row=8, device="cpu", **SPANNING, **dims)
-    problems = list(settings.problems())
+    data, ranks = DataSettings(max_ranks_per_row=8, **SPANNING), RankSettings(device="cpu", **dims)
+    problems = [*data.problems(), *data_on_ranks(data, ranks), *data.problems_of_long_rows(ranks)]
     assert len(problems) == (text is not None)
     assert all(re.search(f"max_ranks_per_row=8: .*{text}", str(each)) for each in problems)
 

@@ -12,7 +12,13 @@ from torch.utils.data import Dataset
 from recipe_utils.dinov3.images.crop_rows import CLASS, TokenLayout, of_global_crops
 from recipe_utils.dinov3.images.multi_crop import MultiCrop
 from recipe_utils.dinov3.images.view_draws import mask_ratios
-from recipe_utils.dinov3.images.views import ImageCollator, ViewCollator, Views, ViewSettings, WholeImages
+from recipe_utils.dinov3.images.views import (
+    ImageCollator,
+    ViewCollator,
+    Views,
+    ViewSettings,
+    WholeImages,
+)
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.training.loaders import build_loader
 from recipe_utils.update_steps.loader import RowBudget
@@ -72,9 +78,10 @@ def views_of(dataset=None, layout=LAYOUT, **keys):
 
 def make_loader(dataset=None, ranks=(), layout=LAYOUT, keys=(), **data):
     keys = dict(keys)
-    settings = settings_of(**{"batch_size": 4, "global_batch_size": 16, **data, **keys})
+    settings = DataSettings(**{"batch_size": 4, "global_batch_size": 16, **data})
     ranks = join_ranks(RankSettings(device="cpu", **dict(ranks)))
-    return build_loader(views_of(dataset, layout, **keys), RowBudget(NamedViews(settings, layout)), settings, ranks)
+    budget = RowBudget(NamedViews(settings, settings_of(**keys), layout))
+    return build_loader(views_of(dataset, layout, **keys), budget, settings, ranks)
 
 
 def images_of(microbatch):
@@ -215,7 +222,7 @@ def test_half_of_an_update_step_s_crops_are_masked_each_to_its_ratio(whole_steps
 def collated(num=3, layout=LAYOUT, dtype=np.float32, **keys):
     """Returns a microbatch of the first images of an update step of 8, and the results of :class:`Views`."""
     samples = [views_of(Pictures(dtype=dtype), layout, **keys)[StepIndex(i, 2, 1, i, 8)] for i in range(num)]
-    return ViewCollator(settings_of(batch_size=8, **keys), layout).collate(samples), samples
+    return ViewCollator(DataSettings(batch_size=8), settings_of(**keys), layout).collate(samples), samples
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -241,7 +248,7 @@ def test_patches_are_what_a_convolution_sees_and_global_crops_come_first(dtype):
 
 
 def test_a_dummy_has_crops_but_no_targets_and_counts():
-    collator = ViewCollator(settings_of(), LAYOUT)
+    collator = ViewCollator(DataSettings(), settings_of(), LAYOUT)
     dummy = collator.dummy(views_of()[0])
     assert dummy.inputs["crop_groups"] == ((2, G), (3, L))
     assert dummy.counts == {}
@@ -260,7 +267,7 @@ def test_without_masks_drop_path_and_groups():
     # All images of an update step are one group.
     assert microbatch.targets.koleo_groups.tolist() == [0, 0, 0]
     assert microbatch.counts["koleo_images"] == 3
-    collator = ViewCollator(settings_of(koleo_group_size=None), LAYOUT)
+    collator = ViewCollator(DataSettings(), settings_of(koleo_group_size=None), LAYOUT)
     alone = collator.collate([views_of()[0]])
     assert alone.counts["koleo_images"] == 0
 
@@ -281,7 +288,7 @@ def test_a_bad_image_is_named_and_skipped_without_changing_other_groups(one_proc
 
 
 def test_microbatches_hold_whole_groups_and_at_most_batch_size_images():
-    collator = ViewCollator(settings_of(batch_size=8), LAYOUT)
+    collator = ViewCollator(DataSettings(batch_size=8), settings_of(), LAYOUT)
     positions = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 14]
     assert collator.plan(positions, 1) == [[list(range(7)), list(range(7, 13))]]
     assert collator.plan([], 1) == [[]]
@@ -344,6 +351,6 @@ WITH_ANOTHER = {**COMPONENT, "image_transform": {"_component_": "torch.nn.Identi
     ],
 )
 def test_data_that_views_do_not_support_are_refused_with_both_numbers(keys, data, message):
-    fitting = {"transform": COMPONENT, "koleo_group_size": 4, "batch_size": 4}
-    (problem,) = ViewSettings(**{**fitting, **keys, **data}).problems()
+    views = ViewSettings(**{"transform": COMPONENT, "koleo_group_size": 4, **keys})
+    (problem,) = views.problems_of_views(DataSettings(batch_size=4, **data))
     assert re.search(message, str(problem))

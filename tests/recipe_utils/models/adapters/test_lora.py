@@ -12,7 +12,8 @@ from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.adapters.lora import find_adapters, fingerprint_of_frozen, freeze_base, fresh_adapters
 from recipe_utils.models.adapters.merge import contents_of_export, merge
 from recipe_utils.models.adapters.nf4 import without_quantizing
-from recipe_utils.models.construct import ModelSettings, build_on_meta
+from recipe_utils.models.construct import build_on_meta
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import load_weights
 
 KINDS = {

@@ -8,7 +8,7 @@ from torchao.quantization.qat import Int8DynActInt4WeightQATQuantizer
 
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
-from recipe_utils.models.construct import ModelSettings
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import load_weights
 from recipe_utils.update_steps.step import Targets
 

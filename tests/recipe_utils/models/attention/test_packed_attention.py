@@ -8,10 +8,12 @@ import torch
 from tiny import on_meta
 from torch import nn
 
+from recipe_utils.models import settings
 from recipe_utils.models.attention import packed_attention
 from recipe_utils.models.attention.packed_attention import attention_of, missing_for_triton, other_attention
-from recipe_utils.models.construct import ModelSettings
+from recipe_utils.models.settings import ModelSettings, model_on_ranks
 from recipe_utils.models.sizes import limits_of
+from recipe_utils.parallel.ranks import RankSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -133,6 +135,7 @@ def test_models_that_flash_attention_does_not_take_are_refused_by_key(dtype, rea
 
 def test_compiled_layers_are_refused_where_triton_lacks_something(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    (problem,) = ModelSettings(compile=True)._problems_of_kernels(CUDA)
+    monkeypatch.setattr(settings, "resolve_device", torch.device)
+    (problem,) = model_on_ranks(ModelSettings(compile=True), RankSettings(device="cuda"))
     assert str(problem).startswith("compile=True: Triton needs ")
     assert problem.text.endswith("set compile=False")

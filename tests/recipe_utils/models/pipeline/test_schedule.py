@@ -5,23 +5,21 @@ import torch
 from distributed_runs import run_distributed
 from torch.torch_version import TorchVersion
 
-from recipe_utils.models.pipeline.schedule import SCHEDULES, PipelineSettings
+from recipe_utils.models.pipeline.schedule import SCHEDULES, PipelineSettings, num_to_run, pipeline_on_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.settings.problems import ConfigError
+from recipe_utils.update_steps.settings import DataSettings
 
 
-def settings(schedule="1F1B", split_points=None, num_ranks=2, **keys):
-    return PipelineSettings(
-        pipeline_parallel_schedule=schedule,
-        pipeline_parallel_split_points=split_points,
-        pipeline_parallel_dim=num_ranks,
-        **({"device": "cpu", "microbatching": "packed"} | keys),
-    )
+def settings(schedule="1F1B", split_points=None):
+    return PipelineSettings(pipeline_parallel_schedule=schedule, pipeline_parallel_split_points=split_points)
 
 
-def problems(pipeline, monkeypatch, world_size=None):
-    monkeypatch.setenv("WORLD_SIZE", str(world_size or pipeline.pipeline_parallel_dim))
-    return [*map(str, pipeline.problems())]
+def problems(pipeline, monkeypatch, num_ranks=2, tensor_parallel_dim=1, **data):
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks * tensor_parallel_dim))
+    dims = {"pipeline_parallel_dim": num_ranks, "tensor_parallel_dim": tensor_parallel_dim}
+    data = DataSettings(**({"microbatching": "packed"} | data))
+    return [*map(str, pipeline_on_ranks(pipeline, data, RankSettings(device="cpu", **dims)))]
 
 
 @pytest.mark.parametrize(
@@ -48,18 +46,18 @@ def test_the_number_of_stages_is_that_of_the_split_points_or_one_or_two_per_rank
     ],
 )
 def test_split_points_of_another_number_of_stages_are_refused(schedule, split_points, parts, monkeypatch):
-    pipeline = settings(schedule, split_points, num_ranks=4)
+    pipeline = settings(schedule, split_points)
     with pytest.raises(ConfigError, match="pipeline_parallel_split_points") as raised:
         pipeline.num_stages(4)
     for part in parts:
         assert part in str(raised.value)
-    found = problems(pipeline, monkeypatch)
+    found = problems(pipeline, monkeypatch, num_ranks=4)
     assert found == [str(problem) for problem in raised.value.problems]
 
 
 def fill_on_two_ranks():
     ranks = join_ranks(RankSettings(device="cpu", pipeline_parallel_dim=2))
-    return [settings(schedule).fill(ranks)(5) for schedule in ("1F1B", "Interleaved1F1B")]
+    return [num_to_run(settings(schedule), ranks)(5) for schedule in ("1F1B", "Interleaved1F1B")]
 
 
 def test_every_rank_fills_an_update_step_up_to_an_accepted_number():
@@ -67,8 +65,7 @@ def test_every_rank_fills_an_update_step_up_to_an_accepted_number():
 
 
 def test_without_a_pipeline_nothing_is_a_problem(monkeypatch):
-    pipeline = settings("Interleaved1F1B", [5], num_ranks=1)
-    assert problems(pipeline, monkeypatch) == []
+    assert problems(settings("Interleaved1F1B", [5]), monkeypatch, num_ranks=1) == []
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -83,7 +80,7 @@ def test_stages_on_an_older_torch_are_refused_with_both_versions(monkeypatch):
 
 
 def test_stages_and_tensor_parallel_layers_are_refused(monkeypatch):
-    (problem,) = problems(settings(tensor_parallel_dim=2), monkeypatch, world_size=4)
+    (problem,) = problems(settings(), monkeypatch, tensor_parallel_dim=2)
     assert problem.startswith("tensor_parallel_dim=2: it cannot be combined with pipeline_parallel_dim=2")
 
 
@@ -94,7 +91,7 @@ def test_stages_and_tensor_parallel_layers_are_refused(monkeypatch):
 def test_too_few_accumulated_microbatches_are_refused_with_the_number_needed(schedule, steps, needed, monkeypatch):
     def problems_of(steps):
         data = {"gradient_accumulation_steps": steps, "microbatching": "in_order"}
-        return problems(settings(schedule, **data), monkeypatch)
+        return problems(settings(schedule), monkeypatch, **data)
 
     (problem,) = problems_of(steps)
     assert problem.startswith(f"gradient_accumulation_steps={steps}: pipeline_parallel_dim=2")

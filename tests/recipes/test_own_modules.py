@@ -1,0 +1,119 @@
+"""A module that a recipe adds to the decoder is initialized, sharded, trained, saved, resumed and exported."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from distributed_runs import run_distributed
+from recipe_runs import exported_model, keep_messages, losses, run_recipe, writing_to
+from safetensors.torch import load_file
+
+from recipe_utils.checkpoint.own_modules import fresh_weights
+
+UNTRAINED = {"_component_": "torch.optim.SGD", "lr": 0.0}
+CHANGES = {
+    '        build("optimizer"': '''        from recipe_utils.checkpoint.own_modules import with_own_modules
+
+        meta_model.value_head = torch.nn.Linear(32, 1, device="meta")
+        self.checkpointer = with_own_modules(self.checkpointer, meta_model, ["value_head"], run.seed)
+        build("optimizer"''',
+    "attach_loss(stage, loss_fn,": "attach_loss(stage, WithValues(loss_fn, stage.value_head),",
+    "\n\n@entry_point": '''
+
+class WithValues:
+    """Sums cross-entropy, and squared errors of values whose target is 1."""
+
+    takes_hidden_states = True
+
+    def __init__(self, loss_fn, value_head):
+        self.loss_fn, self.value_head = loss_fn, value_head
+
+    def __call__(self, output, hidden, targets, *parts):
+        values = self.value_head(hidden.flatten(0, 1).index_select(0, targets.positions))
+        return self.loss_fn(output, hidden, targets, *parts) + (values - 1).square().sum()
+
+
+@entry_point''',
+}
+
+
+FROZEN = """        meta_model.tok_embeddings.requires_grad_(False)
+        meta_model.layers[0].attn.requires_grad_(False)
+"""
+
+
+def changed_recipe(folder, changes):
+    """Returns the path of a changed copy of the recipe for fine-tuning."""
+    text = (Path(__file__).parents[2] / "recipes" / "full_finetune_update_step.py").read_text()
+    for before, after in changes.items():
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    path = folder / "my_recipe.py"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return changed_recipe(tmp_path, CHANGES)
+
+
+def own_weights(config):
+    return load_file(exported_model(config).parent / "own_modules" / "weights.safetensors")
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_dim": 2}], ids=["FSDP2", "pipeline"])
+def test_a_value_head_is_trained_alike_on_any_layout(recipe, layout, tiny_config, tmp_path):
+    config = tiny_config(max_steps_per_epoch=3, gradient_accumulation_steps=..., global_batch_size=8)
+    of_two = writing_to(tmp_path / "two", {**config, **layout})
+    one, (two, _) = run_recipe(config, recipe), run_distributed(run_recipe, 2, of_two, recipe)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    own, other = own_weights(config), own_weights(of_two)
+    assert {name: [*weight.shape] for name, weight in own.items()} == {
+        "value_head.weight": [1, 32], "value_head.bias": [1]
+    }  # fmt: skip
+    for name, weight in own.items():
+        torch.testing.assert_close(other[name], weight, rtol=1e-3, atol=1e-5)
+    fresh = fresh_weights("value_head", torch.nn.Linear(32, 1, device="meta"), config["seed"])
+    assert all((own[name] - weight).abs().max() > 0.01 for name, weight in fresh.items())
+
+
+@pytest.mark.parametrize("model", [tiny.MODEL, tiny.adapted(tiny.MODEL)], ids=["full", "lora"])
+def test_a_value_head_resumes_and_is_read_from_an_export(model, recipe, tiny_config, tmp_path):
+    config = tiny_config(model=model, epochs=2, max_steps_per_epoch=2)
+    of_resumed = writing_to(tmp_path / "resumed", config)
+    whole = losses(run_recipe(config, recipe))
+    run_recipe({**of_resumed, "epochs": 1, "save_every_n_steps": 1}, recipe)
+    assert losses(run_recipe({**of_resumed, "resume_from_checkpoint": True}, recipe)) == whole[2:]
+    assert all(map(torch.equal, own_weights(config).values(), own_weights(of_resumed).values()))
+
+    file = exported_model(config)
+    assert not any("value_head" in name for name in torch.load(file, weights_only=True))  # that of a decoder
+    from_export = writing_to(tmp_path / "again", {**config, "epochs": 1, "seed": 7, "optimizer": UNTRAINED})
+    from_export["checkpointer"] |= {"checkpoint_dir": str(file.parent), "checkpoint_files": [file.name]}
+    run_recipe(from_export, recipe)
+    assert all(map(torch.equal, own_weights(config).values(), own_weights(from_export).values()))
+
+
+def test_a_module_without_initial_values_is_refused():
+    module = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(3, device="meta"))])
+    with pytest.raises(ValueError, match=r"a ParameterList of scales has no reset_parameters\(\)"):
+        fresh_weights("scales", module, 0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_layers_that_setup_freezes_keep_their_weights_in_pipelines_too(num_ranks, tiny_config, tmp_path):
+    recipe = changed_recipe(tmp_path, {'        build("optimizer"': FROZEN + '        build("optimizer"'})
+    config = tiny_config(model=tiny.UNTIED_MODEL, max_steps_per_epoch=2, pipeline_parallel_dim=num_ranks)
+    (_, messages), *_ = run_distributed(run_recipe_keeping_messages, num_ranks, config, recipe)
+    assert any(message.startswith("Model: ") and "of them trained" in message for message in messages)
+    before = tiny.tiny_model(tiny.UNTIED_MODEL).state_dict()
+    after = torch.load(exported_model(config), weights_only=True)
+    kept = {name for name, weight in before.items() if torch.equal(weight, after[name])}
+    assert kept == {name for name in before if name.startswith(("tok_embeddings.", "layers.0.attn."))}
+
+
+def run_recipe_keeping_messages(config, recipe):
+    with keep_messages() as messages:
+        return run_recipe(config, recipe), messages
