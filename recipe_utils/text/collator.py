@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -17,7 +16,7 @@ from recipe_utils.plans.rounds import Plan
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.rows import OF_LOADER, collate_dummy, collate_microbatch, collate_packed_microbatch
+from recipe_utils.text.rows import LOADER_KEYS, collate_dummy, collate_microbatch, collate_packed_microbatch
 from recipe_utils.text.trees import OF_TREES, merge, split_trees
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.samples import Sample, SampleError, SkippedSampleError, check_keys, whole_numbers
@@ -31,7 +30,7 @@ MOST_TOKENS = 2**20
 OF_DATASET = "target_tokens/"
 """Prefix of the counts of named datasets."""
 
-_TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", "is_cut", *OF_LOADER, *OF_TREES}
+_TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", "is_cut", *LOADER_KEYS, *OF_TREES}
 
 _log = get_logger("INFO")
 
@@ -121,17 +120,23 @@ class RowCollator(Collator):
 
     def counting(self, datasets: Sequence[str]) -> Self:
         """Returns a collator that also counts the target tokens of named datasets, if it counts target tokens first."""
-        other = copy(self)
-        if self.counts[0] == "target_tokens":
-            other._datasets, of_targets = tuple(datasets), self._of_targets
-            of_datasets = [f"{count}/{name}" for count in (self.counts[0], *of_targets) for name in datasets]
-            other.counts = (*self.counts, *of_datasets)
+        if self.counts[0] != "target_tokens":
+            return self
+        other = self._copy()
+        other._datasets = tuple(datasets)
+        counts = (self.counts[0], *self._of_targets)
+        other.counts = (*self.counts, *(f"{count}/{name}" for count in counts for name in datasets))
         return other
 
     def _with(self, settings: DataSettings) -> Self:
-        other = copy(self)
+        other = self._copy()
         other.settings = settings
         other.row_multiple, other.plan = other._layout()
+        return other
+
+    def _copy(self) -> Self:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)  # not by __getstate__
         return other
 
     @property
@@ -143,18 +148,11 @@ class RowCollator(Collator):
         """Omits what DataLoader workers, which only prepare samples, do not use or cannot unpickle."""
         return {**self.__dict__, "settings": None, "plan": None}
 
-    def __copy__(self) -> Self:
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)  # not by __getstate__
-        return other
-
     def warnings(self) -> Iterator[str]:
         """Yields a warning about samples longer than a microbatch."""
         longest, num_rows, bound = self.max_seq_len, self._sequences, self.max_tokens
         most = self.settings.max_ranks_per_row
-        if self.is_searched:
-            return
-        if bound is not None and (longest is None or most * bound < num_rows * longest):
+        if not self.is_searched and bound is not None and (longest is None or most * bound < num_rows * longest):
             on_most = f", max_ranks_per_row={most}" if most > 1 else ""
             more = f"more than {most * bound} tokens" if most > 1 else "more tokens"
             yield (
@@ -317,11 +315,11 @@ class TextCollator(RowCollator):
                 self._has_warned = True
                 text = f"rows contain only text; {', '.join(sorted(map(str, ignored)))} of samples is ignored"
                 log_rank_zero(_log, f"microbatching={self.settings.microbatching}: {text}", logging.WARNING)
-        if self.settings.is_packed:
+        if self.settings.is_packed or ("seq_lens" in samples[0] and self.limits.merges_rows):
             row = collate_packed_microbatch(samples, ignore, pad, self.row_multiple, self._shares, self._of_targets)
         else:
             collate_fn = partial(component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore)
-            row = collate_microbatch(samples, collate_fn, ignore, self.limits.merges_rows, self._of_targets)
+            row = collate_microbatch(samples, collate_fn, ignore, self._of_targets)
         return self._with_counts_of_datasets(row, samples) if self._datasets else row
 
     def _with_counts_of_datasets(self, row: Microbatch, samples: Sequence[Sample]) -> Microbatch:

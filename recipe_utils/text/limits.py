@@ -45,14 +45,14 @@ class PackedAttention:
 
     def reason_against(self, *layouts: Layout) -> str | None:
         """Returns the reason against the first of ``layouts`` that is refused; None if none is."""
-        return next((self.refused[each] for each in layouts if each in self.refused), None)
+        return next((self.refused[layout] for layout in layouts if layout in self.refused), None)
 
     def num_row_lengths(self, has_trees: bool = False) -> int | None:
         """Returns the number of lengths that packed rows may have; None for any."""
         if self.runs_by_document or self.num_compiled_lengths is not None:
             return None if self.runs_by_document else self.num_compiled_lengths
-        kernel = self.kernel_of_trees if has_trees else None
-        return _NUM_FLEX_LENGTHS if (kernel or self.kernel) == "flex" else None
+        kernel = (has_trees and self.kernel_of_trees) or self.kernel
+        return _NUM_FLEX_LENGTHS if kernel == "flex" else None
 
     def refusals(self, trees: tuple[str, str] | None, num_ranks: int) -> Iterator[Problem | str]:
         """Yields reasons against packed rows over ``num_ranks`` each, with ``trees``."""
@@ -64,9 +64,7 @@ class PackedAttention:
             yield reason
         elif trees and (reason := self.refused.get("trees")):
             yield f"{trees[0]}: {reason}; {trees[1]}"
-        if num_ranks == 1:
-            return
-        if reason := self.refused.get("over ranks"):
+        if num_ranks > 1 and (reason := self.refused.get("over ranks")):
             yield f"max_ranks_per_row={num_ranks}: {reason}"
         for key, num_heads in self.num_heads:
             if num_heads % num_ranks:
@@ -76,15 +74,13 @@ class PackedAttention:
 
     def kernel_of(self, documents: Documents) -> Kernel:
         """Returns the kernel of a microbatch; logs it once on an accelerator. Raises ConfigError if it is refused."""
-        kernel, why = self.kernel, self.why
-        layouts: tuple[Layout, ...] = ("packed",)
-        if documents.ends is not None:
-            layouts = ("packed", "trees")
-            if self.kernel_of_trees is not None:
-                why = f"rows contain trees, and {kernel} has no mask for them"
-                kernel = self.kernel_of_trees
+        has_trees = documents.ends is not None
+        layouts: tuple[Layout, ...] = ("packed", "trees") if has_trees else ("packed",)
         if reason := self.reason_against(*layouts):
             raise ConfigError(reason)
+        kernel, why = self.kernel, self.why
+        if has_trees and self.kernel_of_trees is not None:
+            kernel, why = self.kernel_of_trees, f"rows contain trees, and {kernel} has no mask for them"
         if documents.cu_seqlens.device.type != "cpu":
             _log_once(kernel, why)
         return kernel
@@ -113,23 +109,20 @@ class ModelLimits(NamedTuple):
     @property
     def merges_rows(self) -> bool:
         """Returns True if the rows of a packed dataset can become one row of any length."""
-        return all(each.other_attention is None and each.num_row_lengths() is None for each in self.attentions)
+        return all(model.other_attention is None and model.num_row_lengths() is None for model in self.attentions)
 
     @property
     def shares_beginnings(self) -> bool:
         """Returns True if any packed row may contain trees, at the lengths of other rows."""
         return all(
-            each.other_attention is None
-            and each.reason_against("packed", "trees") is None
-            and each.num_row_lengths() == each.num_row_lengths(has_trees=True)
-            for each in self.attentions
+            model.other_attention is None
+            and model.reason_against("packed", "trees") is None
+            and model.num_row_lengths() == model.num_row_lengths(has_trees=True)
+            for model in self.attentions
         )
 
     def longest_row(self, max_tokens: int | None, most_samples: int) -> int:
-        """Returns an upper bound of a row, padding included [positions].
-
-        Without ``max_tokens``, a row has at most ``most_samples`` samples.
-        """
+        """Returns an upper bound of a row [positions]; without ``max_tokens`` it has at most ``most_samples`` samples."""
         return (max_tokens or 0) + most_samples * self.max_seq_len + (self.row_multiple or 0)
 
     def multiple_of_packed_rows(
@@ -137,21 +130,15 @@ class ModelLimits(NamedTuple):
     ) -> int | None:
         """Returns the divisor of all lengths of packed rows [positions]; None for any length.
 
-        Args:
-            row_length: longest row with more than one sample, on each of its ranks [tokens]; None for no
-                bound.
-            trees: for rows with trees, the ``key=value`` that makes them and what to set instead.
-            max_ranks_per_row: most ranks that compute a row together.
-
-        Raises:
-            ConfigError: a model cannot compute packed rows, or no rows that span ranks.
+        ``row_length`` is the longest row with more than one sample, on each of its ranks [tokens]; ``trees`` are the
+        ``key=value`` that makes trees, and what to set instead. Raises ConfigError for rows that a model cannot compute.
         """
         problems: list[Problem | str] = []
         for attention in self.attentions:
-            refusals = attention.refusals(trees, max_ranks_per_row)
-            problems += [each for each in refusals if each not in problems]
-        lengths = [each.num_row_lengths(trees is not None) for each in self.attentions]
-        num_lengths = min((each for each in lengths if each is not None), default=None)
+            problems += [p for p in attention.refusals(trees, max_ranks_per_row) if p not in problems]
+        # Few lengths for kernels that are compiled for each, of the model that takes fewest.
+        limits = (attention.num_row_lengths(trees is not None) for attention in self.attentions)
+        num_lengths = min((limit for limit in limits if limit is not None), default=None)
         if num_lengths is not None and row_length is None:
             text = (
                 "without max_tokens_per_microbatch or tokenizer.max_seq_len rows have no fixed length, which "

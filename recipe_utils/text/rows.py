@@ -16,7 +16,7 @@ from recipe_utils.text.trees import OF_TREES, Piece, share_beginnings
 from recipe_utils.update_steps.samples import Sample
 from recipe_utils.update_steps.step import Microbatch, Targets
 
-OF_LOADER = ("dataset_index", "step_position")
+LOADER_KEYS = ("dataset_index", "step_position")
 """Keys that the loader adds to samples."""
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
@@ -32,7 +32,7 @@ def packed(
     """Makes a microbatch of one row, padded to a multiple of ``row_multiple`` with one more document."""
     columns = [piece.columns for piece in pieces]
     documents = [document for piece in pieces for document in piece.documents]
-    num_real = sum(each.size(1) for each in columns)
+    num_real = sum(column.size(1) for column in columns)
     if row_multiple is not None and num_real % row_multiple:
         documents.append(-num_real % row_multiple)
         padding = torch.tensor([[padding_idx], [ignore_index], [0]])
@@ -42,8 +42,8 @@ def packed(
 
 
 def padded(samples: Sequence[Sample], collate_fn: CollateFn, ignore_index: int) -> Microbatch:
-    """Makes a microbatch of the rows of a ``collate_fn``; see :func:`collate_microbatch`."""
-    inputs = dict(collate_fn([{k: v for k, v in sample.items() if k not in OF_LOADER} for sample in samples]))
+    """Makes a microbatch of the rows of a ``collate_fn``. Raises ValueError if its labels do not match the tokens."""
+    inputs = dict(collate_fn([{k: v for k, v in sample.items() if k not in LOADER_KEYS} for sample in samples]))
     if "labels" not in inputs or inputs["labels"].shape != inputs["tokens"].shape:
         got = {key: tuple(value.shape) for key, value in inputs.items() if hasattr(value, "shape")}
         raise ValueError(f"collate_fn: labels must have the shape of tokens; it returned {got}")
@@ -73,35 +73,22 @@ def collate_microbatch(
     samples: Sequence[Sample],
     collate_fn: CollateFn,
     ignore_index: int,
-    merge_packed_rows: bool = False,
     of_targets: Sequence[str] = (),
 ) -> Microbatch:
-    """Makes a microbatch of padded rows, or of the rows of a packed dataset.
+    """Makes a microbatch of padded rows, or of the rows of a packed dataset, for which ``collate_fn`` is not called.
 
-    Args:
-        samples: at least one, all from a packed dataset or none.
-        collate_fn: returns ``tokens`` and ``labels``, both [b, s], and further arguments of the
-            model's forward. Not called for samples of a packed dataset, which need no padding.
-        ignore_index: label of positions that are not targets.
-        merge_packed_rows: merges samples of a packed dataset by :func:`collate_packed_microbatch`.
-        of_targets: names of values per target, see :func:`values_of`.
-
-    Raises:
-        ValueError: ``collate_fn`` returned no labels, or labels of another shape than the tokens, or other targets.
+    It returns ``tokens`` and ``labels``, both [b, s], and further arguments of the model's forward. ``of_targets`` are
+    names of values per target. Raises ValueError if its labels have another shape than the tokens, or other targets.
     """
     if "seq_lens" not in samples[0]:
         microbatch = padded(samples, collate_fn, ignore_index)
-    elif merge_packed_rows:
-        return collate_packed_microbatch(samples, ignore_index, of_targets=of_targets)
     else:
         pieces = [piece_of(sample, ignore_index, has_padding=True) for sample in samples]
         rows = torch.stack([piece.columns for piece in pieces], dim=1)
         num_real = sum(num_real_tokens(sample, ignore_index) for sample in samples)
-        documents = [piece.documents for piece in pieces]
-        microbatch = _microbatch(rows, documents, num_real, ignore_index)
+        microbatch = _microbatch(rows, [piece.documents for piece in pieces], num_real, ignore_index)
     num_rows, length = microbatch.targets.labels.shape
-    microbatch = _with_positions(microbatch, samples, [length] * num_rows)
-    return _with_values(microbatch, samples, of_targets, ignore_index)
+    return _with_values(microbatch, samples, [length] * num_rows, of_targets, ignore_index)
 
 
 def collate_packed_microbatch(
@@ -112,14 +99,10 @@ def collate_packed_microbatch(
     shares_beginnings: bool = False,
     of_targets: Sequence[str] = (),
 ) -> Microbatch:
-    """Makes a microbatch of one packed row.
+    """Makes a microbatch of one row, padded to a multiple of ``row_multiple``; a packed dataset's own padding is removed.
 
-    Samples of a packed dataset lose their padding. The row is padded to a multiple of
-    ``row_multiple`` tokens. With ``shares_beginnings``, samples that begin with the same tokens may
-    become one tree, see :func:`recipe_utils.text.trees.share_beginnings`.
-
-    Raises:
-        ValueError: a sample contains images. Other keys than those of text are ignored.
+    With ``shares_beginnings``, samples that begin with the same tokens may become one tree, see
+    :func:`recipe_utils.text.trees.share_beginnings`. Raises ValueError for images; other keys are ignored.
     """
     if any("encoder_input" in sample for sample in samples):
         raise ValueError(
@@ -132,13 +115,11 @@ def collate_packed_microbatch(
         order, pieces, num_saved = share_beginnings(pieces, ignore_index)
         samples = [samples[i] for i in order]
     row = packed(pieces, ignore_index, padding_idx, row_multiple)
-    row = _with_positions(row, samples, [piece.columns.size(1) for piece in pieces])
-    row = _with_values(row, samples, of_targets, ignore_index)
-    num_shared = num_saved + sum(sum(sample.get("num_shared", ())) for sample in samples)
+    row = _with_values(row, samples, [piece.columns.size(1) for piece in pieces], of_targets, ignore_index)
     if shares_beginnings or any("documents" in sample for sample in samples):
+        num_shared = num_saved + sum(sum(sample.get("num_shared", ())) for sample in samples)
         num_real = row.counts["real_tokens"] + num_shared
-        counts = {**row.counts, "real_tokens": num_real, "shared_tokens": num_shared}
-        row = replace(row, counts=counts)
+        row = replace(row, counts={**row.counts, "real_tokens": num_real, "shared_tokens": num_shared})
     return row
 
 
@@ -150,31 +131,26 @@ def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Pi
         num_tokens, lengths = num_real, lengths[:-1]
     # The second part of a document that the dataset cut in two has later positions.
     positions = sample.get("input_pos", torch.arange(num_tokens))
-    tokens, labels, positions = (
-        torch.as_tensor(each)[:num_tokens] for each in (sample["tokens"], sample["labels"], positions)
-    )
+    columns = (sample["tokens"], sample["labels"], positions)
+    tokens, labels, positions = (torch.as_tensor(column)[:num_tokens] for column in columns)
     labels = labels.roll(-1)
     labels[torch.tensor(list(map(length_of, lengths))).cumsum(0) - 1] = ignore_index
     return Piece(torch.stack([tokens, labels, positions]), lengths)
 
 
-def _with_positions(microbatch: Microbatch, samples: Sequence[Sample], lengths: Sequence[int]) -> Microbatch:
-    """Adds the sample of each target, if samples have a position; ``lengths`` are in positions of rows."""
-    if "step_position" not in samples[0]:
-        return microbatch
-    numbers = torch.tensor([sample["step_position"] for sample in samples])
-    numbers = numbers.repeat_interleave(torch.tensor(lengths))[microbatch.targets.positions]
-    return replace(microbatch, targets=microbatch.targets._replace(samples=numbers))
-
-
 def _with_values(
-    microbatch: Microbatch, samples: Sequence[Sample], names: Sequence[str], ignore_index: int
+    row: Microbatch, samples: Sequence[Sample], lengths: Sequence[int], names: Sequence[str], ignore_index: int
 ) -> Microbatch:
-    """Adds named values per target, of those names that a sample has, and the sum of each name.
+    """Adds each target's sample, if samples have a position, its values by name, and the sum of each name.
 
-    Targets of other samples have the value 1. Raises ValueError if a ``collate_fn`` made other targets.
+    ``lengths`` are the samples' positions in rows. Where a sample has no value, it is 1. Raises ValueError if a
+    ``collate_fn`` made other targets.
     """
-    values, num_targets = {}, len(microbatch.targets.positions)
+    targets, values, num_targets = row.targets, {}, len(row.targets.positions)
+    if "step_position" in samples[0]:
+        positions = torch.tensor([sample["step_position"] for sample in samples])
+        samples_of_row = positions.repeat_interleave(torch.tensor(lengths))
+        targets = targets._replace(samples=samples_of_row[targets.positions])
     for name in names:
         if any(name in sample for sample in samples):
             values[name] = torch.cat([_values_of(sample, name, ignore_index) for sample in samples])
@@ -184,8 +160,7 @@ def _with_values(
                     "place; leave the key out"
                 )
     sums = {name: float(values[name].sum()) if name in values else num_targets for name in names}
-    targets = microbatch.targets._replace(values=values)
-    return replace(microbatch, targets=targets, counts={**microbatch.counts, **sums})
+    return replace(row, targets=targets._replace(values=values), counts={**row.counts, **sums})
 
 
 def _values_of(sample: Sample, name: str, ignore_index: int) -> Tensor:
@@ -206,7 +181,7 @@ def collate_dummy(
     sample = {key: value for key, value in sample.items() if key not in of_targets}
     if "documents" in sample:
         sample = {key: value for key, value in sample.items() if key not in OF_TREES}
-    if set(sample) <= {"tokens", "labels", "mask", *OF_LOADER}:
+    if set(sample) <= {"tokens", "labels", "mask", *LOADER_KEYS}:
         sample = {**sample, "tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
     else:
         ignored = torch.full_like(torch.as_tensor(sample["labels"]), ignore_index)

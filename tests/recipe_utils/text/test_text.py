@@ -114,7 +114,7 @@ def test_a_row_is_padded_to_a_multiple_by_a_document_of_its_own():
 def test_merged_rows_of_a_packed_dataset_lose_their_padding_and_nothing_else(split_across_pack):
     rows = packed_rows(tiny.make_samples(20, mask_prompts=False), split_across_pack)
     stacked = collate(rows)
-    merged = collate_microbatch(rows, COLLATE, IGNORE, merge_packed_rows=True)
+    merged = collate_packed_microbatch(rows, IGNORE)
     num_real = [num_real_tokens(row, IGNORE) for row in rows]
 
     def without_padding(tensor):
@@ -135,10 +135,9 @@ def test_every_target_has_the_position_of_its_sample():
         marked = [{**row, "step_position": (2, 0, 0, 1)[i % 4]} for i, row in enumerate(rows)]
         alone = [collate_packed_microbatch([row], IGNORE).counts["target_tokens"] for row in rows]
         expected = [row["step_position"] for row, n in zip(marked, alone, strict=True) for _ in range(n)]
-        made = [collate(marked), collate_packed_microbatch(marked, IGNORE, row_multiple=128)]
-        made.append(collate_microbatch(marked, COLLATE, IGNORE, merge_packed_rows=True))
-        for targets in (microbatch.targets for microbatch in made):
-            assert targets.samples.tolist() == expected
+        packed = [collate_packed_microbatch(marked, IGNORE, row_multiple=multiple) for multiple in (None, 128)]
+        for microbatch in (collate(marked), *packed):
+            assert microbatch.targets.samples.tolist() == expected
         assert collate_dummy(marked[0], collate, IGNORE).targets.samples.tolist() == []
         assert collate(rows).targets.samples is None
 
