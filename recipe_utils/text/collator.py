@@ -17,7 +17,7 @@ from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.text.rows import LOADER_KEYS, collate_dummy, collate_microbatch, collate_packed_microbatch
-from recipe_utils.text.trees import OF_TREES, merge, split_trees
+from recipe_utils.text.trees import TREE_KEYS, merge, split_trees
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.samples import Sample, SampleError, SkippedSampleError, check_keys, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
@@ -30,7 +30,7 @@ MOST_TOKENS = 2**20
 OF_DATASET = "target_tokens/"
 """Prefix of the counts of named datasets."""
 
-_TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", "is_cut", *LOADER_KEYS, *OF_TREES}
+_TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", "is_cut", *LOADER_KEYS, *TREE_KEYS}
 
 _log = get_logger("INFO")
 
@@ -325,11 +325,11 @@ class TextCollator(RowCollator):
     def _with_counts_of_datasets(self, row: Microbatch, samples: Sequence[Sample]) -> Microbatch:
         dataset_of = {sample["step_position"]: sample["dataset_index"] for sample in samples}
         assert row.targets.samples is not None
-        datasets = torch.tensor([dataset_of[at] for at in row.targets.samples.tolist()], dtype=torch.int64)
+        datasets = torch.tensor([dataset_of[position] for position in row.targets.samples.tolist()]).long()
         counts: dict[str, float] = dict(row.counts)
         for count in (self.counts[0], *self._of_targets):
-            numbers = datasets.bincount(row.targets.values.get(count), minlength=len(self._datasets))
-            counts |= zip([f"{count}/{name}" for name in self._datasets], numbers.tolist(), strict=True)
+            sums = datasets.bincount(row.targets.values.get(count), minlength=len(self._datasets))
+            counts |= zip([f"{count}/{name}" for name in self._datasets], sums.tolist(), strict=True)
         return replace(row, counts=counts)
 
     def dummy(self, sample: Sample) -> Microbatch:
@@ -340,12 +340,7 @@ class TextCollator(RowCollator):
 
 
 def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimits) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens and labels, [n] int64 each, after checking that they can be trained on.
-
-    Raises:
-        SampleError: not a mapping, not integers, not one label per token, no tokens, more than
-            ``max_seq_len`` tokens, or a token or label outside the vocabulary.
-    """
+    """Returns tokens and labels, [n] int64 each. Raises SampleError for no, too many or unknown ones, with what to do."""
     check_keys(sample, ("tokens", "labels"), name)
     tokens, labels = (whole_numbers(sample, key, name) for key in ("tokens", "labels"))
     num_tokens, num_labels = len(tokens), len(labels)
@@ -359,14 +354,14 @@ def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimi
             f"max_seq_len={limits.max_seq_len}; set tokenizer.max_seq_len={limits.max_seq_len} to truncate samples"
         )
     targets = labels[labels != ignore_index]
-    for what, ids in (("token", tokens), ("label", targets)):
+    for noun, ids in (("token", tokens), ("label", targets)):
         outside = ids[(ids < 0) | (ids >= limits.vocab_size)]
         if len(outside):
             instead = "use the tokenizer that belongs to the model"
             if outside[0] == CROSS_ENTROPY_IGNORE_IDX:
                 instead = f"set loss.ignore_index={CROSS_ENTROPY_IGNORE_IDX}"
             raise SampleError(
-                f"{name}: {what} {outside[0]} is outside the model's vocabulary of {limits.vocab_size}; {instead}"
+                f"{name}: {noun} {outside[0]} is outside the model's vocabulary of {limits.vocab_size}; {instead}"
             )
     return tokens, labels
 

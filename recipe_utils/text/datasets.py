@@ -23,22 +23,20 @@ def load_dataset(
 ) -> Any:
     """Instantiates a dataset from a component, or from a list of components.
 
-    A list with names or weights is a :class:`.Mixture`; others are concatenated. ``tokenizer`` is
-    the positional argument of each; None if they take none. ``check`` raises ValueError if the
-    first sample is of a wrong kind.
+    A list with names or weights is a :class:`.Mixture`; others are concatenated. ``tokenizer`` is the positional argument
+    of each. ``check`` raises ValueError if the first sample is of a wrong kind.
     """
     given = () if tokenizer is None else (tokenizer,)
     if not isinstance(cfg, ListConfig):
         dataset = _instantiate(cfg, *given)
     else:
         parts: Any = OmegaConf.to_container(cfg, resolve=True)
-        made, own = zip(*map(split_entry, parts), strict=True)
+        components, mixture_keys = zip(*map(split_entry, parts), strict=True)
         for name in (part["name"] for part in parts if may_mean_subset(part)):
             text = f"name={name} is the name of a dataset in the log; set subset={name} for a subset of the hub"
             log_rank_zero(_log, text, logging.WARNING)
-        several = [_instantiate(OmegaConf.create(part), *given) for part in made]
-        is_mixture = any(own)
-        dataset = Mixture(several, entries_of(parts)) if is_mixture else ConcatDataset(several)
+        datasets = [_instantiate(OmegaConf.create(component), *given) for component in components]
+        dataset = Mixture(datasets, entries_of(parts)) if any(mixture_keys) else ConcatDataset(datasets)
     if check is not None:
         try:
             sample = unread(dataset)[0]
@@ -63,7 +61,7 @@ def _instantiate(cfg: DictConfig, *given: Any) -> Any:
         causes = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
             causes.append(cause)  # type: ignore[arg-type]
-        reason = "; ".join(dict.fromkeys(str(each) for each in causes[1:] if str(each))) or "it is empty"
+        reason = "; ".join(dict.fromkeys(str(cause) for cause in causes[1:] if str(cause))) or "it is empty"
         raise ValueError(f"{cfg.get('data_files') or cfg.get('source')} cannot be read: {reason}") from error
     try:
         len(dataset)

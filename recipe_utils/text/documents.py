@@ -27,7 +27,7 @@ Document: TypeAlias = int | Tree
 to all of the segment's ancestors, and continues their positions."""
 
 DocumentLengths: TypeAlias = Sequence[Sequence[Document]]
-"""Documents of each row; rows of one microbatch have the same number of positions."""
+"""Documents of each row, equally long in positions."""
 
 
 class Chain(NamedTuple):
@@ -66,8 +66,8 @@ class Documents(Sequence[Sequence[Document]]):
     def __init__(self, lengths: DocumentLengths, num_ranks: int = 1) -> None:
         self.lengths = lengths
         self.num_ranks = num_ranks
-        self.max_seqlen = max(length_of(each) for row in lengths for each in row)
-        segments = [each for row in lengths for each in spans(row)]
+        self.max_seqlen = max(length_of(document) for row in lengths for document in row)
+        segments = [span for row in lengths for span in spans(row)]
         sizes = [stop - start for start, stop, _ in segments]
         self.cu_seqlens = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
         self.ends = None
@@ -80,11 +80,7 @@ class Documents(Sequence[Sequence[Document]]):
         return len(self.lengths), sum(map(length_of, self.lengths[0]))
 
     def last_queries(self) -> Tensor:
-        """Returns for each position the end in its row of those that attend to it, [b, s] int32.
-
-        A query q attends to a key k if ``k <= q < end[k]``. On the device of the tensors, without a
-        synchronization.
-        """
+        """Returns ``end`` of each position, [b, s] int32, on the device of the tensors without a synchronization."""
         num_rows, row_length = self.shape
         positions = torch.arange(num_rows * row_length, dtype=torch.int32, device=self.cu_seqlens.device)
         segments = torch.searchsorted(self.cu_seqlens[1:], positions, right=True, out_int32=True)
@@ -140,6 +136,7 @@ def chains(row: Sequence[Document]) -> Iterator[Chain]:
     begins_chain = True
     for segment in spans(row):
         start, stop, end = segment
+        # A leaf ended the chain before, so this segment is a child of one further up: neighbors there are one range.
         if begins_chain:
             while path and path[-1][2] <= start:
                 path.pop()

@@ -1,7 +1,9 @@
 """Mixtures of datasets whose shares are exact in every update step.
 
-Shares are rounded by largest remainder with carry, in integers. The samples of an update step depend
-on its number alone, so they are the same on any layout and after a resume.
+Example: with weights of 7 and 3 an update step of 4 samples owes the datasets 2.8 and 1.2. The whole parts, 2 and 1,
+leave one sample, which goes to the dataset that is owed most; what remains is carried. Five update steps contain 3 + 1,
+3 + 1, 2 + 2, 3 + 1 and 3 + 1 samples, 14 and 6 in all. The samples of an update step depend on its number alone, so they
+are the same on any layout and after a resume.
 """
 
 import re
@@ -46,7 +48,7 @@ class Mixture(ConcatDataset):
         return bisect_right(self.starts, index) - 1
 
     def datasets_of(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the position in the list of the dataset of each sample, [n] int64."""
+        """Returns :meth:`dataset_of` of each index, [n] int64."""
         return np.searchsorted(self.starts, indices, side="right") - 1
 
 
@@ -68,14 +70,14 @@ class Shares:
         self._rests = [int(quota % 1 * self._unit) for quota in self.quotas]
         self._states = [([0] * len(weights), [0] * len(weights))]
 
-    def of(self, step: int) -> tuple[list[int], list[int]]:
+    def before_and_in(self, step: int) -> tuple[list[int], list[int]]:
         """Returns the samples of each dataset before an update step, and in it."""
         nearest = min(step // _STEPS_PER_STATE, len(self._states) - 1)
         before, owed = self._states[nearest]
-        for each in range(nearest * _STEPS_PER_STATE, step):
+        for earlier in range(nearest * _STEPS_PER_STATE, step):
             counts, owed = self._counts(owed)
             before = [a + b for a, b in zip(before, counts, strict=True)]
-            if each + 1 == len(self._states) * _STEPS_PER_STATE:
+            if earlier + 1 == len(self._states) * _STEPS_PER_STATE:
                 self._states.append((before, owed))
         return before, self._counts(owed)[0]
 
@@ -93,15 +95,8 @@ class MixtureOrder(Order):
     """Order of the samples of a mixture with weights, over all epochs of a training.
 
     Each dataset is passed through without repetition, in a new order each time, also across epochs. An epoch is whole
-    update steps.
-
-    Args:
-        mixture: has weights.
-        global_batch_size: samples of an update step.
-        samples_per_epoch: of all datasets together; None for as many as they have.
-        max_steps_per_epoch: None for no bound.
-        shuffle: shuffles each pass, and each update step.
-        seed: seed of the shuffled order.
+    update steps; ``samples_per_epoch`` None is as many samples as the datasets have. ``shuffle`` shuffles each pass, and
+    each update step.
     """
 
     def __init__(
@@ -140,14 +135,14 @@ class MixtureOrder(Order):
     def samples(self, epoch: int, step: int) -> np.ndarray:
         """Returns the dataset indices of an update step."""
         step += epoch * self._num_steps
-        found = []
-        for which, (drawn, number) in enumerate(zip(*self.shares.of(step), strict=True)):
+        parts = []
+        for which, (drawn, number) in enumerate(zip(*self.shares.before_and_in(step), strict=True)):
             while number > 0:
                 num_passes, at = divmod(drawn, self.mixture.lengths[which])
                 part = np.asarray(self._pass(which, num_passes)[at : at + number])
-                found.append(part + self.mixture.starts[which])
+                parts.append(part + self.mixture.starts[which])
                 drawn, number = drawn + len(part), number - len(part)
-        indices: np.ndarray = np.concatenate(found)
+        indices: np.ndarray = np.concatenate(parts)
         if not self._shuffle:
             return indices
         generator = torch.Generator().manual_seed(seed_of(self._seed, 0, step))
@@ -164,7 +159,7 @@ class MixtureOrder(Order):
 
     def log_lines(self, num_epochs: int) -> Iterator[str]:
         """Yields samples, share and passes of each dataset, and shares below a sample."""
-        names, drawn = self.mixture.names, self.shares.of(num_epochs * self._num_steps)[0]
+        names, drawn = self.mixture.names, self.shares.before_and_in(num_epochs * self._num_steps)[0]
         width = max(map(len, ("dataset", *names)))
         yield f"{'dataset':{width}}     samples   share  passes per epoch  passes in all"
         for name, length, number in zip(names, self.mixture.lengths, drawn, strict=True):
@@ -184,7 +179,7 @@ class MixtureOrder(Order):
         mixture = self.mixture
         weights = [{"0": float(weight)} for weight in mixture.weights or ()]  # as in version 0.5
         return {
-            "lengths": [list(each) for each in zip(mixture.names, mixture.lengths, strict=True)],
+            "lengths": list(map(list, zip(mixture.names, mixture.lengths, strict=True))),
             "steps_per_epoch": self._num_steps,
             "weights": dict(zip(mixture.names, weights, strict=True)),
         }

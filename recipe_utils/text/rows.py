@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recipe_utils.text.documents import Document, Documents, length_of
-from recipe_utils.text.trees import OF_TREES, Piece, share_beginnings
+from recipe_utils.text.trees import TREE_KEYS, Piece, share_beginnings
 from recipe_utils.update_steps.samples import Sample
 from recipe_utils.update_steps.step import Microbatch, Targets
 
@@ -180,7 +180,7 @@ def collate_dummy(
     """
     sample = {key: value for key, value in sample.items() if key not in of_targets}
     if "documents" in sample:
-        sample = {key: value for key, value in sample.items() if key not in OF_TREES}
+        sample = {key: value for key, value in sample.items() if key not in TREE_KEYS}
     if set(sample) <= {"tokens", "labels", "mask", *LOADER_KEYS}:
         sample = {**sample, "tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
     else:

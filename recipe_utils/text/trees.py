@@ -19,7 +19,7 @@ from torch import Tensor
 from recipe_utils.text.documents import Document, length_of, segments_of
 from recipe_utils.update_steps.samples import Sample
 
-OF_TREES = ("input_pos", "documents", "num_shared")
+TREE_KEYS = ("input_pos", "documents", "num_shared")
 """Keys of a sample of trees, besides tokens and labels."""
 _LEAST_COMMON = 16
 """Tokens of the shortest beginning that is shared."""
@@ -31,10 +31,8 @@ class Piece(NamedTuple):
     """Whole documents of a row."""
 
     columns: Tensor
-    """[3, n] int64: tokens, labels of the next positions (of segments, those of the sequence that
-    they are from), positions."""
+    """[3, n] int64: tokens, labels of the next positions (in a segment, of its own sequence), positions."""
     documents: Sequence[Document]
-    """Tokens of each document, or of its segments."""
 
 
 class _Segment:
@@ -42,7 +40,7 @@ class _Segment:
 
     def __init__(self, tokens: np.ndarray, nexts: np.ndarray, below: "Sequence[_Segment]" = ()) -> None:
         self.tokens, self.nexts, self.below = tokens, nexts, list(below)
-        self.reach: int = len(tokens) + sum(each.reach for each in below)
+        self.reach: int = len(tokens) + sum(child.reach for child in below)
 
 
 def makes_trees(dataset: Any) -> bool:
@@ -54,19 +52,15 @@ def makes_trees(dataset: Any) -> bool:
 def merge(sequences: Sequence[Sample], max_tokens: int | None, ignore_index: int) -> Sample:
     """Returns a sample of one tree, or of several of at most ``max_tokens`` that repeat what they share.
 
-    Merging starts at the last sequence: a conversation's last turns have the longest history, and with as
-    many branches as fit, the next tree's history is shortest. Only a single sequence may be longer.
-
-    Args:
-        sequences: each with ``tokens`` and ``labels``, arrays of one length.
-        max_tokens: most positions of a tree; None for any number.
-        ignore_index: label of positions that are not targets.
+    Each sequence has ``tokens`` and ``labels``, arrays of one length; only a single one may be longer.
 
     Returns:
         ``tokens``, ``labels`` and ``input_pos`` in the order of the row; a label is that of the position
         before it in this order, not of the token before it. ``documents`` are the trees, and ``num_shared``
         the positions that each saves.
     """
+    # From the last sequence on: a conversation's last turns have the longest history, and with as many branches
+    # as fit, the next tree's history is shortest.
     roots, num_tokens = list[_Segment](), list[int]()
     for sequence in reversed(sequences):
         tokens, nexts = sequence["tokens"], np.append(sequence["labels"][1:], ignore_index)
@@ -93,7 +87,7 @@ def split_trees(sample: Sample) -> list[Sample]:
     """Returns a sample for each tree of a sample."""
     ends = np.cumsum(list(map(length_of, sample["documents"])))[:-1]
     parts: dict[str, Any] = {key: np.split(sample[key], ends) for key in ("tokens", "labels", "input_pos")}
-    parts |= {key: [[each] for each in sample[key]] for key in ("documents", "num_shared")}
+    parts |= {key: [[value] for value in sample[key]] for key in ("documents", "num_shared")}
     return [{**sample, **{key: values[i] for key, values in parts.items()}} for i in range(len(sample["documents"]))]
 
 
@@ -102,7 +96,7 @@ def _path(root: _Segment, tokens: np.ndarray, nexts: np.ndarray, ignore_index: i
     path, start, segment = list[tuple[_Segment, int]](), 0, root
     while segment.below and start < len(tokens):
         rest = tokens[start:], nexts[start:], ignore_index
-        shared = [_num_shared(each, *rest) for each in segment.below]
+        shared = [_num_shared(child, *rest) for child in segment.below]
         longest = max(shared)
         if longest == 0:
             break
@@ -168,7 +162,7 @@ def _in_order(root: _Segment) -> tuple[np.ndarray, Document]:
         if segment is not root:
             columns.append(np.stack([segment.tokens, segment.nexts, np.arange(depth, end)]))
             segments.append((len(segment.tokens), segment.reach))
-        waiting += [(each, end) for each in sorted(segment.below, key=lambda each: each.reach)]
+        waiting += [(child, end) for child in sorted(segment.below, key=lambda child: child.reach)]
     document = segments[0][0] if len(segments) == 1 else tuple(segments)
     return np.concatenate(columns, axis=1), document
 
@@ -183,13 +177,14 @@ def share_beginnings(pieces: Sequence[Piece], ignore_index: int) -> tuple[Sequen
     others have none), and the number of positions saved.
     """
     keys = [_beginning(piece, ignore_index) for piece in pieces]
-    # Equal beginnings are neighbors.
+    # Sorted, so that pieces of one tree are neighbors.
     order = sorted(range(len(pieces)), key=lambda i: keys[i].tobytes())
     common = []
     for one, other in pairwise(order):
         end = min(len(keys[one]), len(keys[other]))
         common.append(_first(keys[one][:end] != keys[other][:end]))
-    # saved[j] of the first j pieces, the last of which is in a tree with those from first[j] on.
+    # The best cut into trees, by a dynamic program: saved[j] are the positions that the first j pieces save, the
+    # last of which is in a tree with those from first[j] on.
     saved, first, shared = [0], [0], [0]
     for j in range(1, len(order) + 1):
         best, least = (saved[-1], j - 1, 0), len(keys[order[j - 1]])
@@ -201,12 +196,12 @@ def share_beginnings(pieces: Sequence[Piece], ignore_index: int) -> tuple[Sequen
             values.append(value)
     if saved[-1] < _LEAST_SAVED * sum(piece.columns.size(1) for piece in pieces):
         return range(len(pieces)), pieces, 0
-    made, end = list[Piece](), len(order)
+    merged, end = list[Piece](), len(order)
     while end:
-        of_tree = [pieces[i] for i in order[first[end] : end]]
-        made[:0] = _one_tree(of_tree, shared[end]) if len(of_tree) > 1 else of_tree
+        tree_pieces = [pieces[i] for i in order[first[end] : end]]
+        merged[:0] = _one_tree(tree_pieces, shared[end]) if len(tree_pieces) > 1 else tree_pieces
         end = first[end]
-    return order, made, saved[-1]
+    return order, merged, saved[-1]
 
 
 def _beginning(piece: Piece, ignore_index: int) -> np.ndarray:
@@ -222,10 +217,9 @@ def _beginning(piece: Piece, ignore_index: int) -> np.ndarray:
 def _one_tree(pieces: Sequence[Piece], num_common: int) -> list[Piece]:
     """Removes the positions that all pieces, of one document each, begin with from all but the first."""
     columns = [pieces[0].columns, *(piece.columns[:, num_common:] for piece in pieces[1:])]
-    segments = [(num_common, sum(each.size(1) for each in columns))]
+    segments = [(num_common, sum(column.size(1) for column in columns))]
     for piece in pieces:
         (length, reach), *below = segments_of(piece.documents[0])
         rest = [(length - num_common, reach - num_common)] if length > num_common else []
         segments += [*rest, *below]
-    of_pieces: list[list[Document]] = [[tuple(segments)], *([] for _ in pieces[1:])]
-    return [Piece(*each) for each in zip(columns, of_pieces, strict=True)]
+    return [Piece(column, [] if i else [tuple(segments)]) for i, column in enumerate(columns)]

@@ -51,7 +51,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         # Row, and number of messages, of each sample.
         self._turns: tuple[array[int], array[int]] | None = None
         if split_turns is True:
-            self._turns = of_rows, ends = array("q"), array("i")
+            self._turns = row_indices, ends = array("q"), array("i")
             for index in range(len(rows)):
                 try:
                     messages, _ = _whole_weights(conversation_of(rows[index])["messages"])
@@ -59,7 +59,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
                 except Exception:  # any: raised again with the sample
                     ends_of_row = [_ALL]
                 ends.extend(ends_of_row)
-                of_rows.extend([index] * len(ends_of_row))
+                row_indices.extend([index] * len(ends_of_row))
 
     def __len__(self) -> int:
         return len(self._rows) if self._turns is None else len(self._turns[0])
@@ -69,13 +69,12 @@ class ConversationDataset(Dataset[dict[str, Any]]):
 
         A SampleError names the line.
         """
-        end, rows = _ALL, self._rows
+        end = _ALL
         if self._turns is not None:
-            index, end = (each[index] for each in self._turns)
-        with rows.naming(index):
-            row = conversation_of(rows[index])
-            messages, tools = row["messages"], row["tools"]
-            messages, fractions = _whole_weights(messages)
+            index, end = (numbers[index] for numbers in self._turns)
+        with self._rows.naming(index):
+            row = conversation_of(self._rows[index])
+            tools, (messages, fractions) = row["tools"], _whole_weights(row["messages"])
             if self.makes_trees:
                 if fractions:
                     text = "split_turns=shared keeps no weights of targets; set split_turns=True"
@@ -83,12 +82,13 @@ class ConversationDataset(Dataset[dict[str, Any]]):
                 turns = [end or len(messages) for end in _ends_of_turns(messages)]
                 both = self._tokenizer.tokenize_turns(messages, turns, tools)
                 return {"sequences": list(starmap(_sample, both))}
+            # A sample of one turn trains that alone: its history is context.
             if end != _ALL:
                 *history, turn = messages[:end]
                 messages = [*({**message, "weight": 0} for message in history), turn]
             sample = _sample(*self._tokenizer.tokenize_messages(messages, tools=tools))
             sample = {**sample, "labels": sample["labels"].tolist()}
-            if fractions := {index: weight for index, weight in fractions.items() if index < len(messages)}:
+            if fractions := {i: weight for i, weight in fractions.items() if i < len(messages)}:
                 sample["weights"] = self._weights(messages, fractions, tools)
             return sample
 
@@ -168,7 +168,7 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
                     tokens = []
                 np.asarray(tokens, dtype=np.uint32).tofile(file)
                 ends = _ends_of_pieces(len(tokens), tokenizer.max_seq_len)
-                bounds.extend(end + each for each in ends)
+                bounds.extend(end + piece_end for piece_end in ends)
                 end += len(tokens)
         self._bounds, self._first_pieces = bounds, first_pieces
         seconds = time.monotonic() - start
@@ -193,8 +193,8 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
 
     def _tokens_of(self, row: Mapping[str, Any]) -> list[int]:
         if not isinstance(text := row.get(self._column), str):
-            found = f"{type(text).__name__}, its keys are {', '.join(row)}"
-            raise SampleError(f"its {self._column} is no text ({found}); set column to its key")
+            kind = f"{type(text).__name__}, its keys are {', '.join(row)}"
+            raise SampleError(f"its {self._column} is no text ({kind}); set column to its key")
         if len(text) > _MOST_CHARACTERS:
             most = f"{_MOST_CHARACTERS:,} characters"
             raise SampleError(f"it has more than {most}; write its parts to rows of JSON Lines")

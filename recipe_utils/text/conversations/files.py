@@ -68,6 +68,7 @@ class FileRows:
             return
         if not Path(path).is_file() and Path(path).exists():
             self._refuse("no regular file; write its content to one")
+        # The first bytes tell the format; those of gzip, of what it unpacks.
         head = _head(path)
         if head.startswith(b"\x1f\x8b"):
             self._file = temporary_file(self)
@@ -88,6 +89,7 @@ class FileRows:
             self._refuse("a tar archive; unpack it")
         if b"\0" in head:
             self._refuse("no text (it has NUL bytes); convert it to JSON Lines in UTF-8")
+        # A text is one row; other rows are lines, in which the bounds are found by one scan.
         self._is_array = not is_text and head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
         if self._is_array:
             self._unpack_array()
@@ -166,8 +168,8 @@ class FileRows:
                 if numbers is None and not has_text.all():
                     numbers = array("i", range(1, num_lines + 1))
                 if numbers is not None:
-                    of_rows = np.flatnonzero(has_text) + num_lines + 1
-                    numbers.frombytes(of_rows.astype(np.int32).tobytes())
+                    line_numbers = np.flatnonzero(has_text) + num_lines + 1
+                    numbers.frombytes(line_numbers.astype(np.int32).tobytes())
                 bounds.frombytes((starts[has_text] + num_bytes).tobytes())
                 num_lines, num_bytes = num_lines + len(starts), num_bytes + len(chunk)
                 crc = zlib.crc32(chunk, crc)
@@ -193,10 +195,10 @@ class FileRows:
             names = json.loads(splits.read_text())["splits"]
             self._refuse(f"a folder of the splits {', '.join(names)}; set it to {folder / names[0]}")
         if not (state := folder / "state.json").is_file():
-            found = ", ".join(sorted(each.name for each in folder.iterdir())[:5]) or "nothing"
-            self._refuse(f"a folder with {found}, not one of save_to_disk; set it to a file")
-        for each in json.loads(state.read_text())["_data_files"]:
-            yield str(folder / each["filename"])
+            names = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+            self._refuse(f"a folder with {names}, not one of save_to_disk; set it to a file")
+        for entry in json.loads(state.read_text())["_data_files"]:
+            yield str(folder / entry["filename"])
 
     def _read_table(self, files: list[str]) -> None:
         """Opens a memory-mapped table of the library ``datasets``."""
@@ -217,7 +219,7 @@ class FileRows:
 def _without_padding(value: Any) -> Any:
     """Removes keys with null, with which Arrow gives all mappings of a column the same keys."""
     if isinstance(value, Mapping):
-        return {key: _without_padding(each) for key, each in value.items() if each is not None}
+        return {key: _without_padding(inner) for key, inner in value.items() if inner is not None}
     return [*map(_without_padding, value)] if isinstance(value, list) else value
 
 

@@ -39,7 +39,7 @@ def conversation_of(row: Any) -> dict[str, Any]:
     if key is None:
         raise SampleError(f"it has no messages (its keys: {', '.join(row)}); rename its column")
     messages = _parsed(row[key])
-    if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         text = f"{key} is not a list of objects with role and content"
         raise SampleError(f"{text}: {str(row[key])[:60]!r}")
     if not messages:
@@ -48,18 +48,18 @@ def conversation_of(row: Any) -> dict[str, Any]:
         text = "chat_template_kwargs of a row are not supported"
         raise SampleError(f"{text}; set tokenizer.template_variables for all rows, and remove them")
     if "from" in messages[0] and "role" not in messages[0]:
-        messages = [_of_sharegpt(index, each) for index, each in enumerate(messages)]
+        messages = [_from_sharegpt(index, message) for index, message in enumerate(messages)]
         if row.get("system") and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": row["system"]}, *messages]
     return {"messages": messages, "tools": row.get("tools")}
 
 
-def _of_sharegpt(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+def _from_sharegpt(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     sender, value = message.get("from"), message.get("value")
     if sender not in _SHAREGPT:
         text = f"from={sender!r}: set it to one of {', '.join(_SHAREGPT)}"
         raise SampleError(f"turn {index}: {text}")
-    others = {key: each for key, each in message.items() if key not in ("from", "value")}
+    others = {key: other for key, other in message.items() if key not in ("from", "value")}
     if sender == "function_call":
         return {"role": "assistant", "content": None, "tool_calls": value, **others}
     return {"role": _SHAREGPT[sender], "content": value, **others}
@@ -103,8 +103,8 @@ def in_openai_format(message: Any) -> tuple[dict[str, Any], bool]:
             openai[key] = _calls(value)
         elif key not in ("role", "weight") and value not in _EMPTY:
             openai[key] = value
-    if found := _SURROGATE.search(json.dumps(openai, ensure_ascii=False, default=str)):
-        text = f"it contains {found[0]!r}, half of a character (a lone surrogate)"
+    if half := _SURROGATE.search(json.dumps(openai, ensure_ascii=False, default=str)):
+        text = f"it contains {half[0]!r}, half of a character (a lone surrogate)"
         raise SampleError(f"{text}; remove it, or write the whole character")
     has_more = openai.keys() - {"role", "content", "name", "tool_call_id"}
     if openai.get("content") in (None, []) and not has_more:
@@ -119,13 +119,13 @@ def read_tools(tools: Any) -> Tools:
     """
     if tools in _EMPTY:
         return None
-    found = _parsed(tools)
-    found = list(map(_parsed, found if isinstance(found, list) else [found]))
-    for tool in found:
+    parsed = _parsed(tools)
+    parsed = list(map(_parsed, parsed if isinstance(parsed, list) else [parsed]))
+    for tool in parsed:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise SampleError(f"tools: {str(tool)[:60]!r} is no tool; write {_TOOL}")
-    return found or None
+    return parsed or None
 
 
 def content_as_text(content: Any) -> str:
@@ -137,11 +137,8 @@ def _content(content: Any, is_result: bool) -> Any:
     """Returns text, text parts or None; the result of a tool, which may have any type, as JSON text otherwise."""
     if isinstance(content, str) or (content is None and not is_result):
         return content
-    parts = (
-        [{"type": "text", "text": p} if isinstance(p, str) else p for p in content]
-        if isinstance(content, list)
-        else None
-    )
+    listed = content if isinstance(content, list) else []
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in listed]
     if parts and all(isinstance(part, Mapping) and "type" in part for part in parts):
         for part in parts:
             if part["type"] not in _TEXT_PARTS or not isinstance(part.get("text"), str):

@@ -92,9 +92,10 @@ class ChatTemplate:
         Lists of parts, and None, stay as they are if the template has branches for them. Otherwise the
         texts of the parts are joined, and None becomes an empty text.
         """
-        if all(isinstance(each.get("content"), str) for each in chat):
+        if all(isinstance(message.get("content"), str) for message in chat):
             return chat
-        plain = [{**each, "content": content_as_text(each.get("content"))} for each in chat]
+        plain = [{**message, "content": content_as_text(message.get("content"))} for message in chat]
+        # The form of which the template prints more values, and less of Python's.
         mark, scores = _unused_mark(str(chat)), []
         for form in (chat, plain):
             marked, _, leaves = _with_marks(form, None, mark)
@@ -102,8 +103,8 @@ class ChatTemplate:
                 text = self.render(marked, tools)
             except SampleError:
                 text = ""
-            contents = [each.get("content") for each in marked]
-            is_python = any(isinstance(each, list) and str(each) in text for each in contents)
+            contents = [message.get("content") for message in marked]
+            is_python = any(isinstance(content, list) and str(content) in text for content in contents)
             shown = {leaf[:2] for n, leaf in enumerate(leaves) if f"{mark}{n}⟫" in text}
             scores.append((0 if is_python else len(shown), -text.count("None")))
         return chat if scores[0] >= scores[1] else plain
@@ -134,11 +135,10 @@ class ChatTemplate:
             if chat[index]["role"] == "assistant":
                 stops = np.flatnonzero(np.isin(tokens[first:last], self._stop_ids))
                 if len(stops) == 0:
-                    config = self._path / "generation_config.json"
                     names = ", ".join(self._stop_names)
-                    what = f"it ends with {text[start:limit][-20:]!r}, with no stop token ({names})"
-                    remedy = f"change chat_template.jinja, or add the token to eos_token_id in {config}"
-                    _refuse(chat, index, f"{what}; {remedy}")
+                    problem = f"it ends with {text[start:limit][-20:]!r}, with no stop token ({names})"
+                    remedy = "change chat_template.jinja, or add the token to eos_token_id in"
+                    _refuse(chat, index, f"{problem}; {remedy} {self._path / 'generation_config.json'}")
                 last = first + stops[-1] + 1
             if first < last:
                 is_target[first:last] = True
@@ -187,12 +187,12 @@ class ChatTemplate:
                 rest = self._stop.sub("", alone[limit:])  # a template may end the conversation, too
                 has_stop = not is_answer or self._stop.search(text, start, limit)
                 if not is_same or rest.strip() or (not has_stop and limit < len(alone)):
-                    what = "it" if is_same else "what precedes it"
+                    changed = "it" if is_same else "what precedes it"
                     remedy = "change chat_template.jinja"
                     if len(trained) > 1:
                         remedy = "use a conversation_dataset with split_turns, or set tokenizer.train_on_last"
-                    what = f"the chat template renders {what} otherwise once more follows"
-                    _refuse(chat, index, f"{what}; {remedy}")
+                    problem = f"the chat template renders {changed} otherwise once more follows"
+                    _refuse(chat, index, f"{problem}; {remedy}")
                 self._report_empty_thinking(chat[:index], tools, text, start, printed)
             if frame:
                 alike[frame] = num_alike + 1, begin - start, limit - end
@@ -315,12 +315,11 @@ class ChatTemplate:
                 if is_outside or owner not in (None, index):
                     _refuse_change_of_others(chat, index, leaf.key)
                 may_be_cut = index not in turns and chat[index]["role"] == "assistant"
-                what = f"the {leaf.key} of a message ({chat[index]['role']})"
-                is_known = may_be_cut or what in self._inspected
+                kind = f"the {leaf.key} of a message ({chat[index]['role']})"
+                is_known = may_be_cut or kind in self._inspected
                 if not is_known and not _is_shown(leaf.value, text, begin, end):
-                    self._inspected.add(what)
-                    shown = leaf.value.strip()[:40]
-                    self._warn(f"the chat template cuts or changes {what}, such as {shown!r}")
+                    self._inspected.add(kind)
+                    self._warn(f"the chat template cuts or changes {kind}, such as {leaf.value.strip()[:40]!r}")
 
     def _take_left_out(self, chat: Chat, trains: Sequence[bool], leaf: Leaf) -> None:
         """Raises SampleError for a value that is not printed; earlier thinking and names may be left out."""
@@ -339,7 +338,7 @@ class ChatTemplate:
     def _check_one_by_one(
         self, chat: Chat, trains: Sequence[bool], tools: Tools, text: str, turns: Mapping[int, Turn]
     ) -> None:
-        """Checks as :meth:`_check`, by changing one value after the other, if a template prints more than values."""
+        """Checks as :meth:`_check` by changing one value after the other, for templates that print more than values."""
         mark = _unused_mark(text)
         for number, leaf in enumerate(_with_marks(chat, tools, mark)[2]):
             changed = self.render(*_with_marks(chat, tools, mark, only=number)[:2])
@@ -349,10 +348,9 @@ class ChatTemplate:
             elif index is not None:
                 start = num_common(text, changed)
                 end = len(text) - num_common(text[start:][::-1], changed[start:][::-1])
-                own = turns.get(index, Turn(0, len(text)))
-                others = [turn for other, turn in turns.items() if other != index]
-                in_other = any(start < turn.end and turn.start < end for turn in others)
-                is_outside = not own.start <= start <= end <= own.end
+                turn = turns.get(index, Turn(0, len(text)))
+                in_other = any(start < t.end and t.start < end for i, t in turns.items() if i != index)
+                is_outside = not turn.start <= start <= end <= turn.end
                 if in_other or (is_outside and not leaf.is_name):
                     _refuse_change_of_others(chat, index, leaf.key)
 
@@ -368,8 +366,7 @@ def _refuse(chat: Chat, index: int, text: str) -> NoReturn:
 
 
 def _refuse_change_of_others(chat: Chat, index: int, key: str) -> NoReturn:
-    text = f"its {key} changes tokens or targets of other turns"
-    _refuse(chat, index, f"{text}; change chat_template.jinja")
+    _refuse(chat, index, f"its {key} changes tokens or targets of other turns; change chat_template.jinja")
 
 
 def _refuse_text_of_python(chat: Chat, tools: Tools, text: str) -> None:
@@ -385,8 +382,7 @@ def _refuse_text_of_python(chat: Chat, tools: Tools, text: str) -> None:
     for index, message in enumerate(chat):
         for key, value in message.items():
             if is_shown(value):
-                what = f"the chat template prints its {key} as a list or mapping of Python"
-                _refuse(chat, index, f"{what}; {remedy}")
+                _refuse(chat, index, f"the chat template prints its {key} as a list or mapping of Python; {remedy}")
     if is_shown(tools):
         raise SampleError(f"the chat template prints tools as a list or mapping of Python; {remedy}")
 
@@ -419,17 +415,17 @@ def _frames(
 
     The first message has none, nor has one beside a value that is not text as it is.
     """
-    shown = [each for each in printed if each.end >= 0]
+    shown = [leaf for leaf in printed if leaf.end >= 0]
     frames: dict[int, tuple[tuple[str, ...], int, int]] = {}
     for index, group in groupby(range(len(shown)), lambda at: shown[at].leaf.message):
         if index not in indices or index is None or index in frames:
             continue
         first, *rest = group
         last = [first, *rest][-1]
-        around = [_extent(each, text) for each in (shown[first - 1], shown[first], shown[last])]
+        around = [_extent(shown[at], text) for at in (first - 1, first, last)]
         around.append(_extent(shown[last + 1], text) if last + 1 < len(shown) else (len(text), 0))
         if first and None not in around:
-            (_, before), (begin, _), (_, end), (behind, _) = (each or (0, 0) for each in around)
+            (_, before), (begin, _), (_, end), (behind, _) = (extent or (0, 0) for extent in around)
             roles = [message["role"] for message in chat[index - 1 : index + 2]]
             frames[index] = (*roles, text[before:begin], text[end:behind]), begin, end
     return frames
@@ -453,15 +449,16 @@ def _with_marks(chat: Chat, tools: Tools, mark: str, only: int | None = None) ->
     """Returns messages and tools with a numbered mark behind each value, and the values by number.
 
     White space at the end of a text follows its mark. Other values are replaced by marks. With ``only``, no
-    other value changes, and a number or boolean becomes another one. Of tools, only names and descriptions are marked: templates translate the rest.
+    other value changes, and a number or boolean becomes another one. Only names and descriptions of tools are marked,
+    because templates translate the rest.
     """
     leaves: list[Leaf] = []
 
     def marked(index: int | None, key: str, value: Any, is_name: bool = False) -> Any:
         if isinstance(value, Mapping):
-            return {name: marked(index, key, each) for name, each in value.items()}
+            return {name: marked(index, key, inner) for name, inner in value.items()}
         if isinstance(value, list):
-            return [marked(index, key, each) for each in value]
+            return [marked(index, key, inner) for inner in value]
         plain = value.rstrip() if isinstance(value, str) else ""
         if isinstance(value, str) and not plain:
             return value

@@ -69,6 +69,7 @@ class FolderTokenizer:
         self._warned: set[str] = set()
         self.tokenizer = inner = self._load(from_pretrained)
         self.vocab_size = len(inner)
+        # A template that prints today's date would change the tokens of a run that resumes tomorrow.
         if "strftime_now(" in str(inner.chat_template):
             if date is None:
                 raise ValueError(
@@ -77,11 +78,11 @@ class FolderTokenizer:
                 )
             day = calendar_date.fromisoformat(date)
             call = r"strftime_now\(\s*(['\"])(.*?)\1\s*\)"  # a template takes no functions as variables
-            dated = partial(re.sub, call, lambda found: repr(day.strftime(found[2])))
-            several = inner.chat_template  # by name, or one
-            inner.chat_template = (
-                {name: dated(each) for name, each in several.items()} if isinstance(several, dict) else dated(several)
-            )
+            dated = partial(re.sub, call, lambda match: repr(day.strftime(match[2])))
+            source = inner.chat_template  # one, or several by name
+            by_name = isinstance(source, dict)
+            inner.chat_template = {n: dated(s) for n, s in source.items()} if by_name else dated(source)
+        # A misspelt variable would be ignored in silence.
         reserved = {"messages", *inspect.signature(inner.apply_chat_template).parameters}
         for name in self._variables:
             if name in reserved:
@@ -92,6 +93,7 @@ class FolderTokenizer:
                     f"tokenizer.template_variables.{name}: the chat template of {path} does not use it; correct "
                     "its name, or take it out"
                 )
+        # Ends of a generation, and whether texts begin with a BOS, are spread over four files of the folder.
         source = str(inner.chat_template)
         self.bos_id, self.eos_id = inner.bos_token_id, inner.eos_token_id
         stops = {*_stops_of_generation(self._path), self.eos_id}
@@ -105,10 +107,9 @@ class FolderTokenizer:
         prints_bos = re.search(rf"bos_token|{re.escape(inner.bos_token or 'bos_token')}", source)
         adds_bos = _json_of(self._path / "tokenizer_config.json").get("add_bos_token", bool(prints_bos))
         self._is_without_bos = bool(not self._begin and self.bos_id is not None and adds_bos)
-        added = [token.content for token in inner.added_tokens_decoder.values()]
-        self._added = re.compile(f"({any_of(added).pattern})")
-        special = [token.content for token in inner.added_tokens_decoder.values() if token.special]
-        self._special = any_of(special)
+        added = inner.added_tokens_decoder.values()
+        self._added = re.compile(f"({any_of([token.content for token in added]).pattern})")
+        self._special = any_of([token.content for token in added if token.special])
         names = inner.convert_ids_to_tokens(self.stop_tokens)
         used = [name for name in inner.get_added_vocab() if name in source]
         self._template = ChatTemplate(
@@ -124,13 +125,12 @@ class FolderTokenizer:
         if options is not None:
             return loaded
         file = Tokenizer.from_file(str(self._path / "tokenizer.json"))
-        file.no_truncation()
-        file.no_padding()
-        loaded.backend_tokenizer.no_truncation()
-        loaded.backend_tokenizer.no_padding()
+        for tokenizer in (file, loaded.backend_tokenizer):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
         for text in _PROBES:
-            both = [each.encode(text, add_special_tokens=False).ids for each in (loaded.backend_tokenizer, file)]
-            if both[0] != both[1]:
+            by_class, by_file = (t.encode(text, add_special_tokens=False).ids for t in (loaded.backend_tokenizer, file))
+            if by_class != by_file:
                 self._warn(
                     f"{type(loaded).__name__}, the class of its tokenizer_config.json, encodes {text!r} otherwise "
                     "than tokenizer.json, which is taken (set tokenizer.from_pretrained={} to take the class)"
@@ -146,8 +146,7 @@ class FolderTokenizer:
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Returns the tokens of a text, with a BOS only if the folder's tokenizer adds one."""
         if add_bos and self._is_without_bos:
-            text_of_bos = self.tokenizer.bos_token
-            self._warn(f"texts start without {text_of_bos}, with which this model's texts start")
+            self._warn(f"texts start without {self.tokenizer.bos_token}, with which this model's texts start")
         tokens = self._backend.encode(text, add_special_tokens=False).ids
         end = [self.eos_id] if add_eos and self.eos_id is not None else []
         return [*(self._begin if add_bos else []), *tokens, *end]
@@ -211,8 +210,8 @@ class FolderTokenizer:
         """Returns messages, which of them train, and tools, without special tokens in their texts."""
         chat, trains = read_messages(messages)
         for index, message in enumerate(chat):
-            if found := self._special.search(json.dumps(message, ensure_ascii=False, default=str)):
-                text = f"its text contains the special token {found[0]}; remove it"
+            if special := self._special.search(json.dumps(message, ensure_ascii=False, default=str)):
+                text = f"its text contains the special token {special[0]}; remove it"
                 raise SampleError(f"turn {index} ({message['role']}): {text}")
         return chat, trains, read_tools(tools)
 
@@ -223,18 +222,15 @@ class FolderTokenizer:
 
     def _render(self, chat: Chat, tools: Tools, prompt: bool = False, variables: Mapping[str, Any] = {}) -> str:
         if self.tokenizer.chat_template is None:
-            raise SampleError(
-                f"tokenizer.path={self._path}: it has no chat template for messages; add a "
-                "chat_template.jinja, or set dataset to a text_completion_dataset"
-            )
+            problem = "it has no chat template for messages; add a chat_template.jinja, or set dataset to a"
+            raise SampleError(f"tokenizer.path={self._path}: {problem} text_completion_dataset")
         try:
             text: str = self.tokenizer.apply_chat_template(
                 chat, tools, tokenize=False, add_generation_prompt=prompt, **{**self._variables, **variables}
             )
         except Exception as error:  # any: a template is a program
             raise SampleError(f"the chat template fails: {error}") from error
-        if self._begin and not text.startswith(self.tokenizer.bos_token):
-            bos = self.tokenizer.bos_token
+        if self._begin and not text.startswith(bos := self.tokenizer.bos_token):
             self._warn(f"the chat template does not print {bos}, which the tokenizer adds to other texts")
         return text
 

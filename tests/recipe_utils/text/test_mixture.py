@@ -39,12 +39,12 @@ def test_every_update_step_has_floor_or_ceil_of_each_share(weights, size, step):
     total = sum(map(Fraction, weights))
     exact = [Fraction(weight) * size / total for weight in weights]
     shares = shares_of(weights, size)
-    before, counts = shares.of(step)
+    before, counts = shares.before_and_in(step)
     assert sum(counts) == size
     assert sum(before) == size * step
     for count, share in zip(counts, exact, strict=True):
         assert abs(count - share) < 1
-    after, _ = shares_of(weights, size).of(step + 1)
+    after, _ = shares_of(weights, size).before_and_in(step + 1)
     assert after == [a + b for a, b in zip(before, counts, strict=True)]
 
 
@@ -57,7 +57,7 @@ def test_no_dataset_is_ever_a_sample_ahead_or_behind(seed):
     size, total = int(rng.integers(1, 257)), sum(weights)
     shares, drawn = shares_of(weights, size), [0] * len(weights)
     for step in range(500):
-        before, counts = shares.of(step)
+        before, counts = shares.before_and_in(step)
         assert list(before) == drawn
         drawn = [a + b for a, b in zip(drawn, counts, strict=True)]
         for number, weight in zip(drawn, weights, strict=True):

@@ -178,7 +178,7 @@ def test_a_greeting_of_a_template_without_a_header_is_history(read, caplog):
         ({"messages": [say("user", [{"type": "image"}])]}, CHATML, r"turn 0 \(user\): content: only text is supported"),
         ({"messages": [say("human", "x")]}, CHATML, r"turn 0 \(human\): role='human': set it to one of system"),
         ({"messages": [say("user", "x", weight=1)]}, CHATML, r"turn 0 \(user\): weight=1 of a user"),
-        ({"messages": [say("assistant", "x", weight=0.5)]}, CHATML, r"turn 0 \(assistant\): weight=0.5: set it to 0 or 1"),
+        ({"messages": [say("assistant", "x", weight=-0.5)]}, CHATML, r"turn 0 \(assistant\): weight=-0.5: set it to 0 or 1"),
         ({"messages": [say("user", "Hi \ud83d"), say("assistant", "b")]}, CHATML, r"turn 0 \(user\): it contains '\\ud83d', half of a character"),
         ({"conversations": [{"from": "alien", "value": "Hi"}]}, CHATML, "turn 0: from='alien': set it to one of human, gpt,"),
         ({"messages": [say("user", "Hi"), say("assistant", "b")], "chat_template_kwargs": {"a": 1}}, CHATML, "chat_template_kwargs of a row are not"),
