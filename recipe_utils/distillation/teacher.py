@@ -1,4 +1,8 @@
-"""Frozen teacher for distillation: hidden states at target positions, which the loss projects in chunks."""
+"""Frozen teacher for distillation: hidden states at target positions, which the loss projects in chunks.
+
+Example: at 8,192 target tokens, a teacher of width 2,048 with 128,256 tokens has hidden states of 34 MB in bf16. Its
+logits, of 2.1 GB, never exist at once: the loss projects 256 target tokens at a time.
+"""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,13 +97,13 @@ class Teacher:
         self._model: FrozenModel
         self._spans: list[tuple[Any, Any]] = []  # start and stop of the model's forwards
         if self.is_used:
-            build("teacher_model", self._take_model, cfg.get("teacher_model"))
+            build("teacher_model", self._build_model, cfg.get("teacher_model"))
             self._checkpointer = build(TEACHER, config.instantiate, cfg.get("teacher_checkpointer"))
             build("", self._check_student, student, checkpointer)
 
     # ---- Checks, before any weight is read ----------------------------------------------------------
 
-    def _take_model(self, component: Any) -> None:
+    def _build_model(self, component: Any) -> None:
         settings, modules = self._settings, self._student_modules
         # Memory savings for gradients do not apply.
         self._modules = modules.without_gradients(

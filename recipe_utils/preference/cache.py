@@ -38,12 +38,8 @@ LogProbs = dict[bytes, tuple[float, float]]
 class ReferenceCache:
     """Log-probabilities of one reference, the same on all ranks, in a folder that trainings may share.
 
-    Rank 0 reads and writes the file. Takes about 300 bytes of memory per pair.
-
-    Args:
-        folder: created if it does not exist.
-        context: plain values that log-probabilities depend on besides the pair.
-        group: a CPU (gloo) group of all ranks.
+    Rank 0 reads and writes the file. Takes about 300 bytes of memory per pair. ``context`` are plain values that
+    log-probabilities depend on besides the pair, ``group`` a CPU (gloo) group of all ranks.
     """
 
     def __init__(self, folder: Path, context: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
@@ -52,31 +48,31 @@ class ReferenceCache:
         self._is_zero = group is None or dist.get_rank(group) == 0
         if self._is_zero:
             folder.mkdir(parents=True, exist_ok=True)
-        self._found: LogProbs = gather_objects(self._read() if self._is_zero else {}, group)[0]
-        self._num_written, self._written_seconds = len(self._found), time.monotonic()
+        self._log_probs: LogProbs = gather_objects(self._read() if self._is_zero else {}, group)[0]
+        self._num_written, self._written_seconds = len(self._log_probs), time.monotonic()
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._log_probs)
 
     def contains(self, pairs: Pairs) -> bool:
         """Returns True if the log-probabilities of all pairs are known."""
-        return self._found.keys() >= {*pairs.fingerprints}
+        return self._log_probs.keys() >= {*pairs.fingerprints}
 
     def find(self, pairs: Pairs) -> Tensor:
         """Returns log-probabilities [2, p], fp64. Raises CheckpointError with the name of an unknown pair."""
         for name, fingerprint in zip(pairs.names, pairs.fingerprints, strict=True):
-            if fingerprint not in self._found:
+            if fingerprint not in self._log_probs:
                 raise CheckpointError(
                     f"reference_cache_dir={self._path.parent}: {name} is not in the cache, because the dataset did "
                     "not return it in the pass before training; set reference to live or offload"
                 )
-        rows = [self._found[fingerprint] for fingerprint in pairs.fingerprints]
+        rows = [self._log_probs[fingerprint] for fingerprint in pairs.fingerprints]
         return torch.tensor(rows, dtype=torch.float64).view(-1, 2).T
 
     def add(self, log_probs: LogProbs) -> None:
         """Adds new pairs, the same on all ranks, and writes them if the last write was long ago."""
-        for fingerprint, of_pair in log_probs.items():
-            self._found.setdefault(fingerprint, of_pair)
+        for fingerprint, both in log_probs.items():
+            self._log_probs.setdefault(fingerprint, both)
         if time.monotonic() - self._written_seconds > _SECONDS_BETWEEN_WRITES:
             self.write()
 
@@ -85,12 +81,12 @@ class ReferenceCache:
 
         Raises ConfigError with the file's name.
         """
-        if self._is_zero and len(self._found) > self._num_written:
-            rows = self._read() | self._found
-            content = b"".join(_ROW.pack(key, *of_pair) for key, of_pair in rows.items())
+        if self._is_zero and len(self._log_probs) > self._num_written:
+            rows = self._read() | self._log_probs
+            content = b"".join(_ROW.pack(fingerprint, *both) for fingerprint, both in rows.items())
             with naming("reference_cache_dir"):
                 write_atomically(self._path, zlib.crc32(content).to_bytes(4, "little") + content)
-            self._num_written, self._written_seconds = len(self._found), time.monotonic()
+            self._num_written, self._written_seconds = len(self._log_probs), time.monotonic()
 
     def _read(self) -> LogProbs:
         if not self._path.is_file():

@@ -56,24 +56,23 @@ class PairDataset(Dataset[dict[str, Any]]):
         return sample
 
     def _of_messages(self, row: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
-        (prompt, answers), found = messages_of(row), []
+        (prompt, answers), tokenized = messages_of(row), []
         prompt = [{**message, "weight": 0} for message in prompt]
         for side, answer in zip(SIDES, answers, strict=True):
             try:
-                whole = {"messages": [*prompt, *answer], "tools": row.get("tools")}
-                found.append(self._tokenized(conversation_of(whole)))
+                conversation = {"messages": [*prompt, *answer], "tools": row.get("tools")}
+                tokenized.append(self._tokenized(conversation_of(conversation)))
             except SampleError as error:
                 raise SampleError(f"{side}: {error}") from error
-        return found
+        return tokenized
 
     def _tokenized(self, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
         messages, tools = row["messages"], row.get("tools")
         if isinstance(self._tokenizer, FolderTokenizer):
             return self._tokenizer.tokenize_messages(messages, tools=tools)
         if read_tools(tools):
-            text = "torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer"
-            raise SampleError(text)
-        tokens, mask = self._tokenizer.tokenize_messages([*map(_of_torchtune, messages)])
+            raise SampleError("torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer")
+        tokens, mask = self._tokenizer.tokenize_messages([*map(_torchtune_message, messages)])
         return tokens, mask
 
     def _of_texts(self, row: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
@@ -99,10 +98,9 @@ def _is_of_texts(row: Mapping[str, Any]) -> bool:
     return all(isinstance(text, str) for text in texts[1:]) and isinstance(texts[0], str | None)
 
 
-def _of_torchtune(message: Mapping[str, Any]) -> Message:
+def _torchtune_message(message: Mapping[str, Any]) -> Message:
     openai, is_trained = in_openai_format(message)
     if lost := lost_keys(message):
-        text = f"torchtune's tokenizers lose {', '.join(lost)}"
-        raise SampleError(f"{text}; set tokenizer to a folder_tokenizer")
+        raise SampleError(f"torchtune's tokenizers lose {', '.join(lost)}; set tokenizer to a folder_tokenizer")
     content = content_as_text(openai.get("content"))
     return Message(role=openai["role"], content=content, masked=not is_trained)

@@ -39,8 +39,7 @@ class LinearLogProbs(ChunkedLoss):
 
     def compile_chunks(self, backend: Any) -> None:
         """Compiles the arithmetic on logits, also of the backward, once for chunks of any length."""
-        read, gradient = (compiled_for_all_lengths(each, backend) for each in (_read, _gradient))
-        self._arithmetic = (read, gradient)
+        self._arithmetic = compiled_for_all_lengths(_read, backend), compiled_for_all_lengths(_gradient, backend)
 
     def forward(
         self, output: nn.Module | TiedLinear, hidden: Tensor, targets: Targets, backward_in_parts: bool = False
@@ -58,9 +57,10 @@ class LinearLogProbs(ChunkedLoss):
                 hidden, weight, labels, self.tokens_per_chunk, self._arithmetic
             )
             return log_probs
-        chunks = (each.tensor_split(self.num_output_chunks) for each in (hidden, labels))
-        of_chunk = partial(checkpoint, _log_probs, output, use_reentrant=False)
-        return torch.cat(list(map(of_chunk, *chunks)))
+        # An output layer without a plain weight, such as one with an adapter, is a module that autograd follows.
+        chunks = (tensor.tensor_split(self.num_output_chunks) for tensor in (hidden, labels))
+        log_probs_of_chunk = partial(checkpoint, _log_probs, output, use_reentrant=False)
+        return torch.cat(list(map(log_probs_of_chunk, *chunks)))
 
 
 _Arithmetic = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]
@@ -71,12 +71,12 @@ def _read(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return logits.gather(1, labels.unsqueeze(1)).squeeze(1), torch.logsumexp(logits, dim=-1)
 
 
-def _gradient(logits: Tensor, labels: Tensor, normalizers: Tensor, of_token: Tensor) -> Tensor:
+def _gradient(logits: Tensor, labels: Tensor, normalizers: Tensor, grad: Tensor) -> Tensor:
     """Overwrites logits [c, v] with their gradient, given that of each log-probability [c]."""
-    of_token = of_token.unsqueeze(1)
+    grad = grad.unsqueeze(1)
     # d log_prob / d logits = one_hot(label) - softmax(logits)
-    logits.sub_(normalizers.unsqueeze(1)).exp_().mul_(-of_token)
-    return logits.scatter_add_(1, labels.unsqueeze(1), of_token)
+    logits.sub_(normalizers.unsqueeze(1)).exp_().mul_(-grad)
+    return logits.scatter_add_(1, labels.unsqueeze(1), grad)
 
 
 class _ChunkedLinearLogProbs(torch.autograd.Function):
@@ -130,25 +130,23 @@ def _log_probs(output: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     return log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
 
 
-def sums_of_answers(of_tokens: Tensor, pairs: Pairs) -> Tensor:
-    """Returns sums over the targets of each chosen and each rejected answer, [2, p] in fp64.
+def sums_of_answers(log_probs: Tensor, pairs: Pairs) -> Tensor:
+    """Returns sums over the targets of each chosen and each rejected answer, [2, p] in fp64, of log-probabilities [n].
 
-    ``of_tokens`` are log-probabilities [n]; targets of a shared prefix count for both answers. In
-    fp64, because a loss takes differences of large sums; in a fixed order, so that equal models
-    give equal sums.
+    Targets of a shared prefix count for both answers. In fp64, because a loss takes differences of large sums; in a
+    fixed order, so that equal models give equal sums.
     """
     lengths = pairs.segment_lengths
     # unsafe: the check would synchronize with the device, and fails without pairs.
-    sums = torch.segment_reduce(of_tokens.double(), "sum", lengths=lengths, unsafe=True, initial=0)
-    return _of_answers(sums)
+    return _add_prefixes(torch.segment_reduce(log_probs.double(), "sum", lengths=lengths, unsafe=True, initial=0))
 
 
 def num_targets_of_answers(pairs: Pairs) -> Tensor:
     """Returns the number of targets of each chosen and each rejected answer, [2, p]."""
-    return _of_answers(pairs.segment_lengths)
+    return _add_prefixes(pairs.segment_lengths)
 
 
-def _of_answers(of_segments: Tensor) -> Tensor:
+def _add_prefixes(segments: Tensor) -> Tensor:
     """Adds the numbers [3 * p] of shared prefixes to those of both answers, [2, p]."""
-    shared, chosen, rejected = of_segments.view(-1, 3).unbind(1)
+    shared, chosen, rejected = segments.view(-1, 3).unbind(1)
     return torch.stack([shared + chosen, shared + rejected])

@@ -146,18 +146,17 @@ class PreferenceLoss(nn.Module):
         :mod:`recipe_utils.losses.attach`.
         """
         assert targets.pairs is not None
-        of_tokens = self.log_probs(output, hidden, targets, backward_in_parts)
-        policy = sums_of_answers(of_tokens, targets.pairs)
+        policy = sums_of_answers(self.log_probs(output, hidden, targets, backward_in_parts), targets.pairs)
         reference = targets.teacher
         if not getattr(self.loss_fn, "needs_reference", True):
             reference = torch.zeros_like(policy)
         if reference is None:
             return policy
-        given = torch.cat([policy, reference])
+        log_probs = torch.cat([policy, reference])
         if getattr(self.loss_fn, "normalizes_length", False):
             # Per pair: the recipe still divides the loss by the number of pairs.
-            given = given / num_targets_of_answers(targets.pairs).repeat(2, 1)
-        losses, chosen, rejected = self.loss_fn(*given)
+            log_probs = log_probs / num_targets_of_answers(targets.pairs).repeat(2, 1)
+        losses, chosen, rejected = self.loss_fn(*log_probs)
         if self.record is not None and targets.samples is not None:
             self.record(losses, targets.samples)
         margins = chosen - rejected
@@ -169,24 +168,22 @@ class PreferenceLoss(nn.Module):
 def make_preference_loss(make: Callable[[], Any]) -> Any:
     """Makes a preference loss and tests it on a few pairs, together and one by one.
 
-    Raises ValueError if the loss does not take log-probabilities of pairs and return a loss and two
-    rewards for each; if those of a pair depend on other pairs: the recipe sums losses over the
-    pairs of an update step, however they are split over microbatches; or if it does not prefer the
-    chosen answers.
+    The recipe sums losses over the pairs of an update step, however they are split over microbatches. Raises ValueError
+    unless the loss takes log-probabilities of pairs, returns a loss and two rewards for each that depend on no other
+    pair, and prefers chosen answers.
     """
     loss_fn = make()
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     generator = torch.Generator().manual_seed(0)
     pairs = -20 * torch.rand(4, 5, generator=generator, dtype=torch.float64)
     try:
-        found = loss_fn(*pairs)
-        shapes = [tuple(each.shape) for each in found]
+        outputs = loss_fn(*pairs)
+        shapes = [tuple(output.shape) for output in outputs]
     except Exception as error:
-        first_line = str(error).partition("\n")[0]
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ValueError(
-            f"loss: {name} does not take log-probabilities of pairs "
-            f"({type(error).__name__}: {first_line}); set it to torchtune.rlhf.loss.DPOLoss, "
-            "or one of recipe_utils.preference.losses"
+            f"loss: {name} does not take log-probabilities of pairs ({reason}); set it to "
+            "torchtune.rlhf.loss.DPOLoss, or one of recipe_utils.preference.losses"
         ) from error
     if shapes != [(5,)] * 3:
         raise ValueError(
@@ -194,8 +191,8 @@ def make_preference_loss(make: Callable[[], Any]) -> Any:
             "for each; a mean over the pairs must be left to the recipe"
         )
     alone = [loss_fn(*pairs[:, i : i + 1]) for i in range(5)]
-    for together, each in zip(found, zip(*alone, strict=True), strict=True):
-        if not torch.allclose(together, torch.cat(each), rtol=1e-9, atol=1e-12, equal_nan=True):
+    for together, one_by_one in zip(outputs, zip(*alone, strict=True), strict=True):
+        if not torch.allclose(together, torch.cat(one_by_one), rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
                 f"loss: the loss or rewards that {name} returns of a pair depend on the other pairs of its "
                 "batch, and so on batch_size and the number of ranks; set it to a loss of each pair by itself"

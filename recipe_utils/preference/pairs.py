@@ -1,7 +1,10 @@
 """Collator of preference pairs, padded or packed.
 
-Both answers of a pair are in one microbatch. If packed, their common prefix (the prompt, and more
-if the answers start alike) is computed once. Shapes: p pairs.
+Both answers of a pair are in one microbatch. If packed, their common prefix is computed once.
+
+Example: the sides ``u v w A B`` and ``u v w C``, targets in capitals, begin with the same 3 tokens. The last of them
+predicts A or C, so they share 2. The row ``u v  w A B  w C`` is the tree (2, 3, 2): 7 positions instead of 9. Its
+segments have 0, 2 and 1 targets. Shapes: p pairs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,14 +91,14 @@ def mask_shared_turns(pair: Mapping[str, Any]) -> None:
     differ = tokens[0][:shorter] != tokens[1][:shorter]
     end = int(differ.argmax()) if differ.any() else shorter
     # masks[i + 1] is that of position i; runs of targets start where it ends.
-    masks = [np.append(True, each == IGNORE_INDEX) for each in labels]
+    masks = [np.append(True, side == IGNORE_INDEX) for side in labels]
     starts = [np.flatnonzero(mask[:-1] & ~mask[1:]) for mask in masks]
-    end = min(end, *(each[-1] for each in starts))
+    end = min(end, *(runs[-1] for runs in starts))
     # A run that goes on beyond the common tokens is an answer from its start.
     while inside := [i for i, mask in enumerate(masks) if not mask[end] and not mask[end + 1]]:
         end = min(starts[i][starts[i] < end][-1] for i in inside)
-    for each in labels:
-        each[:end] = IGNORE_INDEX
+    for side in labels:
+        side[:end] = IGNORE_INDEX
 
 
 class PairCollator(RowCollator):
@@ -142,13 +145,13 @@ class PairCollator(RowCollator):
         Raises SampleError (see :func:`recipe_utils.text.collator.check_sample`);
         SkippedSampleError if a side has no target, or the sides are equal.
         """
+        # Each side is checked as a sample of its own.
         pair: dict[str, Any] = {"name": name.replace("sample", "pair", 1)}
         for side in SIDES:
             keys = (f"{side}_input_ids", f"{side}_labels")
             check_keys(sample, keys, name)
             tokens, labels = (whole_numbers(sample, key, name) for key in keys)
-            side_of_pair = {"tokens": tokens, "labels": labels}
-            check_sample(side_of_pair, f"{name}, {side}", IGNORE_INDEX, self.limits)
+            check_sample({"tokens": tokens, "labels": labels}, f"{name}, {side}", IGNORE_INDEX, self.limits)
             # The first token is never predicted.
             if (labels[1:] == IGNORE_INDEX).all():
                 raise SkippedSampleError(f"{name}: its {side} side has no target")
@@ -158,6 +161,7 @@ class PairCollator(RowCollator):
         if num_shared is None:
             raise SkippedSampleError(f"{name}: its sides are equal")
         pair["num_shared"] = num_shared if self._trees else 0
+        # By its fingerprint, the reference's log-probabilities of a pair are found again.
         digest = blake2b(digest_size=16)
         for key in self.fingerprint_keys:
             digest.update(len(pair[key]).to_bytes(8, "little") + pair[key].tobytes())
@@ -179,39 +183,31 @@ class PairCollator(RowCollator):
 
         ``token`` is appended as one more document.
         """
-        sides = [_side_of(sample, side) for sample in samples for side in SIDES]
+        sides = [
+            {"tokens": sample[f"{side}_input_ids"], "labels": sample[f"{side}_labels"]}
+            for sample in samples
+            for side in SIDES
+        ]
         others = [] if token is None else [token]
         if self.settings.is_packed:
-            shared = [sample["num_shared"] for sample in samples]
-            segments = list(map(_segments_of, sides[::2], sides[1::2], shared))
-            pieces = [*map(_piece_of, segments), *(piece_of(each, IGNORE_INDEX) for each in others)]
+            columns = [piece_of(side, IGNORE_INDEX).columns for side in sides]
+            pieces, num_targets = [], torch.zeros(len(samples), 3, dtype=torch.long)
+            for sample, chosen, rejected, numbers in zip(
+                samples, columns[::2], columns[1::2], num_targets, strict=True
+            ):
+                # Neither rest attends to the other; positions of both continue those of the prefix.
+                shared = sample["num_shared"]
+                segments = chosen[:, :shared], chosen[:, shared:], rejected[:, shared:]
+                numbers.copy_(torch.stack([(segment[1] != IGNORE_INDEX).sum() for segment in segments]))
+                lengths = [segment.size(1) for segment in segments]
+                pieces.append(Piece(torch.cat(segments, dim=1), [tree(*lengths)] if shared else lengths[1:]))
+            pieces += [piece_of(other, IGNORE_INDEX) for other in others]
             row = packed(pieces, IGNORE_INDEX, self.pad_id, self.row_multiple)
-            numbers = [int((each[1] != IGNORE_INDEX).sum()) for of_pair in segments for each in of_pair]
-            num_targets = torch.tensor(numbers, dtype=torch.long).view(-1, 3)
             return _with_pairs(row, samples, num_targets)
         pad = partial(padded_collate_sft, padding_idx=self.pad_id, ignore_idx=IGNORE_INDEX)
         row = padded([*sides, *others], pad, IGNORE_INDEX)
         num_targets = (row.targets.labels != IGNORE_INDEX).sum(1)[: len(sides)].view(-1, 2)
         return _with_pairs(row, samples, F.pad(num_targets, (1, 0)))
-
-
-def _side_of(pair: Sample, side: str) -> Sample:
-    return {"tokens": pair[f"{side}_input_ids"], "labels": pair[f"{side}_labels"]}
-
-
-def _segments_of(chosen: Sample, rejected: Sample, num_shared: int) -> tuple[Tensor, ...]:
-    """Returns the columns of the shared prefix, and of the rest of each side, [3, .] each.
-
-    Neither rest attends to the other; positions of both continue those of the prefix.
-    """
-    first, second = (piece_of(side, IGNORE_INDEX).columns for side in (chosen, rejected))
-    return first[:, :num_shared], first[:, num_shared:], second[:, num_shared:]
-
-
-def _piece_of(segments: Sequence[Tensor]) -> Piece:
-    shared, chosen, rejected = (segment.size(1) for segment in segments)
-    lengths = [tree(shared, chosen, rejected)] if shared else [chosen, rejected]
-    return Piece(torch.cat(list(segments), dim=1), lengths)
 
 
 def _with_pairs(row: Microbatch, samples: Sequence[Sample], num_targets: Tensor) -> Microbatch:

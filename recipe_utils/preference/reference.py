@@ -78,8 +78,8 @@ class Reference:
         self._ranks, self._how = ranks, settings.reference
         self._folder = settings.reference_cache_dir or output_dir / "reference"
         self._is_used = getattr(loss_fn, "needs_reference", True)
-        given = checkpointer.get("adapter_checkpoint")
-        self._given = given and Path(checkpointer["output_dir"], given)
+        adapters = checkpointer.get("adapter_checkpoint")
+        self._given_adapters = adapters and Path(checkpointer["output_dir"], adapters)
         self._modules = modules.without_gradients()
         self._build: Callable[[], FrozenModel]
         self._model: FrozenModel | None = None  # with a cache only during the pass
@@ -110,20 +110,20 @@ class Reference:
     ) -> dict[str, str]:
         """Builds the reference; with a cache, only when a pair's log-probabilities are missing.
 
-        With adapters it is ``policy`` with the present ones if they were given, else without; otherwise
-        a copy of the policy's meta model that ends in ``pair_loss``, with the weights of its own or the policy's
-        checkpointer, for rows of ``longest_row`` tokens. ``context`` are plain values that log-probabilities depend
-        on besides weights and precision. Returns fingerprints
-        of its own weights or of given adapters, so that a resumed training has the same one. Raises
-        ConfigError if the weights do not fit the model.
+        With adapters it is ``policy`` with the present ones if they were given, else without; otherwise a copy of the
+        policy's meta model that ends in ``pair_loss``, with the weights of its own or the policy's checkpointer.
+        ``context`` are plain values that log-probabilities depend on besides weights and precision. Returns fingerprints
+        of its own weights or of given adapters, so that a resumed training has the same one. Raises ConfigError if the
+        weights do not fit the model.
         """
         if not self._is_used:
             return {}
         ranks, modules, device = self._ranks, self._modules, self._ranks.device
         adapters = adapters_of(policy)
         given, start = dict[str, str](), list[Tensor]()
-        if adapters.modules and self._given is not None:
-            given["checkpointer.adapter_checkpoint"] = f"{crc32(self._given.read_bytes()):08x}"
+        # With adapters the reference is what training starts from: its base needs no second copy.
+        if adapters.modules and self._given_adapters is not None:
+            given["checkpointer.adapter_checkpoint"] = f"{crc32(self._given_adapters.read_bytes()):08x}"
             start = [local(p.detach()).clone() for p in trained_parameters(policy).values()]
         at_start = partial(policy_at_start, policy, pipeline, device, start)
         if adapters.modules and self._how == "offload" and ranks.is_zero:
@@ -131,6 +131,7 @@ class Reference:
         if adapters.modules and self._how != "cached":
             self._model = at_start()
             return given
+        # Otherwise it is a model of its own, which a cache may not need: weights are read once more then.
         meta_model = None if adapters.modules else self._meta_model
         checkpoint, fingerprints = load_frozen(self._checkpointer, _KEY, meta_model, ranks)
         if self._how == "cached":
@@ -152,6 +153,7 @@ class Reference:
         if self._how != "cached":
             self._model = own_model()
             return fingerprints
+        # A cache is used by trainings of which everything that log-probabilities depend on is equal.
         self._build = at_start if adapters.modules else own_model
         context = {
             **context,
@@ -161,7 +163,7 @@ class Reference:
             "quantised": sorted(name for name, is_nf4 in adapters.frozen.items() if is_nf4),
             "device": device.type,
         }
-        if transformers_decoder(self._meta_model) is not None:  # of transformers
+        if transformers_decoder(self._meta_model) is not None:
             context["config"] = self._meta_model.model.config.to_json_string()
         self._cache = ReferenceCache(self._folder, context, ranks.cpu_group)
         if ranks.is_zero:
@@ -194,12 +196,12 @@ class Reference:
         if all(gather_objects(all(map(cache.contains, pairs)), group)):
             return
         self._model = self._model or self._build()
-        found: LogProbs = {}
+        log_probs: LogProbs = {}
         for index, output in self._checked_outputs(self._model, step.microbatches).items():
-            found |= zip(pairs[index].fingerprints, map(tuple, output.T.tolist()), strict=True)
+            log_probs |= zip(pairs[index].fingerprints, map(tuple, output.T.tolist()), strict=True)
         # Of equal pairs the first one counts, on all ranks.
-        for of_rank in gather_objects(found, group):
-            cache.add(of_rank)
+        for rank_log_probs in gather_objects(log_probs, group):
+            cache.add(rank_log_probs)
 
     @contextmanager
     def attached(self, step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
@@ -208,14 +210,14 @@ class Reference:
         They are unchanged on ranks without the last stage, which have no loss. Raises
         NonfiniteError if log-probabilities are NaN or infinite.
         """
-        microbatches, found = step.microbatches, dict[int, Tensor]()
+        microbatches, log_probs = step.microbatches, dict[int, Tensor]()
         if self._cache is not None and self._ranks.has_last_stage:
-            found = {i: self._cache.find(_pairs_of(m)) for i, m in enumerate(microbatches)}
+            log_probs = {i: self._cache.find(_pairs_of(m)) for i, m in enumerate(microbatches)}
             if self._ranks.device.type == "cuda":  # else copies to the device block the host
-                found = {index: each.pin_memory() for index, each in found.items()}
+                log_probs = {index: both.pin_memory() for index, both in log_probs.items()}
         elif self._model is not None:
-            found = self._checked_outputs(self._model, microbatches)
-        yield [m.with_teacher(found.get(index)) for index, m in enumerate(microbatches)]
+            log_probs = self._checked_outputs(self._model, microbatches)
+        yield [m.with_teacher(log_probs.get(index)) for index, m in enumerate(microbatches)]
 
     def _checked_outputs(self, model: FrozenModel, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
         """Returns log-probabilities [2, p] by index; empty on ranks without the last stage.
@@ -227,12 +229,10 @@ class Reference:
         is_free = self._cache is not None or self._ranks.device.type == "cpu"
         for index, output in outputs.items() if is_free else ():
             names = _pairs_of(microbatches[index]).names
-            for name, of_pair in zip(names, output.T.cpu(), strict=True):
-                if not of_pair.isfinite().all():
-                    raise NonfiniteError(
-                        f"{name}: the reference's log-probabilities of its answers are {of_pair.tolist()}; look "
-                        "at ref_checkpointer's weights, or set dtype=fp32"
-                    )
+            for name, both in zip(names, output.T.cpu(), strict=True):
+                if not both.isfinite().all():
+                    text = f"the reference's log-probabilities of its answers are {both.tolist()}; look at"
+                    raise NonfiniteError(f"{name}: {text} ref_checkpointer's weights, or set dtype=fp32")
         return outputs
 
 

@@ -19,8 +19,9 @@ def messages_of(row: Mapping[str, Any]) -> tuple[Messages, list[Messages]]:
     """
     for side in SIDES:
         if not row.get(side):
-            text = f"it has no {side} (its keys: {', '.join(row)}); a row has chosen and rejected"
-            raise SampleError(f"{text}, and may have prompt")
+            text = "a row has chosen and rejected, and may have prompt"
+            raise SampleError(f"it has no {side} (its keys: {', '.join(row)}); {text}")
+    # The prompt may be a part of both sides, or a key of its own.
     prompt = listed_messages(row.get("prompt"), "user")
     sides = [listed_messages(row[side], "assistant") for side in SIDES]
     if prompt and all(has_prompt(prompt, side) for side in sides):
@@ -38,16 +39,16 @@ def messages_of(row: Mapping[str, Any]) -> tuple[Messages, list[Messages]]:
 def has_prompt(prompt: Messages, side: Messages) -> bool:
     """Returns True if a side begins with the prompt's messages, perhaps after a system message."""
     texts = [(message.get("role"), message.get("content")) for message in prompt]
-    of_side = [(message.get("role"), message.get("content")) for message in side[:-1]]
-    num_before = next((i for i, (role, _) in enumerate(of_side) if role not in _BEFORE), 0)
-    return any(of_side[start:][: len(texts)] == texts for start in (0, num_before))
+    side_texts = [(message.get("role"), message.get("content")) for message in side[:-1]]
+    num_before = next((i for i, (role, _) in enumerate(side_texts) if role not in _BEFORE), 0)
+    return any(side_texts[start:][: len(texts)] == texts for start in (0, num_before))
 
 
 def has_own_prompt(prompt: Any, side: Messages) -> bool:
     """Returns True if a side is a whole conversation: a prompt of messages is in it, or its first turn is no answer."""
     if isinstance(prompt, str):
-        first = next((each.get("role") for each in side if each.get("role") not in _BEFORE), None)
-        return first not in ("assistant", "tool")
+        roles = (message.get("role") for message in side)
+        return next((role for role in roles if role not in _BEFORE), None) not in ("assistant", "tool")
     return not isinstance(prompt, list) or has_prompt(prompt, side)
 
 
@@ -56,7 +57,6 @@ def listed_messages(value: Any, role: str) -> Messages:
     if isinstance(value, str):
         return [{"role": role, "content": value}] if value else []
     messages = [value] if isinstance(value, Mapping) else value or []
-    if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
-        text = f"its {role}'s messages are {str(value)[:60]!r}"
-        raise SampleError(f"{text}; write a text or messages")
-    return [{k: v for k, v in each.items() if v is not None} for each in messages]
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        raise SampleError(f"its {role}'s messages are {str(value)[:60]!r}; write a text or messages")
+    return [{k: v for k, v in message.items() if v is not None} for message in messages]
