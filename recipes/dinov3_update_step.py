@@ -201,14 +201,13 @@ class DINOv3Recipe:
         scale = step.scale("images")
         metrics = torch.zeros(len(SUMS), dtype=torch.float64, device=self.ranks.device)
         # The teacher computes all microbatches first: its targets depend on all images.
-        with self.teacher.teaching(step, temperature, self.max_images) as (taught, num_used):
+        with self.teacher.with_targets(step, temperature, self.max_images) as (microbatches, num_used):
             if self.pipeline is not None:
                 # One schedule per update step pays the pipeline bubble once.
-                sums = self.pipeline.forward_backward(taught, lambda sums: sums[0] * scale)
+                sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
                 metrics += sums * scale
             else:
-                microbatches = mark_last(taught)
-                for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
+                for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
                     with gradient_sync(self.model, is_last, settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
                         with record_function("backward"):
@@ -222,7 +221,7 @@ class DINOv3Recipe:
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
         momentum = settings.momentum_at(run.global_step, run.num_steps)
-        self.teacher.follow(momentum, grad_norm, run.global_step + 1)
+        self.teacher.update(momentum, grad_norm, run.global_step + 1)
         self.optimizer.zero_grad(set_to_none=True)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchtune import training
 
 from recipe_utils.dinov3.backbone import PatchEmbedding
-from recipe_utils.dinov3.images.crop_rows import of_global_crops
+from recipe_utils.dinov3.images.crop_rows import global_crops
 from recipe_utils.dinov3.koleo import gradient_of_all
 from recipe_utils.dinov3.self_distillation import ObjectiveSettings, TeacherBottlenecks, TeacherViews
 from recipe_utils.dinov3.sinkhorn import num_prototypes_used, sinkhorn
@@ -87,7 +87,7 @@ class AverageTeacher:
         return nn.ModuleDict({name: model for name, model in models.items() if model is not None})
 
     @contextmanager
-    def teaching(
+    def with_targets(
         self, step: UpdateStep, temperature: float, max_images: int | None
     ) -> Iterator[tuple[Sequence[Microbatch], Tensor]]:
         """Attaches teacher outputs to the microbatches of an update step, before any gradient exists.
@@ -99,46 +99,47 @@ class AverageTeacher:
         prototypes that are the most probable one of some global crop, 0 on these stages: the ranks
         of a pipeline average it.
         """
-        seen = [of_global_crops(microbatch) for microbatch in step.microbatches]
+        # The teacher sees global crops alone; the two-pass KoLeo is of the student's.
+        seen = [global_crops(microbatch) for microbatch in step.microbatches]
         bottlenecks = self._forward.outputs(seen)
         anchors = self._gram_forward.outputs(seen) if self.gram_model is not None else {}
-        koleo = self._koleo_of(seen, max_images) if max_images is not None else {}
+        koleo = self._koleo_gradients(seen, max_images) if max_images is not None else {}
         with self._forward.output_layer() as heads:  # prototypes stay gathered until the end
             if heads is None:
                 yield step.microbatches, torch.zeros((), device=self._ranks.device)
                 return
-            of_crops, of_patches = zip(*(bottlenecks[i] for i in range(len(seen))), strict=True)
-            crop_biases = self._biases(heads.dino.prototypes.weight, of_crops, temperature)
-            patch_biases = self._biases(heads.ibot.prototypes.weight, of_patches, temperature)
-            taught = []
-            for i, microbatch in enumerate(step.microbatches):
-                crops = TeacherHidden(of_crops[i], heads.dino.prototypes, crop_biases[i])
-                patches = TeacherHidden(of_patches[i], heads.ibot.prototypes, patch_biases[i])
-                views = TeacherViews(crops, patches, anchors.get(i), koleo.get(i))
-                taught.append(microbatch.with_teacher(views))
-            prototypes, group = heads.dino.prototypes.weight, self._dp_group
-            num_used = num_prototypes_used(of_crops, prototypes, temperature, crop_biases, group)
-            yield taught, num_used * self._ranks.dims.pp
+            crop_rows, patch_rows = zip(*(bottlenecks[i] for i in range(len(seen))), strict=True)
+            # Before any loss, because Sinkhorn-Knopp couples all crops of the update step.
+            dino, ibot = heads.dino.prototypes, heads.ibot.prototypes
+            crop_biases = self._biases(dino.weight, crop_rows, temperature)
+            patch_biases = self._biases(ibot.weight, patch_rows, temperature)
+            num_used = num_prototypes_used(crop_rows, dino.weight, temperature, crop_biases, self._dp_group)
+            crops = [TeacherHidden(rows, dino, bias) for rows, bias in zip(crop_rows, crop_biases, strict=True)]
+            patches = [TeacherHidden(rows, ibot, bias) for rows, bias in zip(patch_rows, patch_biases, strict=True)]
+            microbatches = [
+                microbatch.with_teacher(TeacherViews(crops[i], patches[i], anchors.get(i), koleo.get(i)))
+                for i, microbatch in enumerate(step.microbatches)
+            ]
+            yield microbatches, num_used * self._ranks.dims.pp
 
     def _biases(self, prototypes: Tensor, rows: Sequence[Tensor], temperature: float) -> list[Tensor]:
         """Returns the dual variable of each microbatch's rows: shared by the update step, or per microbatch."""
         num_iterations = self._objective.sinkhorn_iterations
         if self._objective.sinkhorn_over == "microbatch":
-            return [sinkhorn([each], prototypes, temperature, num_iterations) for each in rows]
+            return [sinkhorn([bottlenecks], prototypes, temperature, num_iterations) for bottlenecks in rows]
         dual = sinkhorn(rows, prototypes, temperature, num_iterations, self._dp_group)
         return [dual] * len(rows)
 
-    def _koleo_of(self, seen: Sequence[Microbatch], max_images: int) -> dict[int, tuple[Tensor, Tensor]]:
+    def _koleo_gradients(self, seen: Sequence[Microbatch], max_images: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Returns KoLeo's gradient and mean for each microbatch, over all images of the update step as one group."""
-        found = self._student_forward.outputs(seen)
-        if not found:  # the last stage is on another rank
+        states = self._student_forward.outputs(seen)
+        if not states:  # the last stage is on another rank
             return {}
-        cls = [found[i] for i in range(len(found))]
+        cls = [states[i] for i in range(len(states))]
         gradient, mean = gradient_of_all(torch.cat(cls), max_images, self._dp_group)
-        parts = gradient.split([len(each) for each in cls])
-        return {i: (part, mean) for i, part in enumerate(parts)}
+        return {i: (part, mean) for i, part in enumerate(gradient.split(list(map(len, cls))))}
 
-    def follow(self, momentum: float, grad_norm: Tensor | None, num_steps: int) -> None:
+    def update(self, momentum: float, grad_norm: Tensor | None, num_steps: int) -> None:
         """Updates the average (:func:`update_average`) and, if due after ``num_steps``, the Gram teacher."""
         update_average(self.model, self._student, momentum, grad_norm)
         every = self._objective.gram_teacher_every_n_steps
@@ -163,8 +164,8 @@ def update_average(average: nn.Module, model: nn.Module, momentum: float, grad_n
         torch._foreach_lerp_(averages, followed, 1.0 - momentum)
         return
     is_taken = grad_norm.isfinite()
-    weights = {d: is_taken.to(d) * (1.0 - momentum) for d in {each.dtype for each in averages}}
-    torch._foreach_lerp_(averages, followed, [weights[each.dtype] for each in averages])
+    weights = {dtype: is_taken.to(dtype) * (1.0 - momentum) for dtype in {shard.dtype for shard in averages}}
+    torch._foreach_lerp_(averages, followed, [weights[shard.dtype] for shard in averages])
 
 
 def _local_weights(model: nn.Module) -> list[Tensor]:

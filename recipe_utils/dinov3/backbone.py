@@ -202,9 +202,9 @@ def attend_within_crops(
     sizes = [num_crops * length for num_crops, length in mask]
     attended = []
     # split and cat, because the backward of a slice fills a gradient of the whole row.
-    parts = zip(*(each.transpose(1, 2).split(sizes, dim=1) for each in (q, k, v)), strict=True)
-    for (num_crops, length), of_group in zip(mask, parts, strict=True):
-        q, k, v = (part.reshape(num_crops, length, num_heads, head_dim).transpose(1, 2) for part in of_group)
+    parts = zip(*(x.transpose(1, 2).split(sizes, dim=1) for x in (q, k, v)), strict=True)
+    for (num_crops, length), group in zip(mask, parts, strict=True):
+        q, k, v = (part.reshape(num_crops, length, num_heads, head_dim).transpose(1, 2) for part in group)
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
         attended.append(out.transpose(1, 2).reshape(1, num_crops * length, num_heads, head_dim))
     # Concatenated as [b, s, h, w], the layout that the caller needs next.
@@ -360,7 +360,7 @@ dinov3_vit_l16 = _of_size("dinov3_vit_l16", 16, 1024, 24, 16)
 """Builds ViT-L/16 (303 million parameters)."""
 
 
-def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
+def fresh_vit_weights(meta_model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Returns full initial weights by name, in fp32 on the CPU.
 
     Matrices are normal with deviation 1 / sqrt(3 * inputs), which is 0.02 for 833 inputs, so that
@@ -372,7 +372,7 @@ def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
     Raises ValueError for a parameter of an unknown kind.
     """
     weights = {}
-    for prefix, module in whole_on_meta.named_modules():
+    for prefix, module in meta_model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
             kind = name.rpartition(".")[2]
             value = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
@@ -407,9 +407,9 @@ def layer_of(name: str, num_layers: int) -> int:
     Depths are 0 for the patch embedding, i + 1 for layer i, num_layers + 1 for the last norm and the
     heads. Raises ValueError for names that are not of the model or a stage.
     """
-    found = _DEPTH.match(name)
-    if found is None:
+    match = _DEPTH.match(name)
+    if match is None:
         raise ValueError(f"{name}: it is no weight of a vision transformer")
-    if found["layer"] is not None:
-        return int(found["layer"]) + 1
-    return 0 if "tok_embeddings." in found[0] else num_layers + 1
+    if match["layer"] is not None:
+        return int(match["layer"]) + 1
+    return 0 if "tok_embeddings." in match[0] else num_layers + 1

@@ -205,16 +205,16 @@ class DINOv3Checkpointer:
         self._output_dir = Path(output_dir)
         self._checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
         self._files: list[Path] = []
-        found: dict[str, Any] = {}
+        published: dict[str, Any] = {}
         preprocessor: dict[str, Any] = {}
         if self._checkpoint_dir is not None:
-            found = _read(self._checkpoint_dir / "config.json")
-            _check_config(found, arguments, self._checkpoint_dir)
+            published = _read(self._checkpoint_dir / "config.json")
+            _check_config(published, arguments, self._checkpoint_dir)
             self._files = _files_of(self._checkpoint_dir, checkpoint_files)
             if (path := self._checkpoint_dir / "preprocessor_config.json").is_file():
                 preprocessor = _read(path)
-        size = image_size or found.get("image_size", 224)
-        self._config = {**found, **dinov3_hf_config(arguments), "image_size": size}
+        size = image_size or published.get("image_size", 224)
+        self._config = {**published, **dinov3_hf_config(arguments), "image_size": size}
         if not preprocessor:
             preprocessor, image_size = dict(_PREPROCESSOR), size
             if num_channels == 3 and image_mean is None:
@@ -284,14 +284,14 @@ def check_normalization(checkpointer: Any, transform: Any) -> None:
             )
 
 
-def _check_config(found: Mapping[str, Any], arguments: Mapping[str, Any], folder: Path) -> None:
-    if found.get("model_type") != "dinov3_vit":
+def _check_config(published: Mapping[str, Any], arguments: Mapping[str, Any], folder: Path) -> None:
+    if published.get("model_type") != "dinov3_vit":
         raise ValueError(
-            f"checkpointer.checkpoint_dir={folder}: its model_type is {found.get('model_type')}, not dinov3_vit; "
+            f"checkpointer.checkpoint_dir={folder}: its model_type is {published.get('model_type')}, not dinov3_vit; "
             "set it to a folder of transformers' DINOv3ViTModel"
         )
     for key, (argument, default) in _ARGUMENTS.items():
-        theirs = found.get(key, default)
+        theirs = published.get(key, default)
         if theirs != arguments[argument]:
             raise ValueError(
                 f"model.{argument}={arguments[argument]}: {folder / 'config.json'} has {key} {theirs}; set "
@@ -300,7 +300,7 @@ def _check_config(found: Mapping[str, Any], arguments: Mapping[str, Any], folder
     fixed = {**_FIXED, "hidden_act": _activation(arguments["use_gated_mlp"])}
     defaults = {**_FIXED, "hidden_act": "gelu"}
     for key, ours in fixed.items():
-        theirs = found.get(key, defaults[key])
+        theirs = published.get(key, defaults[key])
         if theirs != ours:
             raise ValueError(
                 f"checkpointer.checkpoint_dir={folder}: its {key} is {theirs}, the model here has "

@@ -1,5 +1,8 @@
 """KoLeo loss: spreads images over the sphere by the distance of each to its nearest neighbor.
 
+Example: three embeddings on a circle at 0, 60 and 180 degrees have their neighbors at distances 1, 1 and 1.73, so the
+loss is 0 + 0 - 0.55. At 0, 120 and 240 degrees, the farthest apart that they can be, it is 3 times -0.55.
+
 -log of the distance to the nearest neighbor in a group (Kozachenko and Leonenko's entropy
 estimate; Sablayrolles et al., arXiv:1806.03198, section 3.3; for self-supervision DINOv2,
 arXiv:2304.07193). The images of a group are coupled: microbatches must not split a group, or must
@@ -53,12 +56,13 @@ def gradient_of_all(
     Returns the gradient [n, v, d] for ``embeddings`` [n, v, d], and the mean of the loss over all
     images, []. ``max_images`` is an upper bound of n over all ranks of ``group``; None is this rank.
     """
-    own = embeddings.detach().to(sum_dtype(embeddings))
-    everything, groups = own, torch.zeros(len(own), dtype=torch.int64, device=own.device)
+    local = embeddings.detach().to(sum_dtype(embeddings))
+    everything, groups = local, torch.zeros(len(local), dtype=torch.int64, device=local.device)
     first = 0
     if group is not None:
-        padding = max_images - len(own)
-        everything = _gathered(F.pad(own, (0, 0, 0, 0, 0, padding)), group)
+        # Collectives need one shape: ranks with fewer images add some that are in no group.
+        padding = max_images - len(local)
+        everything = _gathered(F.pad(local, (0, 0, 0, 0, 0, padding)), group)
         groups = _gathered(F.pad(groups, (0, padding), value=-1), group)
         first = dist.get_rank(group) * max_images
     with torch.enable_grad():
@@ -66,11 +70,11 @@ def gradient_of_all(
         loss = koleo_loss(everything, groups)
         (gradient,) = torch.autograd.grad(loss, everything)
     mean = loss.detach() / (groups >= 0).sum().clamp(min=1)
-    return gradient[first : first + len(own)], mean
+    return gradient[first : first + len(local)], mean
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenates the tensors of all ranks, of one shape."""
-    of_ranks = tensor.new_empty(dist.get_world_size(group) * len(tensor), *tensor.shape[1:])
-    dist.all_gather_into_tensor(of_ranks, tensor, group=group)
-    return of_ranks
+    gathered = tensor.new_empty(dist.get_world_size(group) * len(tensor), *tensor.shape[1:])
+    dist.all_gather_into_tensor(gathered, tensor, group=group)
+    return gathered

@@ -64,8 +64,8 @@ def build_image_loaders(
         data = data.of_validation()
         budget = RowBudget(ImageCollator(data, layout))
         bank, images = (
-            build_loader(WholeImages(each, transform, layout), budget, data, ranks, key, num_to_run)
-            for key, each in (("dataset_knn", bank), ("dataset_val", images))
+            build_loader(WholeImages(dataset, transform, layout), budget, data, ranks, key, num_to_run)
+            for key, dataset in (("dataset_knn", bank), ("dataset_val", images))
         )
         return loader, NearestNeighbors(bank, images, objective.knn_neighbors, ranks)
 

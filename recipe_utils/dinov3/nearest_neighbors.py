@@ -49,22 +49,24 @@ class NearestNeighbors:
 
         Raises SampleError if fewer than ``num_neighbors`` images of the bank are usable.
         """
-        (bank, bank_labels, num_bank), (states, labels, _) = (self._of(loader, states_of) for loader in self._loaders)
+        (bank, bank_labels, num_bank), (states, labels, _) = (
+            self._states(loader, states_of) for loader in self._loaders
+        )
         if num_bank < self._num_neighbors:  # a total over ranks, so all of them raise
             dataset = self._loaders[0].dataset
             raise SampleError(
                 f"knn_neighbors={self._num_neighbors}: only {num_bank} of {len(dataset)} images of "
                 f"{dataset.name} can be used; set it to fewer, or repair the images"
             )
-        found = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        numbers = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
         if self._ranks.has_last_stage:
-            bank, bank_labels = (gather_rows(each, self._dp_group) for each in (bank, bank_labels))
-            found[0] = num_voted_right(states, labels, bank, bank_labels, self._num_neighbors)
-            found[1] = len(labels)
-        num_right, num_images = mean_over_ranks(found)
+            bank, bank_labels = (gather_rows(rows, self._dp_group) for rows in (bank, bank_labels))
+            numbers[0] = num_voted_right(states, labels, bank, bank_labels, self._num_neighbors)
+            numbers[1] = len(labels)
+        num_right, num_images = mean_over_ranks(numbers)
         return num_right / num_images.clamp(min=1e-9)
 
-    def _of(self, loader: UpdateStepLoader, states_of: StatesOf) -> tuple[Tensor, Tensor, int]:
+    def _states(self, loader: UpdateStepLoader, states_of: StatesOf) -> tuple[Tensor, Tensor, int]:
         """Returns states [n, d], labels [n] of this rank and the number of images of all ranks.
 
         States and labels are empty before the last pipeline stage.
@@ -75,12 +77,12 @@ class NearestNeighbors:
         with loader.epoch(0) as steps:
             for step in steps:
                 num_images += int(step.totals["images"])
-                for index, found in sorted(states_of(step.microbatches).items()):
+                for index, microbatch_states in sorted(states_of(step.microbatches).items()):
                     targets: Any = step.microbatches[index].targets
-                    states.append(found)
+                    states.append(microbatch_states)
                     labels.append(targets.labels)
-        found_states = torch.cat(states) if states else torch.empty(0)
-        return found_states, torch.cat(labels).to(self._ranks.device), num_images
+        all_states = torch.cat(states) if states else torch.empty(0)
+        return all_states, torch.cat(labels).to(self._ranks.device), num_images
 
 
 @torch.no_grad()
@@ -102,7 +104,7 @@ def num_voted_right(
     most m.
     """
     wide = torch.promote_types(states.dtype, torch.float32)
-    bank, states = (F.normalize(each.to(wide), dim=-1) for each in (bank, states))
+    bank, states = (F.normalize(rows.to(wide), dim=-1) for rows in (bank, states))
     num_classes = int(torch.cat([bank_labels, labels]).max()) + 1 if len(labels) else 1
     num_right = torch.zeros((), dtype=torch.int64, device=states.device)
     for rows in range(0, len(states), rows_per_chunk):

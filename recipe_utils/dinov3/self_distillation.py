@@ -60,8 +60,8 @@ class PrototypeHead(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Returns bottlenecks [n, b] of states [n, d]; the loss multiplies them with the prototypes."""
-        found: Tensor = self.mlp(states)
-        return F.normalize(found.to(sum_dtype(found)), dim=-1).to(found.dtype)
+        bottlenecks: Tensor = self.mlp(states)
+        return F.normalize(bottlenecks.to(sum_dtype(bottlenecks)), dim=-1).to(bottlenecks.dtype)
 
 
 class SelfDistillationHeads(nn.Module):
@@ -200,28 +200,28 @@ class SelfDistillationLoss:
             return cls_of_global
 
         def cross_entropy(
-            head: Any, bottlenecks: Tensor, of_teacher: TeacherHidden, row_weights: Any = None
+            head: Any, bottlenecks: Tensor, hidden_of_teacher: TeacherHidden, row_weights: Any = None
         ) -> tuple[Tensor, Tensor]:
             """Returns the cross-entropy and the targets' entropy, summed over rows."""
             sums = self.divergence.sum_rows(
-                head.prototypes, bottlenecks, None, of_teacher, row_weights, backward_in_parts
+                head.prototypes, bottlenecks, None, hidden_of_teacher, row_weights, backward_in_parts
             )
             # KL + entropy; the entropy is constant, so the gradient is that of KL.
             return sums[_KL] + sums[_ENTROPY].detach(), sums[_ENTROPY]
 
         nothing = hidden.new_zeros((), dtype=sum_dtype(hidden))
-        local = of_global = ibot = koleo = gram = entropy = nothing
+        local_loss = global_loss = ibot = koleo = gram = entropy = nothing
         if weights.dino_loss_weight:
             bottlenecks = output.dino(cls)
-            (of_global, entropy), (local, _) = (
+            (global_loss, entropy), (local_loss, _) = (
                 cross_entropy(
                     output.dino,
-                    bottlenecks.index_select(0, of_student),
-                    teacher.crops._replace(hidden=teacher.crops.hidden.index_select(0, of_teacher)),
+                    bottlenecks.index_select(0, student_crops),
+                    teacher.crops._replace(hidden=teacher.crops.hidden.index_select(0, teacher_crops)),
                 )
-                for of_student, of_teacher in _pairs_of_crops(num_images, num_local, cls.device)
+                for student_crops, teacher_crops in _pairs_of_crops(num_images, num_local, cls.device)
             )
-            of_global, entropy, local = of_global / 2, entropy / 2, local / (2 * num_local)
+            global_loss, entropy, local_loss = global_loss / 2, entropy / 2, local_loss / (2 * num_local)
         if weights.ibot_loss_weight:
             bottlenecks = output.ibot(states.index_select(0, targets.masked_positions))
             row_weights = targets.masked_weights / 2
@@ -238,13 +238,13 @@ class SelfDistillationLoss:
             patches = states.index_select(0, targets.patch_positions)
             gram = gram_loss(patches, teacher.gram, 2 * num_images) / 2
         loss = (
-            weights.dino_loss_weight * (num_local * local + of_global) / (num_local + 1)
+            weights.dino_loss_weight * (num_local * local_loss + global_loss) / (num_local + 1)
             + weights.ibot_loss_weight * ibot
             + weights.koleo_loss_weight * koleo
             + weights.gram_loss_weight * gram
         )
-        logged = (local, of_global, ibot, koleo, gram, entropy)
-        return torch.stack([loss, *(each.detach() for each in logged)])
+        logged = (local_loss, global_loss, ibot, koleo, gram, entropy)
+        return torch.stack([loss, *(term.detach() for term in logged)])
 
 
 class TeacherBottlenecks:
@@ -268,19 +268,18 @@ class TeacherBottlenecks:
 
 def _pairs_of_crops(num_images: int, num_local: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Returns indices of the student's and the teacher's crops to compare: global crops, then local ones."""
-    of_teacher = torch.arange(2 * num_images, device=device)
+    global_crops = torch.arange(2 * num_images, device=device)
     local = torch.arange(num_images * num_local, device=device)
     image_of_local = local // max(num_local, 1)
-    of_local = torch.cat([2 * image_of_local, 2 * image_of_local + 1])
-    return [(of_teacher ^ 1, of_teacher), (2 * num_images + local.repeat(2), of_local)]
+    teacher_of_local = torch.cat([2 * image_of_local, 2 * image_of_local + 1])
+    return [(global_crops ^ 1, global_crops), (2 * num_images + local.repeat(2), teacher_of_local)]
 
 
-def gram_loss(patches: Tensor, of_teacher: Tensor, num_crops: int) -> Tensor:
+def gram_loss(patches: Tensor, teacher_patches: Tensor, num_crops: int) -> Tensor:
     """Returns the sum over crops of the mean squared difference between cosines of all pairs of patches, [].
 
     Gram anchoring (DINOv3, arXiv:2508.10104, section 4.2, equation 2), for each crop by itself.
-    ``patches`` [crops * patches, d] are the student's, ``of_teacher`` those of the teacher, whose d
-    may differ.
+    ``patches`` [crops * patches, d] are the student's; d of the teacher's may differ.
     """
     if num_crops == 0:
         return patches.sum()  # 0, with a graph
@@ -290,4 +289,4 @@ def gram_loss(patches: Tensor, of_teacher: Tensor, num_crops: int) -> Tensor:
         directions = directions.unflatten(0, (num_crops, -1))
         return directions @ directions.transpose(1, 2)
 
-    return (cosines_of(patches) - cosines_of(of_teacher)).square().mean((1, 2)).sum()
+    return (cosines_of(patches) - cosines_of(teacher_patches)).square().mean((1, 2)).sum()

@@ -9,6 +9,10 @@ Caron et al., arXiv:2006.09882, equation 3). After iterations that end with scal
 so a row depends on the others only through dual. Each iteration sums k numbers over all rows of all
 microbatches and ranks.
 
+Example: of two rows with exp(logits / t) = (4, 1) and (2, 1), the softmax would give the first prototype 1.47 of the 2
+crops. Its total is 6 and the other's 2, so dual = (-log 6, -log 2) after one iteration. The targets are (0.57, 0.43)
+and (0.40, 0.60), of which the first prototype gets 0.97.
+
 Shapes: n rows, d width of the bottleneck, k prototypes, c rows of a chunk.
 """
 
@@ -65,8 +69,8 @@ def num_prototypes_used(
     for the other arguments see :func:`sinkhorn`.
     """
     is_used = torch.zeros_like(biases[0])
-    for each, bias in zip(rows, biases, strict=True):
-        for logits in _scaled_logits([each], weight, temperature):
+    for bottlenecks, bias in zip(rows, biases, strict=True):
+        for logits in _scaled_logits([bottlenecks], weight, temperature):
             is_used[(logits + bias).argmax(1)] = 1
     if group is not None:
         dist.all_reduce(is_used, dist.ReduceOp.MAX, group=group)
@@ -77,9 +81,9 @@ def _scaled_logits(
     rows: Sequence[Tensor], weight: Tensor, temperature: float, rows_per_chunk: int = 256
 ) -> Iterator[Tensor]:
     """Yields logits / t of each chunk, [c, k], at least fp32, which the caller may overwrite."""
-    for each in rows:
-        for chunk in chunks_of(len(each), rows_per_chunk):
-            logits = each[chunk] @ weight.t()
+    for bottlenecks in rows:
+        for chunk in chunks_of(len(bottlenecks), rows_per_chunk):
+            logits = bottlenecks[chunk] @ weight.t()
             yield logits.to(sum_dtype(logits)).div_(temperature)
 
 

@@ -103,21 +103,21 @@ def scale_by_images_that_a_rank_counts_twice():
 
 
 def omit_a_microbatch():
-    teaching = AverageTeacher.teaching
+    with_targets = AverageTeacher.with_targets
 
     @contextmanager
     def without_the_fourth(*args):
-        with teaching(*args) as (taught, num_used):
-            yield [*taught[:3], *taught[4:]], num_used
+        with with_targets(*args) as (microbatches, num_used):
+            yield [*microbatches[:3], *microbatches[4:]], num_used
 
-    AverageTeacher.teaching = without_the_fourth
+    AverageTeacher.with_targets = without_the_fourth
 
 
 def divide_by_the_microbatches_of_stages():
     """Divides losses by the number of microbatches, as PyTorch's schedules do by default."""
     run = Pipeline.forward_backward
-    Pipeline.forward_backward = lambda self, taught, loss_of: run(
-        self, taught, lambda sums: loss_of(sums) / len(taught)
+    Pipeline.forward_backward = lambda self, microbatches, loss_of: run(
+        self, microbatches, lambda sums: loss_of(sums) / len(microbatches)
     )
 
 

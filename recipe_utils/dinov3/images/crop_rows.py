@@ -1,5 +1,9 @@
 """Rows of crops: input tokens of a vision transformer, and the positions that losses use.
 
+Example: with 4 registers and patches of 16 pixels, a global crop of 224 pixels has 1 + 4 + 14 * 14 = 201 tokens, a local
+one of 96 pixels 41. Three images with 8 local crops each are a row of 6 * 201 + 24 * 41 = 2,190 tokens, whose groups of
+crops are ((6, 201), (24, 41)). Class tokens are at 0, 201, ..., 1005, and then at 1206, 1247, ...
+
 Shapes: g images, each with 2 global and L local crops of c channels; patches are p x p pixels. A
 global crop has G tokens: 1 class token, R registers and P patches, row by row; a local one l.
 """
@@ -55,10 +59,10 @@ class TokenLayout(NamedTuple):
     """Drop-path draws of a crop, one for each residual branch; 0 without drop path."""
 
 
-def layout_of(whole: Any) -> TokenLayout:
+def layout_of(model: Any) -> TokenLayout:
     """Returns the layout of a vision transformer, on any device."""
-    patches = whole.tok_embeddings
-    return TokenLayout(patches.patch_size, patches.num_channels, patches.num_registers, whole.num_draws)
+    patches = model.tok_embeddings
+    return TokenLayout(patches.patch_size, patches.num_channels, patches.num_registers, model.num_draws)
 
 
 class CropsOfOneSize(NamedTuple):
@@ -87,34 +91,34 @@ def row_of(
     dtype = parts[0].crops.dtype
     tokens = np.zeros((num_tokens, 1 + layout.num_channels * patch**2), dtype)
     positions = np.zeros((num_tokens, 2 + layout.num_draws), dtype)
-    found = []
+    places = []
     start = 0
     for part, side, (num_crops, length) in zip(parts, sides, groups, strict=True):
         end = start + num_crops * length
-        of_part = tokens[start:end].reshape(num_crops, length, -1)  # a view
-        of_part[:, 0, 0] = CLASS
-        of_part[:, 1:first_patch, 0] = FIRST_REGISTER + np.arange(layout.num_registers)
-        of_part[:, first_patch:, 0] = PATCH
+        part_tokens = tokens[start:end].reshape(num_crops, length, -1)  # a view
+        part_tokens[:, 0, 0] = CLASS
+        part_tokens[:, 1:first_patch, 0] = FIRST_REGISTER + np.arange(layout.num_registers)
+        part_tokens[:, first_patch:, 0] = PATCH
         if part.masks is not None:
-            of_part[:, first_patch:, 0][part.masks] = MASKED_PATCH
-        of_part[:, first_patch:, 1:] = _patches_of(part.crops, patch)
+            part_tokens[:, first_patch:, 0][part.masks] = MASKED_PATCH
+        part_tokens[:, first_patch:, 1:] = _patches_of(part.crops, patch)
 
         centers = ((2 * np.arange(side) + 1) / side - 1) * position_factor
-        of_part = positions[start:end].reshape(num_crops, length, -1)
-        of_part[:, first_patch:, 0] = centers.repeat(side)
-        of_part[:, first_patch:, 1] = np.tile(centers, side)
+        part_positions = positions[start:end].reshape(num_crops, length, -1)
+        part_positions[:, first_patch:, 0] = centers.repeat(side)
+        part_positions[:, first_patch:, 1] = np.tile(centers, side)
         if part.draws is not None:
-            of_part[:, :, 2:] = part.draws[:, None]
+            part_positions[:, :, 2:] = part.draws[:, None]
 
         in_row = torch.arange(start, end).view(num_crops, length)
-        found.append((in_row[:, 0].contiguous(), in_row[:, first_patch:]))
+        places.append((in_row[:, 0].contiguous(), in_row[:, first_patch:]))
         start = end
     inputs = {
         "tokens": torch.from_numpy(tokens)[None],
         "input_pos": torch.from_numpy(positions)[None],
         "crop_groups": groups,
     }
-    return inputs, found
+    return inputs, places
 
 
 def _patches_of(crops: np.ndarray, patch: int) -> np.ndarray:
@@ -131,8 +135,8 @@ def without_targets(microbatch: Microbatch) -> Microbatch:
     return replace(microbatch, targets=targets, counts={})
 
 
-def of_global_crops(microbatch: Microbatch) -> Microbatch:
-    """Returns the global crops of a microbatch, as views of its tensors."""
+def global_crops(microbatch: Microbatch) -> Microbatch:
+    """Returns a microbatch of the global crops alone, as views of its tensors."""
     inputs, targets = microbatch.inputs, cast(Any, microbatch.targets)
     first, *_ = inputs["crop_groups"]
     num_tokens = first[0] * first[1]

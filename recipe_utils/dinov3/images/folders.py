@@ -110,11 +110,9 @@ def check_is_image(sample: Any, with_labels: bool = False) -> None:
     """Raises ValueError if a sample has no image, or no label and ``with_labels`` is True."""
     sample = _as_mapping(sample)
     if not isinstance(sample, Mapping) or "image" not in sample:
-        found = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
-        raise ValueError(
-            f"its samples have {found} and no image; set it to a dataset of images, such as "
-            "recipe_utils.dinov3.image_folder_dataset"
-        )
+        keys = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+        remedy = "set it to a dataset of images, such as recipe_utils.dinov3.image_folder_dataset"
+        raise ValueError(f"its samples have {keys} and no image; {remedy}")
     if with_labels and sample.get("label") is None:
         raise ValueError(
             "its images have no labels for neighbors to vote for; set dataset_knn and dataset_val to images with "
@@ -224,15 +222,15 @@ def _scaled(array: np.ndarray) -> np.ndarray:
 
 
 def _with_channels(array: np.ndarray, num_channels: int) -> np.ndarray:
-    found = len(array)
-    if num_channels in (1, 3) and found in (2, 4):
+    num_given = len(array)
+    if num_channels in (1, 3) and num_given in (2, 4):
         array = array[:-1]  # alpha
     if num_channels == 3 and len(array) == 1:
         return np.repeat(array, 3, axis=0)
     if num_channels == 1 and len(array) == 3:
         return grey_of(array)
     if len(array) != num_channels:
-        raise ValueError(f"it has {found} channels, which cannot be converted to the model's {num_channels}")
+        raise ValueError(f"it has {num_given} channels, which cannot be converted to the model's {num_channels}")
     return array
 
 

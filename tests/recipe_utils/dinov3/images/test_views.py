@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from distributed_runs import run_distributed
 from torch.utils.data import Dataset
 
-from recipe_utils.dinov3.images.crop_rows import CLASS, TokenLayout, of_global_crops
+from recipe_utils.dinov3.images.crop_rows import CLASS, TokenLayout, global_crops
 from recipe_utils.dinov3.images.multi_crop import MultiCrop
 from recipe_utils.dinov3.images.view_draws import mask_ratios
 from recipe_utils.dinov3.images.views import (
@@ -309,7 +309,7 @@ def test_whole_images_are_one_crop_each_with_their_labels(one_process):
             assert (microbatch.inputs["tokens"][0, targets.cls_positions, 0] == CLASS).all()
             assert len(targets.patch_positions) == number * P
             assert step.totals == {"images": number, "crop_tokens": number * G, "skipped_samples": 0}
-            assert of_global_crops(microbatch).inputs["crop_groups"] == ((number, G),)
+            assert global_crops(microbatch).inputs["crop_groups"] == ((number, G),)
             labels += targets.labels.tolist()
     assert labels == [index % 10 for index in range(NUM_IMAGES)]
 
