@@ -95,9 +95,8 @@ class AverageTeacher:
         ``temperature`` is that of Sinkhorn-Knopp's targets. ``max_images`` are those on the fullest
         rank, for two-pass KoLeo; else None.
 
-        Yields the microbatches, unchanged on stages before the last one, and the number of
-        prototypes that are the most probable one of some global crop, 0 on these stages: the ranks
-        of a pipeline average it.
+        Yields the microbatches, unchanged on stages before the last one, and the number of prototypes that are the most
+        probable one of some global crop, 0 on these stages: the ranks of a pipeline average it.
         """
         # The teacher sees global crops alone; the two-pass KoLeo is of the student's.
         seen = [global_crops(microbatch) for microbatch in step.microbatches]

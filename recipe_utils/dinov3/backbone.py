@@ -3,8 +3,7 @@
 A microbatch is one row of tokens that concatenates crops of several sizes, so that sharding,
 compile, activation checkpointing and pipeline stages work as for text.
 
-Shapes: b rows, s tokens per row, h heads, w head width, d model width, L layers, c channels, p
-patch size.
+Shapes: b rows, s tokens per row, h heads, w head width, d model width, L layers, c channels, p patch size.
 """
 
 import hashlib
@@ -145,13 +144,11 @@ class VisionTransformer(TransformerDecoder):
             tokens: [b, s, 1 + c * p * p]: kind of the token (0 patch, 1 masked patch, 2 class
                 token, 3 + r register r), then its patch's normalized pixels in the order [c, p, p].
                 On all stages but the first, hidden states [b, s, d].
-            input_pos: [b, s, 2 + draws]: (row, column) of the patch center in (-1, 1), (0, 0) for
-                other tokens; then draws in [0, 1), equal for all tokens of a crop, one per residual
-                branch: attention of layer 0, MLP of layer 0, attention of layer 1, ... In training
-                a draw below ``drop_path`` drops its branch, others scale it by 1 / (1 - drop_path)
-                (arXiv:1603.09382). No draws drop nothing.
-            crop_groups: crops of the single row (b = 1), s tokens in total; None if each row is one
-                crop.
+            input_pos: [b, s, 2 + draws]: (row, column) of the patch center in (-1, 1), (0, 0) for other tokens; then
+                draws in [0, 1), equal for all tokens of a crop, one per residual branch: attention of layer 0, MLP of
+                layer 0, attention of layer 1, ... In training a draw below ``drop_path`` drops its branch, others scale
+                it by 1 / (1 - drop_path) (arXiv:1603.09382). No draws drop nothing.
+            crop_groups: crops of the single row (b = 1), s tokens in total; None if each row is one crop.
         """
         h = self.tok_embeddings(tokens)
         rotation = rotation_of(input_pos[..., :2], self.head_dim, self.rope_base, h.dtype)
@@ -363,11 +360,10 @@ dinov3_vit_l16 = _of_size("dinov3_vit_l16", 16, 1024, 24, 16)
 def fresh_vit_weights(meta_model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Returns full initial weights by name, in fp32 on the CPU.
 
-    Matrices are normal with deviation 1 / sqrt(3 * inputs), which is 0.02 for 833 inputs, so that
-    small models distinguish images from the start; published models have 384 inputs or more and
-    0.02 (arXiv:2104.14294). Prototypes have a norm of about 1, as DINO's normalized ones; learned
-    tokens a deviation of 0.02; the mask token and biases are 0, norms 1. Each weight has its own
-    generator, so that weights do not depend on the layout.
+    Matrices are normal with deviation 1 / sqrt(3 * inputs), which is 0.02 for 833 inputs, so that small models
+    distinguish images from the start; published models have 384 inputs or more and 0.02 (arXiv:2104.14294). Prototypes
+    have a norm of about 1, as DINO's normalized ones; learned tokens a deviation of 0.02; the mask token and biases are
+    0, norms 1. Each weight has its own generator, so that weights do not depend on the layout.
 
     Raises ValueError for a parameter of an unknown kind.
     """

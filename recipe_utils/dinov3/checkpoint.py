@@ -1,7 +1,6 @@
 """Conversion of vision transformers to and from the format of transformers' ``DINOv3ViTModel``.
 
-transformers itself is not needed. Shapes: d width of the model, R registers, c channels, p patch
-size.
+transformers itself is not needed. Shapes: d width of the model, R registers, c channels, p patch size.
 """
 
 import json
@@ -157,26 +156,22 @@ def _activation(is_gated: bool) -> str:
 class DINOv3Checkpointer:
     """Reads and writes a backbone as a folder of transformers' ``DINOv3ViTModel``, with its heads in a file beside it.
 
-    Has the interface of torchtune's checkpointers. Set ``model: ${model}`` to use the config's
-    model.
+    Has the interface of torchtune's checkpointers. Set ``model: ${model}`` to use the config's model.
 
     Args:
-        checkpoint_dir: folder to load, such as a download of
-            facebook/dinov3-vits16-pretrain-lvd1689m; None loads no weights, and the recipe
-            initializes them.
+        checkpoint_dir: folder to load, such as a download of facebook/dinov3-vits16-pretrain-lvd1689m; None loads no
+            weights, and the recipe initializes them.
         output_dir: folder for exported models.
         model: component of the model, ``recipe_utils.dinov3.dinov3_vit``
             or one of its sizes.
         checkpoint_files: files in ``checkpoint_dir``; None finds them.
         image_size: size to which users' images are resized [pixels]; None is that of
             ``checkpoint_dir``, otherwise 224.
-        image_mean: mean of each channel in [0, 1], which the images' transform subtracts; None is
-            that of ``checkpoint_dir``, otherwise ImageNet's for three channels and no normalization
-            for others.
+        image_mean: mean of each channel in [0, 1], which the images' transform subtracts; None is that of
+            ``checkpoint_dir``, otherwise ImageNet's for three channels and no normalization for others.
         image_std: standard deviation of each channel; None as for ``image_mean``.
 
-    Raises ValueError if the folder is invalid or of another model, or the model is not a
-    ``dinov3_vit``.
+    Raises ValueError if the folder is invalid or of another model, or the model is not a ``dinov3_vit``.
     """
 
     def __init__(

@@ -3,10 +3,9 @@
 Example: three embeddings on a circle at 0, 60 and 180 degrees have their neighbors at distances 1, 1 and 1.73, so the
 loss is 0 + 0 - 0.55. At 0, 120 and 240 degrees, the farthest apart that they can be, it is 3 times -0.55.
 
--log of the distance to the nearest neighbor in a group (Kozachenko and Leonenko's entropy
-estimate; Sablayrolles et al., arXiv:1806.03198, section 3.3; for self-supervision DINOv2,
-arXiv:2304.07193). The images of a group are coupled: microbatches must not split a group, or must
-have all embeddings first (:func:`gradient_of_all`).
+-log of the distance to the nearest neighbor in a group (Kozachenko and Leonenko's entropy estimate; Sablayrolles et
+al., arXiv:1806.03198, section 3.3; for self-supervision DINOv2, arXiv:2304.07193). The images of a group are coupled:
+microbatches must not split a group, or must have all embeddings first (:func:`gradient_of_all`).
 
 Shapes: n images, v crops of each, d width of an embedding.
 """

@@ -16,8 +16,7 @@ from recipe_utils.update_steps.samples import SampleError
 from recipe_utils.update_steps.step import Microbatch
 
 StatesOf = Callable[[Sequence[Microbatch]], dict[int, Tensor]]
-"""Maps microbatches to class states [g, d] by index; empty on ranks without a pipeline's last
-stage."""
+"""Maps microbatches to class states [g, d] by index; empty on ranks without a pipeline's last stage."""
 
 
 class NearestNeighbors:
@@ -100,8 +99,7 @@ def num_voted_right(
     A vote's weight is exp(cosine / temperature) (Wu et al., arXiv:1805.01978, section 3.4; k = 20
     as in DINO, arXiv:2104.14294).
 
-    Shapes: states [n, d], labels [n] from 0, bank [m, d], its labels [m]; ``num_neighbors`` is at
-    most m.
+    Shapes: states [n, d], labels [n] from 0, bank [m, d], its labels [m]; ``num_neighbors`` is at most m.
     """
     wide = torch.promote_types(states.dtype, torch.float32)
     bank, states = (F.normalize(rows.to(wide), dim=-1) for rows in (bank, states))

@@ -31,10 +31,9 @@ HeadArguments = Annotated[dict[str, Any], MadeWith(1, default="recipe_utils.dino
 class PrototypeHead(nn.Module):
     """MLP to a bottleneck of length 1, and the prototypes that the loss compares it with.
 
-    The MLP is that of DINO (Caron et al., arXiv:2104.14294, appendix C): linear layers with GELU
-    between them, then normalization. The prototypes are a plain matrix, as in DINOv3
-    (arXiv:2508.10104). Raises ValueError if an argument is below 1, or there is one prototype, which
-    all crops would have.
+    The MLP is that of DINO (Caron et al., arXiv:2104.14294, appendix C): linear layers with GELU between them, then
+    normalization. The prototypes are a plain matrix, as in DINOv3 (arXiv:2508.10104). Raises ValueError if an argument
+    is below 1, or there is one prototype, which all crops would have.
     """
 
     def __init__(
@@ -83,9 +82,8 @@ class SelfDistillationHeads(nn.Module):
 SUMS = (
     "loss", "dino_local_loss", "dino_global_loss", "ibot_loss", "koleo_loss", "gram_loss", "target_entropy",
 )  # fmt: skip
-"""Names of the sums over images that the loss returns: differentiated loss; cross-entropy [nats] of local
-crops, of global crops and of masked patches; KoLeo; Gram; entropy of a crop's target [nats]. Only
-the first is weighted."""
+"""Names of the sums over images that the loss returns: differentiated loss; cross-entropy [nats] of local crops, of
+global crops and of masked patches; KoLeo; Gram; entropy of a crop's target [nats]. Only the first is weighted."""
 
 _KL, _ENTROPY = 0, 3  # indices into recipe_utils.distillation.losses.SUMS
 

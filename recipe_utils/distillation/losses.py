@@ -58,9 +58,8 @@ class TeacherHidden(NamedTuple):
 # ---- Divergences and their gradients in closed form -------------------------------------------------
 
 Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Takes log-probabilities of c rows over m tokens, log_q of the student and log_p of the teacher, and
-p = exp(log_p), all [c, m]. Returns the divergence of each row [c] in nats, and h = dD / d log_q [c,
-m].
+"""Takes log-probabilities of c rows over m tokens, log_q of the student and log_p of the teacher, and p = exp(log_p),
+all [c, m]. Returns the divergence of each row [c] in nats, and h = dD / d log_q [c, m].
 
 For logits z with softmax q, dD / dz = h - q * sum(h); h may omit a multiple of q, which cancels
 there. ``log_p`` and ``p`` may be overwritten.
@@ -109,9 +108,8 @@ def jensen_shannon(log_q: Tensor, log_p: Tensor, p: Tensor, part_of_teacher: flo
 class LinearDistillationLoss(ChunkedLoss):
     """Sum over targets t of w_t [(1 - r) CE_t + r T^2 D_t(teacher || student)], computed in chunks.
 
-    Both sides of D_t have temperature T (Hinton et al. 2015, arXiv:1503.02531, section 2.1) and are
-    normalized over the m common tokens. For further arguments see
-    :class:`recipe_utils.losses.chunks.ChunkedLoss`.
+    Both sides of D_t have temperature T (Hinton et al. 2015, arXiv:1503.02531, section 2.1) and are normalized over the
+    m common tokens. For further arguments see :class:`recipe_utils.losses.chunks.ChunkedLoss`.
 
     Args:
         divergence: ``forward``, ``reverse``, ``symmetric`` or ``js``; see :data:`Divergence`.

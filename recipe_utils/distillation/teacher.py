@@ -73,10 +73,9 @@ class TeacherSettings:
 class Teacher:
     """Attaches a frozen model's hidden states to the targets of update steps. All ranks together.
 
-    With pipeline stages, they are on the rank of the last one, where the loss is computed.
-    Meta model and checkpointer are those of the recipe's ``cfg``; ``modules``, ``student``, a meta model, and
-    ``checkpointer`` are the student's. With ``kd_ratio=0`` nothing is built or read. Raises ConfigError if the teacher
-    does not fit the student.
+    With pipeline stages, they are on the rank of the last one, where the loss is computed. Meta model and checkpointer
+    are those of the recipe's ``cfg``; ``modules``, ``student``, a meta model, and ``checkpointer`` are the student's.
+    With ``kd_ratio=0`` nothing is built or read. Raises ConfigError if the teacher does not fit the student.
     """
 
     def __init__(

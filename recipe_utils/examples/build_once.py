@@ -18,15 +18,10 @@ def build_once(
 ) -> None:
     """Calls ``build`` unless ``path`` exists and was built from the same arguments.
 
-    One of several processes builds. If nothing is built, nothing is locked or written: the folder
-    may be read-only, or an export.
-
-    Args:
-        path: file that ``build`` writes after all others, so that a kill leaves no current file.
-        build: writes the files and the record of the arguments.
-        made_from: arguments.
-        recorded: returns the arguments of the existing file; None for one of another origin, which
-            is not replaced.
+    One of several processes builds. If nothing is built, nothing is locked or written: the folder may be read-only, or
+    an export. ``build`` writes ``path`` after all other files and the record of the arguments ``made_from``, so that a
+    kill leaves no current file. ``recorded`` returns those of the existing file; None for one of another origin, which
+    is not replaced.
     """
 
     def changes() -> str:

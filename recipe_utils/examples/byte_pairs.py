@@ -51,18 +51,15 @@ def tiktoken_file(ranks: Ranks) -> str:
 def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[str, str]:
     """Returns the files of transformers' ``AutoTokenizer``, content by name.
 
-    Its ids are BEGIN and those of torchtune, unless the text contains the name of a special token,
-    which transformers converts to the token.
-
-    Args:
-        ranks: all tokens except the special ones.
-        special_tokens: name -> id; the ids follow those of ``ranks``.
+    Its ids are BEGIN and those of torchtune, unless the text contains the name of a special token, which transformers
+    converts to the token. Ids of ``special_tokens``, by name, follow those of ``ranks``.
     """
     printable = _printable_bytes()
 
     def written(token: bytes) -> str:
         return "".join(printable[byte] for byte in token)
 
+    # The format lists merges; tiktoken's implies them by the ids.
     vocab = {written(token): rank for token, rank in ranks.items()}
     merges = [
         (written(left), written(right))
@@ -92,8 +89,8 @@ def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[
 def _pairs_of(token: bytes, ranks: Ranks) -> list[tuple[bytes, bytes]]:
     """Returns all pairs of tokens that form ``token``: tiktoken ranks a merge by its result."""
     pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
-    found = [(left, right) for left, right in pairs if left in ranks and right in ranks]
-    return sorted(found, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    known = [(left, right) for left, right in pairs if left in ranks and right in ranks]
+    return sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:

@@ -48,9 +48,8 @@ def fresh_llama_checkpointer(
 ) -> FullModelHFCheckpointer:
     """Returns a Hugging Face checkpointer, after building a checkpoint of fresh weights.
 
-    The checkpoint (``config.json``, ``model.safetensors``) also loads with ``transformers``. It is
-    built once, and rebuilt if ``model`` or ``seed`` change. Weights of another origin are not
-    replaced.
+    The checkpoint (``config.json``, ``model.safetensors``) also loads with ``transformers``. It is built once, and
+    rebuilt if ``model`` or ``seed`` change. Weights of another origin are not replaced.
 
     ``model`` is ``torchtune.models.llama3_2.llama3_2`` with ``scale_factor: 1`` (plain RoPE). The
     fresh checkpoint is in ``checkpoint_dir``. Other arguments are those of the checkpointer.

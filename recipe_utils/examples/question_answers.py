@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,19 +38,18 @@ def pairs_in_file(path: str, collect: Callable[[], Pairs]) -> Pairs:
     return [(question, answer) for question, answer in json.loads(Path(path).read_text())]
 
 
-def split_of(pairs: Pairs, split: str, num_validation_samples: int) -> Pairs:
-    """Returns the pairs of a split, shuffled with a fixed seed.
-
-    Raises:
-        ValueError: unknown split.
-    """
+def check_split(split: str) -> None:
+    """Raises ValueError for an unknown split."""
     if split not in ("train", "validation"):
         raise ValueError(f"split={split}: unknown; set it to 'train' or 'validation'")
-    shuffled = list(pairs)
+
+
+def split_of(samples: Sequence[Any], split: str, num_validation_samples: int) -> Any:
+    """Returns the samples of a split, shuffled with a fixed seed."""
+    check_split(split)
+    shuffled = list(samples)
     random.Random(0).shuffle(shuffled)
-    if split == "validation":
-        return shuffled[:num_validation_samples]
-    return shuffled[num_validation_samples:]
+    return shuffled[:num_validation_samples] if split == "validation" else shuffled[num_validation_samples:]
 
 
 def dataset_of(name: str, collect: Callable[[], Pairs]) -> Callable[..., Dataset[dict[str, Any]]]:
@@ -77,10 +76,10 @@ def dataset_of(name: str, collect: Callable[[], Pairs]) -> Callable[..., Dataset
         Raises:
             ValueError: unknown split.
         """
-        of_split = split_of(pairs_in_file(path, collect), split, num_validation_samples)
+        pairs = split_of(pairs_in_file(path, collect), split, num_validation_samples)
         transform = SFTTransform(model_transform=tokenizer)
-        pairs = TokenizedPairs(of_split, partial(_tokens_and_labels, transform, train_on_input))
-        return PackedDataset(pairs, max_seq_len=tokenizer.max_seq_len) if packed else pairs
+        samples = TokenizedPairs(pairs, partial(_tokens_and_labels, transform, train_on_input))
+        return PackedDataset(samples, max_seq_len=tokenizer.max_seq_len) if packed else samples
 
     dataset.__name__ = name  # in messages about its arguments
     return dataset

@@ -9,8 +9,7 @@ from recipe_utils.examples.question_answers import Pairs, dataset_of
 from recipe_utils.examples.stdlib_sources import definitions, library_sources
 
 MAX_CHARACTERS = 1000
-"""Maximum length of a function's code. With its question this is less than 512 tokens of the
-embedded tokenizer."""
+"""Maximum length of a function's code. With its question this is less than 512 tokens of the embedded tokenizer."""
 
 
 def code_pairs() -> Pairs:
@@ -29,7 +28,7 @@ def _functions(source: Path) -> Iterator[tuple[str, str]]:
     for name, node in definitions(source):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        start = min(each.lineno for each in [node, *node.decorator_list]) - 1
+        start = min(part.lineno for part in [node, *node.decorator_list]) - 1
         code = lines[start : node.end_lineno]
         if ast.get_docstring(node) is not None:
             docstring, *body = node.body

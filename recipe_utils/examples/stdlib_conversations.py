@@ -1,13 +1,13 @@
 """Conversations with thinking about Python's standard library, and a tokenizer whose chat template drops it."""
 
 import json
-import random
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from recipe_utils.examples.build_once import build_once
 from recipe_utils.examples.byte_pairs import END
+from recipe_utils.examples.question_answers import check_split, split_of
 from recipe_utils.examples.stdlib_code import code_pairs
 from recipe_utils.examples.stdlib_docs import docstring_pairs, docstring_tokenizer
 from recipe_utils.files import write_atomically
@@ -38,8 +38,7 @@ def conversation_tokenizer(
 ) -> FolderTokenizer:
     """Returns the tokenizer of :func:`.docstring_tokenizer` with a chat template that drops thinking.
 
-    Arguments are those of :func:`.docstring_tokenizer`; the folder of ``path`` gets the files of
-    transformers.
+    Arguments are those of :func:`.docstring_tokenizer`; the folder of ``path`` gets the files of transformers.
     """
     special_tokens = docstring_tokenizer(path, docstrings_path, vocab_size).special_tokens
     folder = Path(path).parent
@@ -75,15 +74,11 @@ def conversation_dataset(
     Raises:
         ValueError: unknown split.
     """
-    if split not in ("train", "validation"):
-        raise ValueError(f"split={split}: unknown; set it to 'train' or 'validation'")
+    check_split(split)
 
     def write() -> None:
-        found = _collect(docstrings_path)
-        random.Random(0).shuffle(found)
-        is_validation = split == "validation"
-        chosen = found[:num_validation_samples] if is_validation else found[num_validation_samples:]
-        lines = (json.dumps({"messages": messages}) + "\n" for messages in chosen)
+        conversations = split_of(_collect(docstrings_path), split, num_validation_samples)
+        lines = (json.dumps({"messages": messages}) + "\n" for messages in conversations)
         write_atomically(Path(path), "".join(lines))
 
     build_once(Path(path), write)
@@ -102,5 +97,5 @@ def _collect(docstrings_path: str) -> list[list[dict[str, str]]]:
                 {"role": "assistant", "reasoning_content": code_of[name].strip(), "content": answer.strip()},
             ]
             turns[name.rpartition(".")[0]].append(messages)
-    parts = (each[i : i + _MAX_TURNS] for each in turns.values() for i in range(0, len(each), _MAX_TURNS))
+    parts = (of_class[i : i + _MAX_TURNS] for of_class in turns.values() for i in range(0, len(of_class), _MAX_TURNS))
     return [[message for turn in part for message in turn] for part in parts if len(part) > 1]

@@ -78,8 +78,7 @@ def docstring_tokenizer(
         path: file of the tokenizer. ``special_tokens.json`` is written beside it, and for
             transformers ``tokenizer.json`` and ``tokenizer_config.json``. Exports contain all of
             them, but not the record of the arguments, and are only read.
-        docstrings_path: file of the text to train on, see :func:`docstring_pairs`; None to only
-            read or copy.
+        docstrings_path: file of the text to train on, see :func:`docstring_pairs`; None to only read or copy.
         vocab_size: number of tokens, including special ones, if it is trained.
         max_seq_len: maximum length of samples [tokens].
         copied_from: file of another model's tokenizer, which is copied instead of trained.

@@ -26,8 +26,7 @@ def word_order_dataset(
     neighboring words exchanged. For the arguments see :func:`.docstring_dataset`.
     """
     answers = first_paragraphs(docstring_pairs(path))
-    of_split = split_of(answers, split, num_validation_samples)
-    return TokenizedPairs(of_split, partial(_tokenized_sides, tokenizer))
+    return TokenizedPairs(split_of(answers, split, num_validation_samples), partial(_tokenized_sides, tokenizer))
 
 
 def first_paragraphs(pairs: Pairs) -> Pairs:
@@ -36,12 +35,12 @@ def first_paragraphs(pairs: Pairs) -> Pairs:
     They have at least MIN_WORDS words, two of them different. Equal ones are returned once: methods
     of many classes share a docstring, and validation samples must not be in the training split.
     """
-    found: dict[str, str] = {}
+    question_of: dict[str, str] = {}
     for question, docstring in pairs:
         words = re.split(r"\n\s*\n", docstring, maxsplit=1)[0].split()
         if question.startswith("What does ") and len(words) >= MIN_WORDS and len(set(words)) > 1:
-            found.setdefault(" ".join(words), question)
-    return [(question, answer) for answer, question in found.items()]
+            question_of.setdefault(" ".join(words), question)
+    return [(question, answer) for answer, question in question_of.items()]
 
 
 def exchange_neighbors(text: str, seed: str) -> str:
@@ -60,8 +59,7 @@ def exchange_neighbors(text: str, seed: str) -> str:
 def _tokenized_sides(tokenizer: Any, question: str, answer: str) -> dict[str, Any]:
     """Returns a sample as torchtune's ``PreferenceDataset``.
 
-    It has the tokens of both sides, including the question, and their labels, -100 for the
-    question.
+    It has the tokens of both sides, including the question, and their labels, -100 for the question.
     """
     sample: dict[str, Any] = {}
     sides = {"chosen": answer, "rejected": exchange_neighbors(answer, question)}

@@ -18,11 +18,11 @@ def library_dir() -> Path:
 
 def library_sources() -> list[Path]:
     """Returns its modules without tests and demos, sorted by path."""
-    found = []
+    paths = []
     for folder, subfolders, files in os.walk(library_dir()):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_DIRS]
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    return sorted(found)
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(paths)
 
 
 def definitions(

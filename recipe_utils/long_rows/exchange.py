@@ -50,13 +50,13 @@ def heads_of_row(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> t
     num_heads, num_keys = q.size(1), k.size(1)
     if num_keys % c:
         times = (num_heads if c % num_keys else c) // num_keys
-        k, v = (each.repeat_interleave(times, dim=1) for each in (k, v))
-    parts = [each.reshape(len(q), c, -1) for each in (q, k, v)]
+        k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    parts = [x.reshape(len(q), c, -1) for x in (q, k, v)]
     # [c, s, heads of a rank]
     received = _all_to_all(torch.cat(parts, dim=2).transpose(0, 1), group)
     row = received.transpose(0, 1).flatten(0, 1)  # token i of the row is on rank i % c
-    of_row = row.split([part.size(2) for part in parts], dim=1)
-    q, k, v = (own.unflatten(1, (-1, each.size(2))) for own, each in zip(of_row, (q, k, v), strict=True))
+    split = row.split([part.size(2) for part in parts], dim=1)
+    q, k, v = (heads.unflatten(1, (-1, x.size(2))) for heads, x in zip(split, (q, k, v), strict=True))
     return q, k, v
 
 

@@ -1,8 +1,13 @@
 """Parts of a row: rank 0 of 2 computes the tokens 0, 2, 4, ..., rank 1 the tokens 1, 3, 5, ...
 
+Example: a row of 7 tokens becomes 8 with one of padding, and each rank has 4. A target at position 5 is that of position
+2 on rank 1.
+
 Parts are stripes, so that each has about as many targets: of a long prompt with a short answer, the
 last of a few blocks would have them all.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,24 +29,23 @@ def cut(row: Microbatch, part: Part, num_samples: int, row_multiple: int | None)
     if num_missing:
         documents = [*documents, num_missing]
 
-    def part_of_row(whole: Tensor) -> Tensor:
+    def part_of_row(column: Tensor) -> Tensor:
         # The last position has no target, so copies of it are padding.
-        padded = torch.cat([whole, whole[:, -1:].expand(-1, num_missing)], dim=1)
+        padded = torch.cat([column, column[:, -1:].expand(-1, num_missing)], dim=1)
         return padded[:, first::num_ranks]
 
-    tensors = {key: x for key, x in row.inputs.items() if key != "document_lengths"}
-    inputs = {key: part_of_row(x) for key, x in tensors.items()}
-    is_own = row.targets.positions % num_ranks == first
+    inputs: dict[str, Any] = {key: part_of_row(x) for key, x in row.inputs.items() if key != "document_lengths"}
+    inputs["document_lengths"] = Documents([documents], num_ranks)
+    is_here = row.targets.positions % num_ranks == first
     samples = row.targets.samples
     targets = row.targets._replace(
         labels=part_of_row(labels),
-        positions=row.targets.positions[is_own] // num_ranks,
-        samples=None if samples is None else samples[is_own],
-        values={name: values[is_own] for name, values in row.targets.values.items()},
+        positions=row.targets.positions[is_here] // num_ranks,
+        samples=None if samples is None else samples[is_here],
+        values={name: values[is_here] for name, values in row.targets.values.items()},
     )
     counts: dict[str, float] = dict.fromkeys((*row.counts, "spanning_samples"), 0)
     if first == 0:
         num_positions = labels.numel() + num_missing
         counts = {**row.counts, "positions": num_positions, "spanning_samples": num_samples}
-    of_row = Documents([documents], num_ranks)
-    return Microbatch({**inputs, "document_lengths": of_row}, targets, counts)
+    return Microbatch(inputs, targets, counts)

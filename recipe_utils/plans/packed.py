@@ -5,9 +5,8 @@ round of two rows. Longest first, each sample goes into the cheaper row with spa
 into the second. The costlier row goes to the rank with the least load: rank 0 computes [5, 3, 2], rank 1 [9].
 Sorted and padded in twos, the same samples are 2 x 9 + 2 x 3 = 24 positions instead of 19.
 
-With up to two ranks per row, four ranks of at most 100 tokens and samples of 190, 60, 50 and 10 tokens, the long
-one begins a row of ranks 0 and 1, which compute 95 tokens each. The others fill rows of ranks 2 and 3: [60] and
-[50, 10].
+With up to two ranks per row, four ranks of at most 100 tokens and samples of 190, 60, 50 and 10 tokens, the long one
+begins a row of ranks 0 and 1, which compute 95 tokens each. The others fill rows of ranks 2 and 3: [60] and [50, 10].
 """
 
 import heapq
@@ -58,16 +57,14 @@ def plan_packed(
 ) -> list[Microbatches]:
     """Packs whole samples without padding into few rows of about equal cost.
 
-    A sample longer than a rank's bound begins a row of 2, 4, ... ranks, as few as hold it. Longest
-    first, each other sample goes into the row with the least cost per rank so far (Graham 1969,
-    doi:10.1137/0117039) among those with space; if a sample fits in none, one more row per rank is
-    opened.
+    A sample longer than a rank's bound begins a row of 2, 4, ... ranks, as few as hold it. Longest first, each other
+    sample goes into the row with the least cost per rank so far (Graham 1969, doi:10.1137/0117039) among those with
+    space; if a sample fits in none, one more row per rank is opened.
 
-    Arguments and the result are those of :func:`recipe_utils.plans.padded.plan_least_padding`;
-    a microbatch is one row, ``max_tokens_per_microbatch`` bounds its tokens on each of its ranks,
-    and ``max_ranks_per_row``, a power of two, the number of these. They are neighbors, and the
-    first is a multiple of their number. A sample longer than the bound on the most ranks is computed
-    on these.
+    Arguments and the result are those of :func:`recipe_utils.plans.padded.plan_least_padding`; a microbatch is one row,
+    ``max_tokens_per_microbatch`` bounds its tokens on each of its ranks, and ``max_ranks_per_row``, a power of two, the
+    number of these. They are neighbors, and the first is a multiple of their number. A sample longer than the bound on
+    the most ranks is computed on these.
     """
     max_tokens = max_tokens_per_microbatch or batch_size * max(lengths, default=1)
     most_ranks = math.gcd(max_ranks_per_row, num_ranks)

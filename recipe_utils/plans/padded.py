@@ -35,21 +35,13 @@ def plan_least_padding(
 ) -> list[Microbatches]:
     """Sorts the samples by length, cuts them into microbatches and deals these to ranks.
 
-    On one rank no partition of the samples costs less. Several ranks compute as many rounds as the
-    cheapest cut fills, of microbatches of about equal cost; in each, the costliest one goes to the
-    rank with the least cost so far. The longest samples are first, so that an out-of-memory error
-    occurs in the first microbatch.
+    On one rank no partition of the samples costs less. Several ranks compute as many rounds as the cheapest cut fills,
+    of microbatches of about equal cost; in each, the costliest one goes to the rank with the least cost so far. The
+    longest samples are first, so that an out-of-memory error occurs in the first microbatch.
 
-    The result has the form of :func:`plan_in_order`'s; every rank gets the same number of
-    microbatches, unless there are too few samples.
-
-    Args:
-        lengths: tokens of each sample in the update step, [n].
-        num_ranks: number of ranks.
-        batch_size: only used if ``max_tokens_per_microbatch`` is None.
-        max_tokens_per_microbatch: maximum rows * longest [positions]; None for ``batch_size`` times
-            the longest of these samples. A longer sample gets its own microbatch.
-        cost: cost of a microbatch.
+    ``max_tokens_per_microbatch`` bounds rows * longest [positions]; None is ``batch_size`` times the longest of these
+    samples. A longer sample gets its own microbatch. The result has the form of :func:`plan_in_order`'s; every rank
+    gets the same number of microbatches, unless there are too few samples.
     """
     max_tokens = max_tokens_per_microbatch or batch_size * max(lengths, default=1)
     order = longest_first(lengths)

@@ -40,5 +40,5 @@ WHOLE = Part()
 def part_of(planned: Sequence[Microbatches], rank: int, index: int) -> Part:
     """Returns the part that a rank has of its microbatch ``index``."""
     row = planned[rank][index]
-    same = [r for r, each in enumerate(planned) if row and each[index : index + 1] == [row]]
-    return Part(same.index(rank), len(same)) if row else WHOLE
+    ranks = [r for r, microbatches in enumerate(planned) if row and microbatches[index : index + 1] == [row]]
+    return Part(ranks.index(rank), len(ranks)) if row else WHOLE

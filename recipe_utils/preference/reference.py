@@ -50,8 +50,7 @@ class ReferenceSettings:
     reference: Literal["live", "offload", "cached"] = "live"
     """``offload`` keeps the model on the CPU between its forwards; ``cached`` stores two numbers per pair on disk."""
     reference_cache_dir: Annotated[FilePath | None, OnlyWith("reference", ("cached",))] = None
-    """Folder of ``cached``, shared by all trainings with this reference; null is
-    ``output_dir``/reference."""
+    """Folder of ``cached``, shared by all trainings with this reference; null is ``output_dir``/reference."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems with the folder."""

@@ -58,6 +58,7 @@ def read_config(path: str, overrides: list[str]) -> Any:
 
 def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     """Yields lines about the samples of ``dataset``. Raises ConfigError."""
+    # Keys of a training that samples do not depend on are checked, but not needed.
     recipe_settings = build("recipe", settings_of, recipe)
     if "tokenizer" not in keys_of(recipe_settings):
         raise ConfigError(f"recipe={recipe}: its samples are images; set one of texts or pairs")
@@ -71,6 +72,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     problems += problems_with_list("dataset", values.get("dataset"))
     if problems:
         raise ConfigError(*problems)
+    # As in the recipe, but for a model without limits.
     tokenizer: Any = build("tokenizer", config.instantiate, cfg.tokenizer)
     check = check_is_pair if are_pairs else None
     dataset = build("dataset", load_dataset, cfg.dataset, tokenizer, check)
@@ -84,6 +86,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
         collator = TextCollator(settings, tokenizer, ignore_index, limits, has_trees)
     checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip")
     yield from _statistics(checked, collator)
+    # The order that training has on any number of ranks.
     order = build_order(checked, settings, dp_degree=1)
     if isinstance(order, MixtureOrder):
         yield from order.log_lines(cfg.get("epochs", 1))
@@ -96,7 +99,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
             continue
         row = collator.collate([sample])
         for number, branch in enumerate(chains(sample.get("documents", ()))):
-            places = [place for each in branch.ranges for place in range(*each)]
+            places = [place for start_and_stop in branch.ranges for place in range(*start_and_stop)]
             tokens, labels = row.inputs["tokens"][0, places], row.targets.labels[0, places]
             are_targets = [False, *(labels[:-1] == tokens[1:]).tolist()]
             yield f"\n{checked.name_of(index)}, branch {number}: {len(places)} tokens, {sum(are_targets)} targets"
@@ -150,9 +153,9 @@ def _marked(tokenizer: Any, tokens: list[int], are_targets: list[bool]) -> str:
     text, marked, end = "", "", 0
     for is_target, group in groupby(are_targets):
         end += len([*group])
-        whole = tokenizer.decode(tokens[:end], **options)  # some strip the first space of a text
-        marked += f"{begin}{whole[len(text) :]}{end_mark}" if is_target else whole[len(text) :]
-        text = whole
+        longer = tokenizer.decode(tokens[:end], **options)  # some strip the first space of a text
+        marked += f"{begin}{longer[len(text) :]}{end_mark}" if is_target else longer[len(text) :]
+        text = longer
     return marked
 
 

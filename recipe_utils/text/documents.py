@@ -53,9 +53,8 @@ class Documents(Sequence[Sequence[Document]]):
 
     lengths: DocumentLengths
     cu_seqlens: Tensor
-    """[p + 1], int32: start of each segment in the flattened [b * s] positions, and end of the
-    last. No segment is empty, which FlashAttention's backward does not support. Without trees
-    these are cumulative sequence lengths."""
+    """[p + 1], int32: start of each segment in the flattened [b * s] positions, and end of the last. No segment is
+    empty, which FlashAttention's backward does not support. Without trees these are cumulative sequence lengths."""
     ends: Tensor | None
     """[p], int32: end in its row of each segment's last descendant; None without trees."""
     max_seqlen: int

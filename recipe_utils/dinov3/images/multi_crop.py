@@ -143,8 +143,8 @@ class MultiCrop:
         """Returns the crops of one size; draws are [crops, _NUM_DRAWS]."""
         size = self.local_crop_size if is_local else self.global_crop_size
         scale = self.local_crop_scale if is_local else self.global_crop_scale
-        drawn = [_Draws(of_crop) for of_crop in draws]
-        boxes = [random_box(image.shape[1:], scale, self.aspect_ratio, each.boxes) for each in drawn]
+        drawn = [_Draws(crop_draws) for crop_draws in draws]
+        boxes = [random_box(image.shape[1:], scale, self.aspect_ratio, crop.boxes) for crop in drawn]
         crops = resized_boxes(image, boxes, size, self.interpolation)
         kinds = [2] * len(crops) if is_local else [0, 1]
         changed = map(self._changed, map(_bounded, crops), drawn, kinds)
@@ -180,7 +180,7 @@ class MultiCrop:
         return crop
 
     def _normalized(self, crop: np.ndarray) -> np.ndarray:
-        mean, std = (np.array(of, crop.dtype)[:, None, None] for of in (self.mean, self.std))
+        mean, std = (np.array(values, crop.dtype)[:, None, None] for values in (self.mean, self.std))
         return (crop - mean) / std
 
 
@@ -306,10 +306,8 @@ def blurred(crop: np.ndarray, sigma: float) -> np.ndarray:
 def check_fits(transform: Any, patch_size: int, num_channels: int) -> None:
     """Raises a ValueError unless a transform is a MultiCrop that matches the model."""
     if not isinstance(transform, MultiCrop):
-        raise ValueError(
-            f"transform: it is a {type(transform).__name__}; set it to recipe_utils.dinov3.MultiCrop, "
-            "which takes another transform as image_transform"
-        )
+        remedy = "set it to recipe_utils.dinov3.MultiCrop, which takes another transform as image_transform"
+        raise ValueError(f"transform: it is a {type(transform).__name__}; {remedy}")
     problems = []
     for name in ("global_crop_size", "local_crop_size"):
         size = getattr(transform, name)

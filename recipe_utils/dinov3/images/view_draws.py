@@ -1,7 +1,6 @@
 """Random draws for views: masks of patches, and the position factor.
 
-Draws depend only on numbers such as seed, epoch and index: they are the same on any rank and after
-a resume.
+Draws depend only on numbers such as seed, epoch and index: they are the same on any rank and after a resume.
 """
 
 import hashlib

@@ -44,8 +44,7 @@ class ViewSettings:
     mask_ratio: list[float] | None = None
     """Range of the share of masked patches in such a crop, uniform; null is ``[0.1, 0.5]``."""
     koleo_group_size: Annotated[int, Field(ge=2)] | None = 16
-    """Consecutive images, in one microbatch, that KoLeo searches for neighbors; null: the
-    update step."""
+    """Consecutive images, in one microbatch, that KoLeo searches for neighbors; null: the update step."""
     rope_rescale: Annotated[float, Field(ge=1)] | None = None
     """Bound x of the factor of an update step's positions, log-uniform in [1/x, x]; null for none."""
 
@@ -110,6 +109,7 @@ class Views(Dataset[dict[str, Any]]):
         [2 + L, num_draws] in [0, 1). Raises SampleError if the image cannot be used.
         """
         index = index if isinstance(index, StepIndex) else StepIndex(index)
+        # One generator for each purpose: a change of one leaves the draws of the others.
         settings, layout = self.settings, self.layout
         pixels, _ = checked_image(self.dataset[index.item], layout.num_channels)
         place: tuple[int, ...] = (self.seed, index.epoch, index.item)
@@ -118,10 +118,11 @@ class Views(Dataset[dict[str, Any]]):
         global_crops, local_crops = self.transform(pixels, generator_of("crops", *place))
         num_crops = 2 + self.transform.num_local_crops
         draws = torch.rand(num_crops, layout.num_draws, generator=generator_of("drops", *place))
-        of_step = (self.seed, index.epoch, index.step)
+        # What all images of an update step share is drawn by its number alone.
+        step = (self.seed, index.epoch, index.step)
         side = self.transform.global_crop_size // layout.patch_size
         generator = generator_of("masks", *place)
-        ratios = self._mask_ratios(*of_step, index.step_size)
+        ratios = self._mask_ratios(*step, index.step_size)
         masks = [block_mask(side, round(ratios[2 * index.position + crop] * side**2), generator) for crop in range(2)]
         return {
             "global_crops": global_crops,
@@ -130,7 +131,7 @@ class Views(Dataset[dict[str, Any]]):
             "draws": draws.numpy(),
             "position": index.position,
             "step_size": index.step_size,
-            "position_factor": position_factor(*of_step, settings.rope_rescale),
+            "position_factor": position_factor(*step, settings.rope_rescale),
             "digest": digest_of(pixels),
         }
 
@@ -192,9 +193,8 @@ class ViewCollator(Collator):
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
         """Returns one row (:func:`row_of`): the global crops of all images, then the local ones."""
-        masks, global_crops, local_crops = (
-            np.concatenate([sample[key] for sample in samples]) for key in ("masks", "global_crops", "local_crops")
-        )
+        keys = ("masks", "global_crops", "local_crops")
+        masks, global_crops, local_crops = (np.concatenate([sample[key] for sample in samples]) for key in keys)
         global_draws = np.concatenate([sample["draws"][:2] for sample in samples])
         local_draws = np.concatenate([sample["draws"][2:] for sample in samples])
         parts = [CropsOfOneSize(global_crops, global_draws, masks), CropsOfOneSize(local_crops, local_draws)]

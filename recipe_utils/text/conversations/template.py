@@ -114,9 +114,8 @@ class ChatTemplate:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of a conversation, int64 [n], and which are targets, bool [n].
 
-        ``trains`` has one item per message. An assistant's turn starts where the generation prompt
-        ends, and ends after its last stop token. Other messages train as a whole. A token belongs to the
-        message of its last character.
+        ``trains`` has one item per message. An assistant's turn starts where the generation prompt ends, and ends after
+        its last stop token. Other messages train as a whole. A token belongs to the message of its last character.
 
         Messages between equal texts start and end alike. Of these, only the first, second, fourth,
         eighth, ... are rendered. ``alike`` keeps them, for beginnings of one conversation.

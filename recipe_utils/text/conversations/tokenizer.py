@@ -46,8 +46,7 @@ class FolderTokenizer:
             Ids are then those of the class that it chooses, otherwise those of ``tokenizer.json``.
 
     Raises:
-        ValueError: the folder has no fast tokenizer, or its chat template needs a date or does not use
-            a variable.
+        ValueError: the folder has no fast tokenizer, or its chat template needs a date or does not use a variable.
     """
 
     def __init__(
