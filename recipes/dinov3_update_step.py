@@ -133,7 +133,7 @@ class DINOv3Recipe:
         # ---- Components
         settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
         heads = settings.dino_head or {}, settings.ibot_head or {}
-        make_model = with_heads(partial(config.instantiate, cfg.model), *heads)
+        make_model = partial(with_heads, partial(config.instantiate, cfg.model), *heads)
         meta_model = build("model", build_on_meta, make_model, settings)
         transform = build("transform", config.instantiate, cfg.transform)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)

@@ -338,7 +338,7 @@ def test_a_model_of_transformers_is_packed_in_its_way(name):
 def test_backbones_have_published_sizes_crops_and_the_memory_in_their_header(name):
     """Siméoni et al., arXiv:2508.10104, section 3.2 and appendix C."""
     cfg = load(name)
-    make = with_heads(lambda: config.instantiate(cfg.model), {}, {})
+    make = partial(with_heads, lambda: config.instantiate(cfg.model), {}, {})
     whole = build_on_meta(make, ModelSettings(dtype="bf16"))
     assert size(whole) - size(whole.output) == pytest.approx(BACKBONES[name], rel=0.01)
     for head in (whole.output.dino, whole.output.ibot):

@@ -302,31 +302,13 @@ def dinov3_vit(
 
 def with_heads(
     make_backbone: Callable[[], nn.Module], dino: Mapping[str, int], ibot: Mapping[str, int]
-) -> Callable[[], nn.Module]:
-    """Returns a builder of the backbone with prototype heads as its output layer.
+) -> VisionTransformer:
+    """Builds the backbone with prototype heads as its output layer.
 
-    ``dino`` and ``ibot`` are arguments of :class:`PrototypeHead`, without the width. The builder
-    raises ValueError for another backbone, ConfigError for invalid arguments of a head.
+    ``dino`` and ``ibot`` are arguments of :class:`PrototypeHead`, without the width. Raises ValueError for another
+    backbone or one with batch norms, ConfigError for invalid arguments of a head.
     """
-
-    def make() -> nn.Module:
-        model: Any = make_backbone()
-        check_vision_transformer(model)
-        embed_dim: int = model.tok_embeddings.embedding_dim
-        heads = []
-        for key, arguments in (("dino_head", dino), ("ibot_head", ibot)):
-            try:
-                heads.append(PrototypeHead(embed_dim, **arguments))
-            except ValueError as error:
-                raise ConfigError(f"{key}.{error}") from error
-        model.output = SelfDistillationHeads(*heads)
-        return model
-
-    return make
-
-
-def check_vision_transformer(model: nn.Module) -> None:
-    """Raises a ValueError unless a model is a :class:`VisionTransformer` without batch norms."""
+    model = make_backbone()
     if not isinstance(model, VisionTransformer):
         raise ValueError(
             f"it is a {type(model).__name__} and no vision transformer; set it to "
@@ -338,6 +320,14 @@ def check_vision_transformer(model: nn.Module) -> None:
                 f"its {name} is a {type(module).__name__}, which makes outputs depend on how an update step is split; "
                 "set it to a norm of each token, such as torch.nn.LayerNorm"
             )
+    heads = []
+    for key, arguments in (("dino_head", dino), ("ibot_head", ibot)):
+        try:
+            heads.append(PrototypeHead(model.tok_embeddings.embedding_dim, **arguments))
+        except ValueError as error:
+            raise ConfigError(f"{key}.{error}") from error
+    model.output = SelfDistillationHeads(*heads)
+    return model
 
 
 def _of_size(name: str, *sizes: Any) -> Callable[..., VisionTransformer]:

@@ -4,6 +4,7 @@ Follows the papers' definitions and not the recipe: crops are forwarded one by o
 matrix of targets, every pair of crops has its own cross-entropy.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,7 @@ def reference(group_size: int | None, num_steps: int | None = None, without: str
     ``drop path`` or ``rescaled positions``.
     """
     weights = {name: weight * (name != without) for name, weight in WEIGHTS.items()}
-    make = with_heads(lambda: torchtune_config.instantiate(OmegaConf.create(MODEL)), HEAD, HEAD)
+    make = partial(with_heads, partial(torchtune_config.instantiate, OmegaConf.create(MODEL)), HEAD, HEAD)
     student, teacher, gram_teacher = make().double(), make().double(), make().double()
     for model in (student, teacher, gram_teacher):
         model.load_state_dict(fresh_vit_weights(student, seed=0))

@@ -52,13 +52,6 @@ class Printed(NamedTuple):
     end: int
 
 
-class Turn(NamedTuple):
-    """Characters ``[start, end)`` of the targets of a message."""
-
-    start: int
-    end: int
-
-
 class ChatTemplate:
     """Chat template of a folder.
 
@@ -127,7 +120,7 @@ class ChatTemplate:
         printed = self._printed(chat, tools, text)
         tokens, ends = encode(text)
         is_target = np.zeros(len(tokens), dtype=bool)
-        turns: dict[int, Turn] = {}
+        turns: dict[int, range] = {}  # characters of the targets of a message
         # From characters to tokens; what a template prints behind the stop token is no target.
         for index, start, limit in self._turns(chat, trains, tools, text, printed, alike):
             first, last = np.searchsorted(ends, [start, limit], side="right")
@@ -141,7 +134,7 @@ class ChatTemplate:
                 last = first + stops[-1] + 1
             if first < last:
                 is_target[first:last] = True
-                turns[index] = Turn(int(ends[first - 1]) if first else 0, int(ends[last - 1]))
+                turns[index] = range(int(ends[first - 1]) if first else 0, int(ends[last - 1]))
         # Which tokens are targets is known; now each value must be among its own turn's.
         if printed is None:
             self._check_one_by_one(chat, trains, tools, text, turns)
@@ -298,7 +291,7 @@ class ChatTemplate:
         return [*printed, *(Printed(leaves[number], -1, -1) for number in missing)]
 
     def _check(
-        self, chat: Chat, trains: Sequence[bool], text: str, turns: Mapping[int, Turn], printed: Sequence[Printed]
+        self, chat: Chat, trains: Sequence[bool], text: str, turns: Mapping[int, range], printed: Sequence[Printed]
     ) -> None:
         """Raises SampleError unless each value is printed whole, and not among the targets of another turn."""
         order = sorted(turns, key=lambda index: turns[index].start)
@@ -309,7 +302,7 @@ class ChatTemplate:
                 self._take_left_out(chat, trains, leaf)
             elif index is not None:
                 at = bisect_right(starts, end - 1) - 1
-                owner = order[at] if at >= 0 and end <= turns[order[at]].end else None
+                owner = order[at] if at >= 0 and end <= turns[order[at]].stop else None
                 is_outside = index in turns and owner is None and not leaf.is_name
                 if is_outside or owner not in (None, index):
                     _refuse_change_of_others(chat, index, leaf.key)
@@ -335,7 +328,7 @@ class ChatTemplate:
             self._warn(f"the chat template leaves the {key} of earlier turns out")
 
     def _check_one_by_one(
-        self, chat: Chat, trains: Sequence[bool], tools: Tools, text: str, turns: Mapping[int, Turn]
+        self, chat: Chat, trains: Sequence[bool], tools: Tools, text: str, turns: Mapping[int, range]
     ) -> None:
         """Checks as :meth:`_check` by changing one value after the other, for templates that print more than values."""
         mark = _unused_mark(text)
@@ -347,9 +340,9 @@ class ChatTemplate:
             elif index is not None:
                 start = num_common(text, changed)
                 end = len(text) - num_common(text[start:][::-1], changed[start:][::-1])
-                turn = turns.get(index, Turn(0, len(text)))
-                in_other = any(start < t.end and t.start < end for i, t in turns.items() if i != index)
-                is_outside = not turn.start <= start <= end <= turn.end
+                turn = turns.get(index, range(len(text)))
+                in_other = any(start < t.stop and t.start < end for i, t in turns.items() if i != index)
+                is_outside = not turn.start <= start <= end <= turn.stop
                 if in_other or (is_outside and not leaf.is_name):
                     _refuse_change_of_others(chat, index, leaf.key)
 

@@ -229,7 +229,7 @@ HEAD = {"num_prototypes": 12, "hidden_dim": 8, "bottleneck_dim": 6, "num_layers"
 
 def with_heads(**changed):
     build = partial(dinov3_vit, **{**SIZES, **changed})
-    return vision_transformer.with_heads(build, HEAD, HEAD)()
+    return vision_transformer.with_heads(build, HEAD, HEAD)
 
 
 def test_stages_are_balanced_by_all_parameters_of_heads_and_without_a_head():
