@@ -297,14 +297,10 @@ _STOCK_CROSS_ENTROPIES = (nn.CrossEntropyLoss, stock.CEWithChunkedOutputLoss, Li
 
 
 def make_distillation_loss(loss_fn: Any, kd_loss_fn: Any | None, kd_ratio: float) -> LinearDistillationLoss:
-    """Combines a cross-entropy and a divergence into one loss. Raises ValueError for other losses.
+    """Combines a cross-entropy, which sets ``ignore_index``, and a divergence of weight ``kd_ratio`` into one loss.
 
-    Args:
-        loss_fn: :class:`LinearCrossEntropyLoss`, ``torch.nn.CrossEntropyLoss`` or
-            ``CEWithChunkedOutputLoss``; sets the ``ignore_index``.
-        kd_loss_fn: :class:`LinearDistillationLoss` (default), or one of torchtune's six, whose
-            divergence is used, without the teacher's entropy that they do not subtract.
-        kd_ratio: r, the weight of the divergence.
+    ``kd_loss_fn`` is a :class:`LinearDistillationLoss` (default), or one of torchtune's six, whose divergence is used,
+    without the teacher's entropy that they do not subtract. Raises ValueError for other losses.
     """
     kd_loss_fn = kd_loss_fn or LinearDistillationLoss()
     name = type(loss_fn).__name__

@@ -60,19 +60,8 @@ def conversation_dataset(
 ) -> ConversationDataset:
     """Returns a split of the conversations, in a file that the first call writes.
 
-    A conversation asks about the functions of a module or class: the thinking is a function's code,
-    the answer its docstring. Other arguments are those of :class:`.ConversationDataset`.
-
-    Args:
-        tokenizer: of :func:`conversation_tokenizer`.
-        path: JSON Lines file of the split.
-        docstrings_path: see :func:`.docstring_pairs`.
-        split: ``"train"`` or ``"validation"``.
-        num_validation_samples: conversations of the validation split, drawn with a fixed seed.
-        split_turns: see :class:`.ConversationDataset`.
-
-    Raises:
-        ValueError: unknown split.
+    A conversation asks about the functions of a module or class: the thinking is a function's code, the answer its
+    docstring. For ``split_turns`` see :class:`.ConversationDataset`, for other arguments :func:`.docstring_dataset`.
     """
     check_split(split)
 

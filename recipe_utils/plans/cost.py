@@ -32,11 +32,8 @@ def cost_on(device_type: str, equal_length: float) -> MicrobatchCost:
     """Returns the cost on a device: measured on a CPU, an estimate elsewhere.
 
     Launching a microbatch's kernels takes some 5 ms, in which a GPU would compute 300 to 500 positions of a
-    model of a billion parameters; its attention runs at about half the speed of its matrix products.
-
-    Args:
-        device_type: ``cpu`` or another one.
-        equal_length: ``equal_attention_length`` if an operation takes the same time everywhere.
+    model of a billion parameters; its attention runs at about half the speed of its matrix products. ``equal_length`` is
+    ``equal_attention_length`` if an operation takes the same time everywhere.
     """
     overhead, slowness = (75.0, 3.6) if device_type == "cpu" else (400.0, 2.0)
     return MicrobatchCost(overhead, equal_length / slowness)

@@ -1,7 +1,4 @@
-"""Preference pairs: datasets, and padded and packed rows.
-
-Importing it corrects torchtune 0.6.1, which trains pairs without their ``prompt``, tools, tool calls and thinking.
-"""
+"""Corrects torchtune 0.6.1 when it is imported: it trains pairs without ``prompt``, tools, tool calls and thinking."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,8 +18,8 @@ def _convert_whole(self: ChosenRejectedToMessages, sample: Mapping[str, Any]) ->
     """Raises SampleError for a pair of which torchtune would lose a part, else as torchtune."""
     for side in (sample[self._column_map[name]] for name in SIDES):
         if not isinstance(side, list):
-            text = f"{str(side)[:60]!r} instead of a list of messages, as torchtune takes them"
-            raise SampleError(f"it has {text}; {_REMEDY}")
+            text = "instead of a list of messages, as torchtune takes them"
+            raise SampleError(f"it has {str(side)[:60]!r} {text}; {_REMEDY}")
         for message in side:
             check_message(message, _REMEDY)
         if sample.get("prompt") and not has_own_prompt(sample["prompt"], side):

@@ -81,7 +81,7 @@ class RowCollator(Collator):
         # A row longer than the budget is one sample, padded to a multiple below the budget.
         most_tokens = 2 * MOST_TOKENS if self.is_searched else self.max_tokens
         most_samples = sequences * max(settings.batch_size, settings.batch_size_val or 0)
-        self.longest_row = limits.longest_row(most_tokens, most_samples)
+        self.longest_row = (most_tokens or 0) + most_samples * limits.max_seq_len + (limits.row_multiple or 0)
         """Upper bound of a row, padding included, also in validation and with any budget [positions]."""
         self.row_multiple, self.plan = self._layout()
 
@@ -162,13 +162,10 @@ class RowCollator(Collator):
 
 
 class TextCollator(RowCollator):
-    """Collator of text; update steps count target tokens.
+    """Collator of text; update steps count target tokens. Further arguments are those of :class:`RowCollator`.
 
     Args:
-        settings: data settings.
-        tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         ignore_index: label of positions that are not targets.
-        limits: limits of the model.
         has_trees: accepts samples with ``sequences``.
         of_targets: names of values per target, [n] floats beside ``labels`` of a sample, that the loss takes: they
             are collated to ``targets.values[name]`` [n], and their sums counted. A target without one has 1.

@@ -121,10 +121,6 @@ class ModelLimits(NamedTuple):
             for model in self.attentions
         )
 
-    def longest_row(self, max_tokens: int | None, most_samples: int) -> int:
-        """Returns an upper bound of a row [positions]; without ``max_tokens`` it has at most ``most_samples`` samples."""
-        return (max_tokens or 0) + most_samples * self.max_seq_len + (self.row_multiple or 0)
-
     def multiple_of_packed_rows(
         self, row_length: int | None, trees: tuple[str, str] | None = None, max_ranks_per_row: int = 1
     ) -> int | None:

@@ -1,7 +1,7 @@
-"""Text samples: padded and packed rows.
+"""Corrects torchtune 0.6.1 when it is imported: messages of which it would lose a part are refused.
 
-Importing it corrects torchtune 0.6.1: of a message whose content is null or a number, it trains the
-message before as the answer; of one with tool calls or thinking, what is left without them.
+Of a message whose content is null or a number, it trains the message before as the answer; of one with tool calls or
+thinking, what is left without them.
 """
 
 from collections.abc import Mapping

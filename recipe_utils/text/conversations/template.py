@@ -53,15 +53,10 @@ class Printed(NamedTuple):
 
 
 class ChatTemplate:
-    """Chat template of a folder.
+    """Chat template, with text ``source``, of the folder ``path``.
 
-    Args:
-        render: renders a conversation.
-        source: text of the template.
-        stop_tokens: ids of tokens that end a generation, and their texts.
-        control_tokens: texts of added tokens that the template prints.
-        path: folder, for errors.
-        warn: logs a text, once.
+    ``stop_tokens`` are ids of tokens that end a generation, and their texts; ``control_tokens`` are texts of added tokens
+    that the template prints. ``warn`` logs a text, once.
     """
 
     def __init__(

@@ -162,14 +162,9 @@ class FolderTokenizer:
     ) -> tuple[list[int], list[bool]]:
         """Returns the tokens of a conversation, and for each whether it is masked (no target).
 
-        Args:
-            messages: torchtune's messages, or mappings in OpenAI's format, where assistants train
-                unless their ``weight`` is 0.
-            add_eos: False returns the prompt of a generation, without an empty last message.
-            tools: tools in OpenAI's format, or their JSON text.
-
-        Raises:
-            SampleError: the template does not determine the targets; the error names the turn.
+        Messages are torchtune's, or mappings in OpenAI's format, where assistants train unless their ``weight`` is 0;
+        ``tools`` are in that format, or their JSON text. ``add_eos=False`` returns the prompt of a generation, without
+        an empty last message. Raises SampleError, with the turn, if the template does not determine the targets.
         """
         chat, trains, tools = self._read(messages, tools)
         if not add_eos:
