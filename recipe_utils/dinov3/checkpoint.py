@@ -208,6 +208,7 @@ class DINOv3Checkpointer:
             self._files = _files_of(self._checkpoint_dir, checkpoint_files)
             if (path := self._checkpoint_dir / "preprocessor_config.json").is_file():
                 preprocessor = _read(path)
+        # What a user's transform must do is exported, too: as the folder says, or as the arguments do.
         size = image_size or published.get("image_size", 224)
         self._config = {**published, **dinov3_hf_config(arguments), "image_size": size}
         if not preprocessor:
@@ -292,6 +293,7 @@ def _check_config(published: Mapping[str, Any], arguments: Mapping[str, Any], fo
                 f"model.{argument}={arguments[argument]}: {folder / 'config.json'} has {key} {theirs}; set "
                 f"model.{argument}={theirs}"
             )
+    # Options of transformers that dinov3_vit does not have.
     fixed = {**_FIXED, "hidden_act": _activation(arguments["use_gated_mlp"])}
     defaults = {**_FIXED, "hidden_act": "gelu"}
     for key, ours in fixed.items():

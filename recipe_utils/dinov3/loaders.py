@@ -61,6 +61,7 @@ def build_image_loaders(
             crops.check_masks(data.samples_per_update_step(ranks.dp_degree))
         if not validates:
             return loader, None
+        # Both datasets of the classifier pass through the model in batches of validation.
         data = data.of_validation()
         budget = RowBudget(ImageCollator(data, layout))
         bank, images = (

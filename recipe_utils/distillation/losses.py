@@ -309,6 +309,7 @@ def make_distillation_loss(loss_fn: Any, kd_loss_fn: Any | None, kd_ratio: float
             f"loss: {name} is no cross-entropy that can be computed along with a divergence; set it to "
             "recipe_utils.losses.LinearCrossEntropyLoss"
         )
+    # Both terms are computed from the same logits by formulas without weights of classes.
     smoothing = getattr(loss_fn, "label_smoothing", 0.0)
     if getattr(loss_fn, "weight", None) is not None or smoothing:
         raise ValueError(
@@ -327,6 +328,7 @@ def make_distillation_loss(loss_fn: Any, kd_loss_fn: Any | None, kd_ratio: float
             num_output_chunks=getattr(kd_loss_fn, "num_output_chunks", 8),
             ignore_index=kd_loss_fn.ignore_index,
         )
+    # One label of both: a target of one term is a target of the other.
     ignored = kd_loss_fn.ignore_index
     if ignored not in (CROSS_ENTROPY_IGNORE_IDX, loss_fn.ignore_index):
         text = f"it has no effect with loss.ignore_index={loss_fn.ignore_index}; remove this key"

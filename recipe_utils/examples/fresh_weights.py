@@ -65,6 +65,7 @@ def fresh_llama_checkpointer(
     weights = Path(checkpoint_dir) / "model.safetensors"
     given = {**_DEFAULTS, **model}
     sizes = {hf_name: given[name] for name, hf_name in _HF_NAMES.items()}
+    # Recorded in the file, by which another size or seed is noticed.
     made_from = {f"model.{name}": given[name] for name in _HF_NAMES} | {"seed": seed}
 
     def build() -> None:

@@ -99,6 +99,7 @@ def docstring_tokenizer(
     else:
         _check_exists("path", path)
 
+    # Without arguments, the file is one of an export, which is only read.
     def recorded() -> dict[str, Any] | None:
         return json.loads(record.read_text()) if made_from and record.exists() else None
 

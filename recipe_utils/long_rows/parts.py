@@ -44,6 +44,7 @@ def cut(row: Microbatch, part: Part, num_samples: int, row_multiple: int | None)
         samples=None if samples is None else samples[is_here],
         values={name: values[is_here] for name, values in row.targets.values.items()},
     )
+    # Counts are summed over ranks, so one part has those of the whole row.
     counts: dict[str, float] = dict.fromkeys((*row.counts, "spanning_samples"), 0)
     if first == 0:
         num_positions = labels.numel() + num_missing

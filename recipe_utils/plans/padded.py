@@ -54,6 +54,7 @@ def plan_least_padding(
         num_rounds = -(-len(cuts) // num_ranks)
         cuts = _even_cut(row_costs, max_rows, num_rounds * num_ranks)
 
+    # In each round the rank that has computed least so far gets the costliest microbatch.
     def microbatch_cost(rows: tuple[int, int]) -> float:
         start, end = rows
         return cost(end - start, descending[start])

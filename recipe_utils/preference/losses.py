@@ -190,6 +190,7 @@ def make_preference_loss(make: Callable[[], Any]) -> Any:
             f"loss: {name} returns shapes {shapes} for 5 pairs instead of {[(5,)] * 3}, a loss and two rewards "
             "for each; a mean over the pairs must be left to the recipe"
         )
+    # A loss that compares pairs of a batch, such as by their order, would depend on the layout.
     alone = [loss_fn(*pairs[:, i : i + 1]) for i in range(5)]
     for together, one_by_one in zip(outputs, zip(*alone, strict=True), strict=True):
         if not torch.allclose(together, torch.cat(one_by_one), rtol=1e-9, atol=1e-12, equal_nan=True):

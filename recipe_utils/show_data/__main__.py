@@ -134,6 +134,7 @@ def _statistics(checked: CheckedDataset, collator: Any) -> Iterator[str]:
         texts = [*collator.remarks(sample), *["no target"] * (not counts["target_tokens"])]
         remarks.update(f"{text} ({part})" for text in texts)
     yield f"dataset: {len(checked):,} samples, {num_read:,} of them read"
+    # A bar for each power of two, the longest of 40 characters.
     bins = Counter(length.bit_length() for length in lengths)
     for bits in range(min(bins, default=1), max(bins, default=0) + 1):
         bar = "#" * -(-40 * bins[bits] // max(bins.values()))

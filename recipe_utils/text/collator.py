@@ -350,6 +350,7 @@ def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimi
             f"{name}: {num_tokens} tokens are more than {limits.limits_length} "
             f"max_seq_len={limits.max_seq_len}; set tokenizer.max_seq_len={limits.max_seq_len} to truncate samples"
         )
+    # On a device, an id outside the embeddings would be an error without a sample's name.
     targets = labels[labels != ignore_index]
     for noun, ids in (("token", tokens), ("label", targets)):
         outside = ids[(ids < 0) | (ids >= limits.vocab_size)]

@@ -55,9 +55,11 @@ def _instantiate(cfg: DictConfig, *given: Any) -> Any:
             missing = str(error.filename)
             for name in (str(key) for key, value in cfg.items() if str(value) == missing):
                 raise ValueError(f"{name}={missing}: {os.strerror(error.errno or 0)}") from None
+        # Other errors, such as of a wrong argument, are reported as they are.
         is_of_datasets = type(error).__module__.partition(".")[0] == "datasets"
         if not is_of_datasets and not isinstance(error, StopIteration):
             raise
+        # The library's own message names neither file nor reason; those are in the errors that caused it.
         causes = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
             causes.append(cause)  # type: ignore[arg-type]

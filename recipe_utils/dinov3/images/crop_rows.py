@@ -95,6 +95,7 @@ def row_of(
     start = 0
     for part, side, (num_crops, length) in zip(parts, sides, groups, strict=True):
         end = start + num_crops * length
+        # Class token, registers, then patches with their pixels.
         part_tokens = tokens[start:end].reshape(num_crops, length, -1)  # a view
         part_tokens[:, 0, 0] = CLASS
         part_tokens[:, 1:first_patch, 0] = FIRST_REGISTER + np.arange(layout.num_registers)
@@ -110,6 +111,7 @@ def row_of(
         if part.draws is not None:
             part_positions[:, :, 2:] = part.draws[:, None]
 
+        # Losses use class tokens and patches, by their places in the row.
         in_row = torch.arange(start, end).view(num_crops, length)
         places.append((in_row[:, 0].contiguous(), in_row[:, first_patch:]))
         start = end

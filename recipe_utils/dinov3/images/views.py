@@ -199,6 +199,7 @@ class ViewCollator(Collator):
         local_draws = np.concatenate([sample["draws"][2:] for sample in samples])
         parts = [CropsOfOneSize(global_crops, global_draws, masks), CropsOfOneSize(local_crops, local_draws)]
         inputs, ((global_cls, patches), (local_cls, _)) = row_of(parts, self._layout, samples[0]["position_factor"])
+        # The masked patches of a crop have a total weight of 1, however many there are.
         is_masked = torch.from_numpy(masks)
         num_masked = is_masked.sum(dim=1)
         groups, num_neighbors = self._groups_of(samples)

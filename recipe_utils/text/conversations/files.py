@@ -162,6 +162,7 @@ class FileRows:
                 data = np.frombuffer(chunk, dtype=np.uint8)
                 starts = np.append(0, np.flatnonzero(data[:-1] == ord("\n")) + 1)
                 ends = np.append(starts[1:], len(chunk))
+                # Most blank lines are empty; the rest is looked at only if a line begins with white space.
                 has_text = data[starts] != ord("\n")
                 for i in np.flatnonzero(has_text & (data[starts] <= ord(" "))):
                     has_text[i] = bool(chunk[starts[i] : ends[i]].strip())

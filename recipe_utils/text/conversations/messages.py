@@ -88,6 +88,7 @@ def in_openai_format(message: Any) -> tuple[dict[str, Any], bool]:
             text = "torchtune's messages lose tool calls, and images are not supported"
             raise SampleError(f"{text}; set dataset to a conversation_dataset")
         return {"role": message.role, "content": message.text_content}, not message.masked
+    # What OpenAI's format excludes, a template would print all the same.
     role, weight = message.get("role"), message.get("weight")
     if role not in _ROLES:
         raise SampleError(f"role={role!r}: set it to one of {', '.join(_ROLES)}")
@@ -95,6 +96,7 @@ def in_openai_format(message: Any) -> tuple[dict[str, Any], bool]:
         raise SampleError(f"weight={weight!r}: set it to 0 or 1, or that of an assistant to any number above 0")
     if weight == 1 and role != "assistant":
         raise SampleError(f"weight=1 of a {role}: only assistants train")
+    # Keys without a value are left out: templates ask whether a key exists.
     openai: dict[str, Any] = {"role": role}
     for key, value in message.items():
         if key == "content":

@@ -439,6 +439,7 @@ def _with_marks(chat: Chat, tools: Tools, mark: str, only: int | None = None) ->
     other value changes, and a number or boolean becomes another one. Only names and descriptions of tools are marked,
     because templates translate the rest.
     """
+    # Values are numbered in the order of their keys, so that two calls give a value the same number.
     leaves: list[Leaf] = []
 
     def marked(index: int | None, key: str, value: Any, is_name: bool = False) -> Any:
@@ -469,6 +470,7 @@ def _with_marks(chat: Chat, tools: Tools, mark: str, only: int | None = None) ->
         texts = [key for key in ("name", "description") if isinstance(tool.get(key), str)]
         return {**tool, **{key: marked(None, "tools", tool[key], key == "name") for key in texts}}
 
+    # Roles and ids stay as they are: templates branch on them.
     marked_chat: Chat = []
     for index, message in enumerate(chat):
         changed = dict(message)
