@@ -48,9 +48,7 @@ class NearestNeighbors:
 
         Raises SampleError if fewer than ``num_neighbors`` images of the bank are usable.
         """
-        (bank, bank_labels, num_bank), (states, labels, _) = (
-            self._states(loader, states_of) for loader in self._loaders
-        )
+        (bank, bank_labels, num_bank), (states, labels, _) = (self._read(loader, states_of) for loader in self._loaders)
         if num_bank < self._num_neighbors:  # a total over ranks, so all of them raise
             dataset = self._loaders[0].dataset
             raise SampleError(
@@ -65,7 +63,7 @@ class NearestNeighbors:
         num_right, num_images = mean_over_ranks(numbers)
         return num_right / num_images.clamp(min=1e-9)
 
-    def _states(self, loader: UpdateStepLoader, states_of: StatesOf) -> tuple[Tensor, Tensor, int]:
+    def _read(self, loader: UpdateStepLoader, states_of: StatesOf) -> tuple[Tensor, Tensor, int]:
         """Returns states [n, d], labels [n] of this rank and the number of images of all ranks.
 
         States and labels are empty before the last pipeline stage.

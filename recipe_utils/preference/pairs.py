@@ -183,22 +183,17 @@ class PairCollator(RowCollator):
 
         ``token`` is appended as one more document.
         """
-        sides = [
-            {"tokens": sample[f"{side}_input_ids"], "labels": sample[f"{side}_labels"]}
-            for sample in samples
-            for side in SIDES
-        ]
+        sides = [{"tokens": s[f"{side}_input_ids"], "labels": s[f"{side}_labels"]} for s in samples for side in SIDES]
         others = [] if token is None else [token]
         if self.settings.is_packed:
             columns = [piece_of(side, IGNORE_INDEX).columns for side in sides]
             pieces, num_targets = [], torch.zeros(len(samples), 3, dtype=torch.long)
-            for sample, chosen, rejected, numbers in zip(
-                samples, columns[::2], columns[1::2], num_targets, strict=True
-            ):
+            tuples = zip(samples, columns[::2], columns[1::2], num_targets, strict=True)
+            for sample, chosen, rejected, segment_targets in tuples:
                 # Neither rest attends to the other; positions of both continue those of the prefix.
                 shared = sample["num_shared"]
                 segments = chosen[:, :shared], chosen[:, shared:], rejected[:, shared:]
-                numbers.copy_(torch.stack([(segment[1] != IGNORE_INDEX).sum() for segment in segments]))
+                segment_targets.copy_(torch.stack([(segment[1] != IGNORE_INDEX).sum() for segment in segments]))
                 lengths = [segment.size(1) for segment in segments]
                 pieces.append(Piece(torch.cat(segments, dim=1), [tree(*lengths)] if shared else lengths[1:]))
             pieces += [piece_of(other, IGNORE_INDEX) for other in others]

@@ -337,7 +337,7 @@ class TextCollator(RowCollator):
 
 
 def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimits) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens and labels, [n] int64 each. Raises SampleError for no, too many or unknown ones, with what to do."""
+    """Returns tokens and labels, [n] int64 each. Raises SampleError if there are none, too many, or unknown ids."""
     check_keys(sample, ("tokens", "labels"), name)
     tokens, labels = (whole_numbers(sample, key, name) for key in ("tokens", "labels"))
     num_tokens, num_labels = len(tokens), len(labels)
