@@ -57,7 +57,7 @@ class LinearLogProbs(ChunkedLoss):
                 hidden, weight, labels, self.tokens_per_chunk, self._arithmetic
             )
             return log_probs
-        # An output layer without a plain weight, such as one with an adapter, is a module that autograd follows.
+        # An output layer without a plain weight, such as one with a bias, is called as a module.
         chunks = (tensor.tensor_split(self.num_output_chunks) for tensor in (hidden, labels))
         log_probs_of_chunk = partial(checkpoint, _log_probs, output, use_reentrant=False)
         return torch.cat(list(map(log_probs_of_chunk, *chunks)))
