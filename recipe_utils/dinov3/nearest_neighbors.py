@@ -88,7 +88,7 @@ def num_voted_right(
     labels: Tensor,
     bank: Tensor,
     bank_labels: Tensor,
-    num_neighbors: int = 20,
+    num_neighbors: int,
     temperature: float = 0.07,
     rows_per_chunk: int = 1024,
 ) -> Tensor:
