@@ -74,7 +74,7 @@ _PREPROCESSOR = {
 """``preprocessor_config.json`` of published models, without size and normalization."""
 
 
-def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int) -> dict[str, Tensor]:
+def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int = 3) -> dict[str, Tensor]:
     """Converts full (unsharded) weights without heads to DINOv3ViTModel's names and shapes.
 
     Raises ValueError if a name is not one of a backbone's.

@@ -33,8 +33,8 @@ class LinearLogProbs(ChunkedLoss):
     the arguments see :class:`recipe_utils.losses.chunks.ChunkedLoss`.
     """
 
-    def __init__(self, tokens_per_chunk: int = 2048) -> None:
-        super().__init__(tokens_per_chunk, num_output_chunks=8, ignore_index=IGNORE_INDEX, key="loss")
+    def __init__(self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8) -> None:
+        super().__init__(tokens_per_chunk, num_output_chunks, IGNORE_INDEX, "loss")
         self._arithmetic: _Arithmetic = (_read, _gradient)
 
     def compile_chunks(self, backend: Any) -> None:
