@@ -166,10 +166,10 @@ class Checkpointing:
 
 def remove_old_exports(folder: Path, keep_last_n: int, log: Log) -> None:
     """Removes all but the newest exports of epochs and update steps in a folder; ``best`` is kept."""
-    exports = [each for each in folder.iterdir() if _EXPORT.fullmatch(each.name)]
-    for each in sorted(exports, key=lambda path: path.stat().st_mtime_ns)[:-keep_last_n]:
+    exports = [path for path in folder.iterdir() if _EXPORT.fullmatch(path.name)]
+    for path in sorted(exports, key=lambda path: path.stat().st_mtime_ns)[:-keep_last_n]:
         try:
-            shutil.rmtree(each)
+            shutil.rmtree(path)
         except OSError as error:
             log.warn(f"keep_last_n_exports={keep_last_n}: {error}")
 
@@ -239,10 +239,10 @@ def summary_of_training(first: TrainingState, last: TrainingState, seconds: floa
 def summary_of_validation(metrics: Sequence[Mapping[str, Any]]) -> str:
     """Returns first, last and best ``val_loss`` or ``knn_accuracy`` as text, empty without any."""
     for name, best_of in (("val_loss", min), ("knn_accuracy", max)):
-        found = {line["step"]: line[name] for line in metrics if line.get(name) is not None}
-        if found:
-            values = list(found.values())
-            step = best_of(found, key=found.__getitem__)
-            best = f"{found[step]:.3f} (update step {step})"
+        values_by_step = {line["step"]: line[name] for line in metrics if line.get(name) is not None}
+        if values_by_step:
+            values = list(values_by_step.values())
+            step = best_of(values_by_step, key=values_by_step.__getitem__)
+            best = f"{values_by_step[step]:.3f} (update step {step})"
             return f"{name}: first {values[0]:.3f}, last {values[-1]:.3f}, best {best}"
     return ""
