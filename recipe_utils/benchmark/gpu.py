@@ -63,8 +63,7 @@ def random_texts(tokenizer: Any, vocab_size: int, num_samples: int) -> list[Samp
     for _ in range(num_samples):
         length = min(max(int(rng.lognormvariate(4.5, 0.8)), 8), tokenizer.max_seq_len)
         tokens = torch.randint(vocab_size, (length,), generator=generator).tolist()
-        labels = [IGNORE_INDEX] * (length // 2) + tokens[length // 2 :]
-        samples.append({"tokens": tokens, "labels": labels})
+        samples.append({"tokens": tokens, "labels": [IGNORE_INDEX] * (length // 2) + tokens[length // 2 :]})
     return samples
 
 

@@ -43,8 +43,7 @@ def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
     """Counts the samples of an update step."""
     num_targets = num_real = tokens_fingerprint = 0
     for sample in samples:
-        labels = torch.as_tensor(sample["labels"])
-        is_target = labels != IGNORE_INDEX
+        is_target = torch.as_tensor(sample["labels"]) != IGNORE_INDEX
         num_targets += int(is_target[1:].sum())  # the first token is not predicted
         num_real += num_real_tokens(sample, IGNORE_INDEX)
         tokens_fingerprint += int(fingerprint(torch.as_tensor(sample["tokens"]), pad_id))

@@ -169,8 +169,7 @@ class FolderCheckpointer:
         copy_files(self._checkpoint_dir, folder, skipped="original")
         if training.ADAPTER_KEY in state_dict:
             adapters = _without_prefix(state_dict[training.ADAPTER_KEY])
-            described = state_dict[training.ADAPTER_CONFIG]
-            write_peft_of_transformers(folder, self._checkpoint_dir, adapters, described)
+            write_peft_of_transformers(folder, self._checkpoint_dir, adapters, state_dict[training.ADAPTER_CONFIG])
         if adapter_only:
             return
         files = [TensorFile(path) for path in self._files()]

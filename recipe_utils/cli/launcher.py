@@ -46,8 +46,7 @@ def wait_for_ranks() -> None:
 
     def raise_if_received() -> None:
         if received:
-            text = f"Not all ranks exited with code 0 after {received[0].name}"
-            raise SignalException(text, received[0])
+            raise SignalException(f"Not all ranks exited with code 0 after {received[0].name}", received[0])
 
     def start(ranks: PContext) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # the ranks inherit it

@@ -69,8 +69,7 @@ class OptimizerSettings:
     def problems(self) -> Iterator[Problem]:
         """Yields problems between the keys."""
         if self.loraplus_lr_ratio is not None and "lr" not in self.optimizer:
-            text = "it multiplies optimizer.lr; set that, too"
-            yield Problem("loraplus_lr_ratio", text, self.loraplus_lr_ratio)
+            yield Problem("loraplus_lr_ratio", "it multiplies optimizer.lr; set that, too", self.loraplus_lr_ratio)
 
 
 def optimizer_on_ranks(settings: OptimizerSettings, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
@@ -84,8 +83,7 @@ def optimizer_on_ranks(settings: OptimizerSettings, data: DataSettings, ranks: R
         return
     if ranks.pipeline_parallel_dim > 1:
         stages = f"pipeline_parallel_dim={ranks.pipeline_parallel_dim}"
-        text = f"{stages} has several microbatches; set it to False"
-        yield Problem("optimizer_in_bwd", text, True)
+        yield Problem("optimizer_in_bwd", f"{stages} has several microbatches; set it to False", True)
     steps = 1
     if ranks.dims_or_none is not None:
         with suppress(ValueError):  # a problem of the data's keys

@@ -228,8 +228,7 @@ def resolve_device(device: str | None) -> torch.device:
     try:
         found = utils.get_device(device=device)
     except Exception as error:
-        text = f"{error}; set it to a device of this machine"
-        raise ConfigError(Problem("device", text, device)) from None
+        raise ConfigError(Problem("device", f"{error}; set it to a device of this machine", device)) from None
     if device is not None and found.type != torch.device(device).type:
         text = f"this machine has none that PyTorch can use; set device={found.type}"
         raise ConfigError(Problem("device", text, device))

@@ -66,8 +66,7 @@ def problems_with_folder(key: str, folder: Path) -> Iterator[Problem]:
             pass
     except (OSError, ValueError) as error:
         reason = os.strerror(getattr(error, "errno", 0) or 0)
-        text = f"it cannot be written to ({reason}); set it to a directory of yours"
-        yield Problem(key, text, folder)
+        yield Problem(key, f"it cannot be written to ({reason}); set it to a directory of yours", folder)
 
 
 def _exists(path: Path) -> bool:

@@ -1,4 +1,8 @@
-"""Pipeline schedules: settings, number of stages and of microbatches."""
+"""Pipeline schedules: settings, number of stages and of microbatches.
+
+Example: on 2 ranks ``1F1B`` has stages 0 and 1, and runs any number of microbatches from 2. ``Interleaved1F1B`` has
+stages 0 and 2 on rank 0, 1 and 3 on rank 1, and runs 5 microbatches as 6, since its rounds are equal: one dummy microbatch.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal

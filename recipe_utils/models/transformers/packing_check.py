@@ -155,8 +155,7 @@ def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dic
     """
     described = made_from[0].to_diff_dict() | {"model_type": made_from[0].model_type}
     code = [torch.__version__, transformers.__version__, *map(Path.read_text, paths_of_code())]
-    text = json.dumps([described, *made_from[1:], *code], default=str)
-    key = hashlib.sha256(text.encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([described, *made_from[1:], *code], default=str).encode()).hexdigest()
     home = os.environ.get("HOME") or tempfile.gettempdir()
     folder = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"))
     path = folder / "torchtune_update_step" / f"proof_{key[:32]}.json"
