@@ -73,14 +73,13 @@ def random_recipe(stage: Stage, name: str, changes: Result) -> tuple[Any, Any]:
     ``changes`` are config keys; ``name`` is the output folder.
     """
     longest, vocab_size, num_samples = (256, 512, 64) if stage.is_small else (16384, 128256, 2048)
-    sizes = dict(zip(_SIZES, _TINY if stage.is_small else _1B, strict=True))
     model = {
         "_component_": "torchtune.models.llama3_2.llama3_2",
         "vocab_size": vocab_size,
         "max_seq_len": longest,
         "rope_base": 500_000,
         "scale_factor": 1,
-        **sizes,
+        **dict(zip(_SIZES, _TINY if stage.is_small else _1B, strict=True)),
     }
     tokenizer = {"pad_id": 0, "max_seq_len": longest // 8}
     dataset = {"vocab_size": vocab_size, "num_samples": num_samples}
@@ -143,14 +142,12 @@ def tests(stage: Stage) -> Result:
     if stage.device.type != "cuda" or not folder.is_dir():
         return {"output": ["skipped: needs CUDA and a checkout"]}
     code, printed = _python(["-m", "pytest", "--all", "-n0", "-k", "cuda", str(folder)])
-    failures = [f"pytest -k cuda: exit code {code}"] * bool(code)
-    return {"output": printed[-8000:].splitlines(), "failures": failures}
+    return {"output": printed[-8000:].splitlines(), "failures": [f"pytest -k cuda: exit code {code}"] * bool(code)}
 
 
 def _python(arguments: Sequence[str]) -> tuple[int, str]:
     """Runs Python beside the checkout; returns exit code and output."""
-    command = [sys.executable, *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT.parent)
+    ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT.parent)
     return ran.returncode, ran.stderr[-2000:] + ran.stdout
 
 

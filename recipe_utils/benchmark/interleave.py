@@ -133,8 +133,7 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated()
     with contextlib.suppress(OSError):
         # Not ru_maxrss, which Linux initializes with the size of the parent.
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -197,8 +196,7 @@ class Processes:
     def finish(self) -> list[float]:
         """Ends the baseline after its last turn; returns rank 0's remaining losses."""
         self._go(is_finishing=True)
-        deadline = time.monotonic() + self._timeout_seconds
-        losses = self._receive_from(0, deadline).losses
+        losses = self._receive_from(0, time.monotonic() + self._timeout_seconds).losses
         self.kill()
         return losses
 
@@ -246,8 +244,7 @@ class Processes:
                 self._processes[rank].wait(timeout=10)
             what = f"ended with exit code {self._processes[rank].returncode}"
         path = self._log_paths[rank]
-        lines = path.read_text(errors="replace").rstrip().splitlines()[-8:]
-        text = "\n".join(f"    {line}" for line in lines)
+        text = "\n".join(f"    {line}" for line in path.read_text(errors="replace").rstrip().splitlines()[-8:])
         return BaselineDiedError(f"{self.name}: rank {rank} {what}; the last lines of {path}:\n{text}")
 
 

@@ -151,8 +151,7 @@ def first_line(error: Exception) -> str:
 def _problems_with_base(base: DictConfig, recipe: str, output_dir: Path) -> Iterator[Problem]:
     """Yields wrong keys, and keys that other trainers do not support."""
     try:
-        whole = merge(base, {"output_dir": str(output_dir)})
-        yield from check_keys(whole, settings_of(recipe))[1]
+        yield from check_keys(merge(base, {"output_dir": str(output_dir)}), settings_of(recipe))[1]
     except (ValueError, OSError, OmegaConfBaseException) as error:
         yield from ConfigError(first_line(error)).problems
     for key, (supported, text) in _SUPPORTED.items():
@@ -202,8 +201,7 @@ def _resolve(
     if recipe == DISTILLATION:
         config.metric_logger.kd_ratio = merged.get("kd_ratio", 0.5)
     batch_keys = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
-    batch = OmegaConf.create({key: config[key] for key in batch_keys if key in config})
-    data = read_settings(batch, DataSettings)
+    data = read_settings(OmegaConf.create({key: config[key] for key in batch_keys if key in config}), DataSettings)
     config.gradient_accumulation_steps = data.num_accumulated(num_ranks, must_divide=True)
     config.pop("global_batch_size", None)
     config.max_steps_per_epoch = num_steps + SPARE_STEPS

@@ -75,8 +75,7 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mappi
             (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
             for path in list(folder.glob("adapter_*")):
                 path.rename(folder / ADAPTER_FOLDER / path.name)
-            alpha = contents[training.ADAPTER_CONFIG]["lora_alpha"]
-            described = {"lora_alpha": alpha, "frozen": dict(frozen)}
+            described = {"lora_alpha": contents[training.ADAPTER_CONFIG]["lora_alpha"], "frozen": dict(frozen)}
             (folder / ADAPTER_FOLDER / DESCRIPTION).write_text(json.dumps(described))
         _apply_umask(temporary)
         fsync_tree(temporary)
@@ -130,10 +129,10 @@ def write_generation_config(config: Mapping[str, Any], folder: Path, path: Path,
     )
     model = _without_adapters(config["model"])
     is_gemma2 = config["checkpointer"].get("model_type") == "GEMMA2"
-    is_folder = config["checkpointer"]["_component_"].endswith(".FolderCheckpointer")
+    component = config["checkpointer"]["_component_"]
+    is_folder = component.endswith(".FolderCheckpointer")
     if not files or model is None or "tokenizer" not in config or is_gemma2 or is_folder:
         return False
-    component = config["checkpointer"]["_component_"]
     if component.startswith("recipe_utils."):  # it would create new weights
         component = "torchtune.training.FullModelHFCheckpointer"
     checkpointer = {

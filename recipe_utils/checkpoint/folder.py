@@ -116,7 +116,7 @@ def remove_older(folder: Path, step: int, keep: int, recipe: str) -> None:
     ``step`` is that of the checkpoint just written. Incomplete checkpoints and those of other
     recipes stay. Raises OSError if a checkpoint cannot be removed.
     """
-    older = [path for other, path in _steps(folder) if other < step and check_whole(path, recipe=recipe) is None]
+    older = [path for other, path in _steps(folder) if other < step and check_whole(path, recipe) is None]
     for path in older[keep - 1 :]:
         # Partially removed under its own name, it would look like a checkpoint.
         shutil.rmtree(_rename_away(path))
@@ -130,12 +130,8 @@ def _rename_away(path: Path) -> Path:
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
     """Returns (step, path) of all folders named like checkpoints, newest first."""
-    found = []
-    for path in folder.glob("step_*"):
-        match = _STEP_FOLDER.fullmatch(path.name)
-        if match:
-            found.append((int(match[1]), path))
-    return sorted(found, reverse=True)
+    matches = [(_STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("step_*")]
+    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
 
 # ---- Reading ------------------------------------------------------------------------------------
@@ -155,11 +151,8 @@ def find_newest_whole(
     """
     skipped: list[tuple[Path, str]] = []
     paths = [path for _, path in _steps(folder)]
-    if older_than is not None:
-        paths = paths[paths.index(older_than) + 1 :]
-    for path in paths:
-        reason = check_whole(path, recipe=recipe)
-        if reason is None:
+    for path in paths if older_than is None else paths[paths.index(older_than) + 1 :]:
+        if (reason := check_whole(path, recipe)) is None:
             return path, skipped
         skipped.append((path, reason))
     return None, skipped

@@ -1,7 +1,10 @@
 """Loading of step checkpoints: training resumes after an update step, on any number of ranks.
 
-:mod:`recipe_utils.checkpoint.save` saves them, :mod:`recipe_utils.checkpoint.folder` defines their
-files.
+:mod:`recipe_utils.checkpoint.save` saves them, :mod:`recipe_utils.checkpoint.folder` defines their files.
+
+Example: ``step_40`` of 2 ranks resumes on 3. It has five files beside ``complete.json``, of which the ranks check the bytes
+of 2, 2 and 1. Then each reads the rows of its shards from one or both ``rank_0000*.safetensors``, as :mod:`.layout` shows,
+and update step 41 has the samples that it would have had, over 3 ranks. Random states are of a rank, and are not restored.
 """
 
 import json
@@ -84,7 +87,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], unset: Any = 
 
     Values are compared as JSON holds them: a tuple equals a list.
     """
-    then, current = (dict(_flat(json.loads(json.dumps(dict(each))))) for each in (before, now))
+    then, current = (dict(_flat(json.loads(json.dumps(dict(values))))) for values in (before, now))
     pairs = {key: (then.get(key, unset), current.get(key, unset)) for key in sorted(then.keys() | current.keys())}
     return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
 
@@ -97,18 +100,18 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _texts(found: Mapping[str, tuple[Any, Any]], prefix: str = "") -> list[str]:
-    return [f"{prefix}{key}={now}: the checkpoint was saved with {before}" for key, (before, now) in found.items()]
+def _texts(changed: Mapping[str, tuple[Any, Any]], prefix: str = "") -> list[str]:
+    return [f"{prefix}{key}={now}: the checkpoint was saved with {before}" for key, (before, now) in changed.items()]
 
 
 def _changed_options(*configs: Mapping[str, Any]) -> set[str]:
     """Returns the optimizer arguments that differ, for checkpoints without options as built (before 0.6)."""
-    of_rate = ("lr_scheduler", "loraplus_lr_ratio")
-    found = [
-        {**each["optimizer"], **{key: each.get(key) for key in of_rate}} for each in configs if each.get("optimizer")
-    ]
-    changed = {key.partition(".")[0] for key in differences(*found)} if len(found) > 1 else set()
-    return changed | ({"lr"} if changed & {*of_rate} else set())
+    rate_keys = ("lr_scheduler", "loraplus_lr_ratio")
+    if not all(cfg.get("optimizer") for cfg in configs):
+        return set()
+    changed = differences(*({**cfg["optimizer"], **{key: cfg.get(key) for key in rate_keys}} for cfg in configs))
+    names = {key.partition(".")[0] for key in changed}
+    return names | ({"lr"} if names & {*rate_keys} else set())
 
 
 def load(
@@ -206,14 +209,11 @@ def _check_data(path: Path, state: TrainingState, data_fingerprint: Mapping[str,
         return
     changed = differences(state.data_fingerprint, data_fingerprint)
     # Earlier checkpoints have no hashes of files.
-    problems = _texts({k: v for k, v in changed.items() if v[0] is not None or "content_hash" not in k})
+    problems = "; ".join(_texts({k: v for k, v in changed.items() if v[0] is not None or "content_hash" not in k}))
     if problems:
-        cause = ""
-        if "hash" in str(problems):
-            cause = "; the file, tokenizer, chat template or max_seq_len has changed"
-        raise CheckpointError(
-            "; ".join(problems) + f" ({path}){cause}; set what it was saved with, or resume_with_other_data=True"
-        )
+        cause = "; the file, tokenizer, chat template or max_seq_len has changed" if "hash" in problems else ""
+        text = "set what it was saved with, or resume_with_other_data=True"
+        raise CheckpointError(f"{problems} ({path}){cause}; {text}")
 
 
 def _check_parameters(
@@ -239,7 +239,7 @@ def _check_parameters(
 
 def _check_model_config(path: Path, state: TrainingState, config: Mapping[str, Any]) -> None:
     """Raises CheckpointError if both configs have a ``model`` and these differ."""
-    before, now = (each.get("model") or {} for each in (state.config, config))
+    before, now = (cfg.get("model") or {} for cfg in (state.config, config))
     if before and now and (changed := differences(before, now)):
         text = "; ".join(_texts(changed, "model."))
         raise CheckpointError(f"{text} ({path}); set it as then, or resume_with_other_model=True")
@@ -280,17 +280,16 @@ def _make_state(
 def _check_frozen(saved: Mapping[str, str], current: Mapping[str, str], path: Path) -> None:
     """Raises CheckpointError if frozen weights differ from those at the save."""
     lacks_teacher = TEACHER not in saved or TEACHER not in current  # kd_ratio=0 loads none
-    found = {
+    changed = {
         key: (before, now)
         for key, (before, now) in differences(saved, current).items()
         if not (lacks_teacher and key.startswith(TEACHER))
         # Checkpoints of version 0.4.3 have no fingerprint of a frozen model's config.json.
         and not (before is None and key.endswith("_checkpointer.config.json"))
     }
-    if saved and found:
-        text, *others = _texts(found)
-        named = (key for key in ("ref_checkpointer", TEACHER) if text.startswith(key))
-        key = next(named, "checkpointer")
+    if saved and changed:
+        text, *others = _texts(changed)
+        key = next((key for key in ("ref_checkpointer", TEACHER) if text.startswith(key)), "checkpointer")
         more = f" (and {len(others)} more)" if others else ""
         raise CheckpointError(
             f"{key}: {path} was trained with other frozen weights: {text}{more}; set model and {key} to "
@@ -327,6 +326,5 @@ def _on_all_ranks(
         raise
     for rank, report in enumerate(gather_objects(None, group)):
         if report is not None:
-            error_class, text = report
-            raise error_class(f"rank {rank}: {text}")
+            raise report[0](f"rank {rank}: {report[1]}")
     return result

@@ -136,7 +136,7 @@ class CheckpointWriter:
         return outcome
 
     def close(self) -> SaveOutcome | None:
-        """Calls :meth:`wait`, ends the thread and frees the copies. Call it before destroying the process group."""
+        """Waits as :meth:`wait`, ends the thread and frees the copies. Call it before destroying the process group."""
         outcome = self.wait()
         if self._thread is not None:
             self._thread.shutdown()
@@ -150,7 +150,7 @@ class CheckpointWriter:
             self._layout = plan_save(tensors, self._rank, self._group)
             self._layout_here = layout_here
             names = gather_objects(sorted(tensors), self._group)
-            self._names_are_alike = all(of_rank == names[0] for of_rank in names)
+            self._names_are_alike = all(names_of_rank == names[0] for names_of_rank in names)
         assert self._layout is not None
         return self._layout
 
@@ -173,14 +173,12 @@ class CheckpointWriter:
             errors = [f"rank {rank}: {e}" for rank, (_, e) in enumerate(reports) if e]
             warning = None
             if not errors and self._rank == 0:
-                of_all = {name: facts for part, _ in reports for name, facts in part.items()}
-                marker = Marker(state.recipe, step, len(reports), of_all)
-                _, error = self._attempt(publish, temporary, final, marker)
+                all_files = {name: facts for files_of_rank, _ in reports for name, facts in files_of_rank.items()}
+                _, error = self._attempt(publish, temporary, final, Marker(state.recipe, step, len(reports), all_files))
                 if error:
                     errors = [f"rank 0: {error}"]
                 elif self._keep_last_n is not None:
-                    older = (self._folder, step, self._keep_last_n, state.recipe)
-                    _, warning = self._attempt(remove_older, *older)
+                    _, warning = self._attempt(remove_older, self._folder, step, self._keep_last_n, state.recipe)
             if errors and self._rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             errors, warning = gather_objects((errors, warning), self._group)[0]

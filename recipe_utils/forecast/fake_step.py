@@ -113,8 +113,7 @@ class FakeTraining:
             attach_loss(model, loss_fn)
             parallelize(model, modules, self.ranks)
         with self._fake:
-            like = model.state_dict().items()
-            weights = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in like}
+            weights = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in model.state_dict().items()}
         materialize(model, weights, modules, self.ranks.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             self._live.hold(tensor)

@@ -36,8 +36,7 @@ def limits_of(
     limits_length = "the model's"
     if teacher is not None:
         own = attention_of(teacher, device, compiles)
-        num_heads = tuple((f"teacher_{key}", number) for key, number in own.num_heads)
-        attentions.append(replace(own, num_heads=num_heads))
+        attentions.append(replace(own, num_heads=tuple((f"teacher_{key}", number) for key, number in own.num_heads)))
         own_vocab_size, own_length = vocab_size_and_max_seq_len(teacher)
         vocab_size = min(vocab_size, own_vocab_size)
         if own_length < max_seq_len:

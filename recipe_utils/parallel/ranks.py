@@ -182,8 +182,7 @@ class Ranks:
 
     def new_subgroup(self, size: int) -> dist.ProcessGroup:
         """Returns a new group of so many neighboring :attr:`dp_peers`; collective."""
-        by_place = self.mesh.mesh.permute(0, 3, 1, 2).reshape(-1, size)
-        own, _ = dist.new_subgroups_by_enumeration(by_place.tolist())
+        own, _ = dist.new_subgroups_by_enumeration(self.mesh.mesh.permute(0, 3, 1, 2).reshape(-1, size).tolist())
         assert isinstance(own, dist.ProcessGroup)  # every rank is in one of them
         return own
 
@@ -241,5 +240,4 @@ def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
     ``tp`` ranks, which communicate most, are neighbors; ``pp`` ranks are farthest apart.
     """
     names = ("pp", "dp_replicate", "dp_shard", "tp")
-    sizes = tuple(getattr(dims, name) for name in names)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    return init_device_mesh(device.type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)

@@ -193,8 +193,7 @@ def fits(value: Any, hint: Any) -> bool:
     if _has_component(value):
         return True
     try:
-        adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-        adapter.validate_json(json.dumps(value), strict=True)
+        TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_json(json.dumps(value), strict=True)
     except ValidationError:
         return False
     except Exception:  # pydantic raises many types for annotations, TypeError for protocols

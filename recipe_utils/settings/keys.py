@@ -64,8 +64,7 @@ class OnlyWith:
 def own_keys(settings_class: type) -> dict[str, FieldInfo]:
     """Returns the config keys that a settings class adds to those of its bases, with descriptions."""
     fields: dict[str, FieldInfo] = getattr(settings_class, "__pydantic_fields__", {})
-    names = vars(settings_class).get("__annotations__", {})
-    return {name: fields[name] for name in names if name in fields}
+    return {name: fields[name] for name in vars(settings_class).get("__annotations__", {}) if name in fields}
 
 
 def keys_of(settings_class: type) -> dict[str, FieldInfo]:

@@ -82,8 +82,7 @@ def _set_defaults_of_model(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> I
             cfg[key] = defaults[key](**arguments)
         except Exception as error:  # any: transformers raises many classes for a wrong config.json
             text = str(error) or type(error).__name__
-            named = text.startswith("model.")
-            yield Problem(*text.split(": ", 1)) if named else Problem("model", text)
+            yield Problem(*text.split(": ", 1)) if text.startswith("model.") else Problem("model", text)
             return  # one for all defaults
 
 

@@ -61,8 +61,7 @@ def load_adapters(model: nn.Module, path: str) -> None:
 def load_start(model: nn.Module, config: DictConfig) -> None:
     """Loads weights and adapters of ``checkpointer`` into an unsharded model; freezes its base."""
     freeze_base(model)
-    checkpointer = torchtune_config.instantiate(config.checkpointer)
-    loaded = load_checkpoint(checkpointer, config.checkpointer)
+    loaded = load_checkpoint(torchtune_config.instantiate(config.checkpointer), config.checkpointer)
     model.load_state_dict({**loaded[training.MODEL_KEY], **loaded.get(training.ADAPTER_KEY, {})})
 
 

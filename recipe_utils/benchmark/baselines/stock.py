@@ -41,8 +41,7 @@ def train_dpo(config: DictConfig) -> None:
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     _init_process_group(config, **({} if training.is_distributed() else alone))
     config.ref_checkpointer = config.get("ref_checkpointer") or config.checkpointer
-    recipe = _recipe("full_dpo_distributed", "FullDPORecipeDistributed", config)
-    _run(recipe, config, has_adapters=False)
+    _run(_recipe("full_dpo_distributed", "FullDPORecipeDistributed", config), config, has_adapters=False)
 
 
 def train_distillation(config: DictConfig) -> None:
@@ -81,8 +80,7 @@ def _run(recipe: Any, config: DictConfig, has_adapters: bool) -> None:
 
 def _init_process_group(config: DictConfig, **options: Any) -> None:
     device = get_device(config.device)
-    on_accelerator = device.type != "cpu"
-    backend = training.get_distributed_backend(device.type, offload_ops_to_cpu=on_accelerator)
+    backend = training.get_distributed_backend(device.type, offload_ops_to_cpu=device.type != "cpu")
     dist.init_process_group(backend, **options)
 
 
@@ -94,8 +92,7 @@ def _whole_student(config: DictConfig, *, base_model_state_dict: dict[str, Any],
     if config.compile:
         training.compile_model(model)
     if config.enable_activation_checkpointing:
-        wrapped = {modules.TransformerSelfAttentionLayer}
-        training.set_activation_checkpointing(model, auto_wrap_policy=wrapped)
+        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     model.load_state_dict(base_model_state_dict)
     return model
 

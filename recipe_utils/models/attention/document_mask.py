@@ -194,8 +194,7 @@ def _attend_by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, d
         if not all(isinstance(each, int) for each in row) and can_merge(q, v, dropout_p):
             rows.append(MergedAttention.apply(*of_row, row).transpose(1, 2))
             continue
-        chains = parts_of_chains(row, *of_row)
-        attended = [_attend(q, k, v, dropout_p) for q, k, v, _ in chains]
+        attended = [_attend(q, k, v, dropout_p) for q, k, v, _ in parts_of_chains(row, *of_row)]
         # Concatenated as [b, s, h, d], the layout that the caller needs next.
         rows.append(torch.cat([part.transpose(1, 2) for part in attended], dim=1))
     return torch.cat(rows).transpose(1, 2)

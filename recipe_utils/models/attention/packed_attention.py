@@ -107,11 +107,10 @@ def attention_of(
         chosen = choose_kernel(needs, device, configured)
 
     # A compiled layer is compiled again for each of the first lengths of rows.
-    compiled = _COMPILED_LENGTHS.get(device.type, _COMPILED_LENGTHS["cuda"])
     return replace(
         chosen,
         other_attention=other,
-        num_compiled_lengths=compiled if compiles else None,
+        num_compiled_lengths=_COMPILED_LENGTHS.get(device.type, _COMPILED_LENGTHS["cuda"]) if compiles else None,
         runs_by_document=runs_by_document,
         num_heads=tuple(num_heads.items()),
     )

@@ -149,8 +149,7 @@ class Pipeline:
         for stage in self._stages:
             stage.expect(microbatches, has_backward)
         num_microbatches = len(microbatches)
-        schedule = self._schedule_of(num_microbatches, has_backward)
-        _run_schedule(schedule, list(range(num_microbatches)), has_backward)
+        _run_schedule(self._schedule_of(num_microbatches, has_backward), list(range(num_microbatches)), has_backward)
         del self._take  # it may refer to all outputs
         for stage in self._stages:
             stage.clear_runtime_states()
@@ -199,7 +198,6 @@ class _Stage(PipelineStage):
         self, module: nn.Module, index: int, num_stages: int, hidden: Tensor, group: dist.ProcessGroup
     ) -> None:
         tokens = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
-        loss = torch.zeros((), device=hidden.device)
         super().__init__(
             module,
             index,
@@ -207,7 +205,7 @@ class _Stage(PipelineStage):
             hidden.device,
             # With examples PyTorch does not run a microbatch to infer the shapes of inputs and outputs.
             input_args=tokens if index == 0 else hidden,
-            output_args=loss if index == num_stages - 1 else hidden,
+            output_args=torch.zeros((), device=hidden.device) if index == num_stages - 1 else hidden,
             group=group,
         )
         self._like = hidden

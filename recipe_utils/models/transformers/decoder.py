@@ -93,14 +93,12 @@ class Decoder(nn.Module):
             has_flex=model._supports_flex_attn,
             has_flash=attention == "sdpa",
         )
-        cpu = torch.device("cpu")
-        self.attention = choose_kernel(self.attention_needs, cpu)
+        self.attention = choose_kernel(self.attention_needs, torch.device("cpu"))
         model.set_attn_implementation(attention_within_documents(attention, proof.splits_attention))
         for module in model.modules():
             if (axes := proof.modules.get(type(module).__name__)) is not None:
                 run_by_document(module, axes)
-        head = model.get_output_embeddings()
-        tail = head if proof.head_is_tail else Tail(model)
+        tail = model.get_output_embeddings() if proof.head_is_tail else Tail(model)
         object.__setattr__(self, "output", tail)  # no module of its own
         self._ties = {n: first for first, others in names_of_weights(self).items() for n in others}
         self.register_state_dict_post_hook(_drop_ties)

@@ -169,16 +169,14 @@ def _attend(
             attended, _ = _attend(base, module, q, k, v, mask, **kwargs)
         return exchange.tokens_of_part(attended.squeeze(0)).unsqueeze(0), None
     if isinstance(mask, BlockMask):
-        flex = ALL_ATTENTION_FUNCTIONS["flex_attention"]
-        return flex(module, query, key, value, mask, **kwargs)
+        return ALL_ATTENTION_FUNCTIONS["flex_attention"](module, query, key, value, mask, **kwargs)
     if kernel == "dense":
         return attend(module, query, key, value, mask, **kwargs)
     if kernel == "varlen":
         if kwargs.get("dropout"):
             raise ValueError("FlashAttention does not support dropout; set packed_attention=by_document")
         flat = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-        window = None if mask is None else mask.length
-        attended = attend_by_varlen(*flat, documents, window, kwargs.get("scaling"))
+        attended = attend_by_varlen(*flat, documents, None if mask is None else mask.length, kwargs.get("scaling"))
         return attended.unflatten(0, (len(query), -1)), None
     return _attend_by_document(attend, base, module, query, key, value, mask, documents, kwargs), None
 
@@ -220,8 +218,7 @@ def _mask_of_chain(query: Tensor, key: Tensor, window: Window | None, base: str)
         return None
     seen = mask_of_chain(query, key, length)
     if base == "eager":  # its masks are added
-        lowest = torch.finfo(query.dtype).min
-        return torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, lowest)
+        return torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
     return seen
 
 

@@ -184,8 +184,7 @@ def check_packing(config: Any, attention: str | None = None) -> PackingCheck:
     """
     with torch.device("cpu"), set_default_dtype(torch.float64), torch.random.fork_rng(devices=[]), DoublePrecision():
         copied = cut(config)
-        make = _copies(copied, attention, torch.float64)
-        return _compare(_Comparison(make, _drawn(copied, _LENGTHS)))
+        return _compare(_Comparison(_copies(copied, attention, torch.float64), _drawn(copied, _LENGTHS)))
 
 
 def _drawn(config: Any, lengths: Sequence[int]) -> list[Tensor]:
@@ -426,8 +425,7 @@ def _modules_that_mix(
     decoder, calls = Decoder(make(), check), defaultdict[str, list[dict[str, Tensor]]](list)
 
     def record(name: str, _: Any, *values: Any) -> None:  # args, kwargs, output
-        flat = tree_leaves_with_path(values)
-        calls[name].append({keystr(p): t.clone() for p, t in flat if isinstance(t, Tensor)})
+        calls[name].append({keystr(p): t.clone() for p, t in tree_leaves_with_path(values) if isinstance(t, Tensor)})
 
     # The same second document is computed as part of the row, and alone.
     for name, module in decoder.model.named_modules():
