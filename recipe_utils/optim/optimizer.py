@@ -131,7 +131,7 @@ def inner_optimizers(optimizer: Any) -> list[Optimizer]:
     for value in vars(optimizer).values():
         value = list(value.values()) if isinstance(value, Mapping) else value
         values += value if isinstance(value, list | tuple) else [value]
-    return [each for each in values if isinstance(each, Optimizer)]
+    return [value for value in values if isinstance(value, Optimizer)]
 
 
 def make_optimizer(cfg: DictConfig, groups: Any) -> Optimizer:
@@ -146,8 +146,8 @@ def make_optimizer(cfg: DictConfig, groups: Any) -> Optimizer:
 def build_optimizer(cfg: DictConfig, model: nn.Module, settings: OptimizerSettings) -> Optimizer | OptimizerInBackward:
     """Builds an optimizer of the trained parameters of a model that is wrapped and on its device."""
     if settings.optimizer_in_bwd:
-        groups_of = lambda each: settings.groups(dict(zip("p", each, strict=True)))  # noqa: E731
-        return OptimizerInBackward(model, lambda each: make_optimizer(cfg, groups_of(each)))
+        one_group = lambda ps: settings.groups(dict(zip("p", ps, strict=True)))  # noqa: E731
+        return OptimizerInBackward(model, lambda ps: make_optimizer(cfg, one_group(ps)))
     return make_optimizer(cfg, settings.groups(trained_parameters(model)))
 
 
@@ -193,8 +193,8 @@ def build_lr_scheduler(
     """
     num_warmup_steps = 0 if cfg is None else cfg.get("num_warmup_steps", 0)
     if num_warmup_steps >= num_steps:
-        text = f"num_warmup_steps={num_warmup_steps}: the training has only {num_steps} update steps"
-        log_rank_zero(_log, f"lr_scheduler.{text}", logging.WARNING)
+        text = f"lr_scheduler.num_warmup_steps={num_warmup_steps}: the training has only {num_steps} update steps"
+        log_rank_zero(_log, text, logging.WARNING)
     if global_step > 0:  # the resumed training may have had no schedule
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])

@@ -69,11 +69,11 @@ def split_entry(entry: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any
     takes = _parameters_of(entry)
     if takes is None:  # reported by check_component
         return dict(entry), {}
-    own = {key: value for key, value in entry.items() if key in ENTRY_KEYS and key not in takes}
-    made = {key: value for key, value in entry.items() if key not in own}
-    if _passes_on(takes) and "subset" in made.keys() - takes.keys():
-        made["name"] = made.pop("subset")
-    return made, own
+    entry_keys = {key: value for key, value in entry.items() if key in ENTRY_KEYS and key not in takes}
+    component = {key: value for key, value in entry.items() if key not in entry_keys}
+    if _passes_on(takes) and "subset" in component.keys() - takes.keys():
+        component["name"] = component.pop("subset")
+    return component, entry_keys
 
 
 def may_mean_subset(entry: Mapping[Any, Any]) -> bool:

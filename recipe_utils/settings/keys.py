@@ -80,15 +80,13 @@ def alternatives_of(spec: FieldInfo) -> list[Any]:
     annotation = spec.annotation
     if get_origin(annotation) in (Union, UnionType):
         return list(get_args(annotation))
-    bounds = [each for each in spec.metadata if not isinstance(each, OnlyWith)]
+    bounds = [mark for mark in spec.metadata if not isinstance(mark, OnlyWith)]
     return [Annotated[annotation, *bounds] if bounds else annotation]
 
 
 def metadata_of(spec: FieldInfo, kind: type[T]) -> Iterator[T]:
     """Returns metadata of type ``kind`` of a key, its alternatives and items of its lists."""
-    found = list(spec.metadata)
-    for part in get_args(spec.annotation) or ():
-        found += getattr(part, "__metadata__", ())
-        for inner in get_args(part):
-            found += getattr(inner, "__metadata__", ())
-    return (metadata for metadata in found if isinstance(metadata, kind))
+    parts = get_args(spec.annotation)
+    annotations = [annotation for part in parts for annotation in (part, *get_args(part))]
+    marks = [*spec.metadata, *(mark for each in annotations for mark in getattr(each, "__metadata__", ()))]
+    return (mark for mark in marks if isinstance(mark, kind))
