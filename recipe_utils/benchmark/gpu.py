@@ -4,9 +4,8 @@
     python -m recipe_utils.benchmark.gpu --stages speed
     python -m recipe_utils.benchmark.gpu --device cpu --small      # the same code, in tiny shapes
 
-Weights and samples are random; no network is needed. ``tests`` needs a checkout. Each stage
-(:data:`STAGES`) writes its figures or traceback to ``results.json``. The exit code is 1 if a stage
-raised or a check failed.
+Weights and samples are random; no network is needed. ``tests`` needs a checkout. Each stage (:data:`STAGES`) writes its
+figures or traceback to ``results.json``. The exit code is 1 if a stage raised or a check failed.
 """
 
 import argparse

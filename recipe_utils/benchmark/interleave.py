@@ -1,9 +1,8 @@
 """Runs baselines in turns of one optimizer step, one baseline at a time.
 
-Each baseline runs in separate processes. After each optimizer step its ranks report to the
-benchmark and block until their next turn. The report is sent by an optimizer hook of PyTorch,
-without changes to a baseline's code. Between turns SIGSTOP stops all threads, so that data loading
-and spinning OpenMP threads do not slow down other baselines.
+Each baseline runs in separate processes. After each optimizer step its ranks report to the benchmark and block until
+their next turn. The report is sent by an optimizer hook of PyTorch, without changes to a baseline's code. Between turns
+SIGSTOP stops all threads, so that data loading and spinning OpenMP threads do not slow down other baselines.
 
 The time of a step is measured from "go" to the end of the next optimizer step on the slowest rank,
 by the benchmark's clock. It includes logging and fetching data.
@@ -42,8 +41,7 @@ class RankReport:
     """Fingerprint of their tokens; see :func:`.token_audit.fingerprint`."""
     peak_memory_bytes: int
     losses: list[float]
-    """Losses since the last report [nats per target token]. Recipes log after a step, so each is
-    one turn late."""
+    """Losses since the last report [nats per target token]. Recipes log after a step, so each is one turn late."""
 
 
 class Gate:

@@ -46,10 +46,9 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mappi
     The checkpointer writes into a temporary folder, which is synced and then renamed; it replaces
     an existing folder of that name. Files get the mode that the umask allows.
 
-    ``checkpointer`` is one of torchtune's that has loaded the initial weights; ``contents`` are
-    full (unsharded) tensors by torchtune's names, under torchtune's keys; ``frozen`` are
-    fingerprints of the adapters' base. If the export fails, it raises ExportError, removes its files
-    and leaves an existing folder unchanged.
+    ``checkpointer`` is one of torchtune's that has loaded the initial weights; ``contents`` are full (unsharded)
+    tensors by torchtune's names, under torchtune's keys; ``frozen`` are fingerprints of the adapters' base. If the
+    export fails, it raises ExportError, removes its files and leaves an existing folder unchanged.
     """
     output_dir = Path(checkpointer._output_dir)
     temporary = output_dir / TEMPORARY_EXPORT

@@ -95,9 +95,8 @@ def remove_leftovers(folder: Path) -> None:
 def move_to_backup(folder: Path, run_id: str) -> Path | None:
     """Moves the checkpoints of earlier runs, complete or not, to a subfolder named after the new run.
 
-    A resume takes the checkpoint with the most update steps, which might otherwise be one of
-    theirs. Returns the subfolder; None if there were no checkpoints or ``folder`` is missing.
-    Raises OSError if a move fails.
+    A resume takes the checkpoint with the most update steps, which might otherwise be one of theirs. Returns the
+    subfolder; None if there were no checkpoints or ``folder`` is missing. Raises OSError if a move fails.
     """
     paths = [path for _, path in _steps(folder)]
     if not paths:
@@ -142,9 +141,8 @@ def find_newest_whole(
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Finds the complete checkpoint (of ``recipe``, if given) with the most update steps.
 
-    Checks names and sizes of files only; :func:`check_checksums` reads every byte. ``folder`` may
-    be missing. With ``older_than``, a checkpoint in ``folder``, only those of fewer update steps
-    are considered.
+    Checks names and sizes of files only; :func:`check_checksums` reads every byte. ``folder`` may be missing. With
+    ``older_than``, a checkpoint in ``folder``, only those of fewer update steps are considered.
 
     Returns:
         Its path, or None; and the newer checkpoints that were skipped, each with a reason.

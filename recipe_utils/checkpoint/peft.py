@@ -1,8 +1,7 @@
 """Adapters in the format of PEFT and vLLM: torchtune's names and row order, converted to Hugging Face's.
 
-torchtune's own files are wrong in two ways: those of DoRA lack the DoRA flag, and the rows of
-DoRA's magnitudes and of Qwen2's queries and keys are in another order than the weights'. PEFT
-silently computes other logits.
+torchtune's own files are wrong in two ways: those of DoRA lack the DoRA flag, and the rows of DoRA's magnitudes and of
+Qwen2's queries and keys are in another order than the weights'. PEFT silently computes other logits.
 """
 
 import json

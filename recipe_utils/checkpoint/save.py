@@ -1,7 +1,6 @@
 """Saves step checkpoints, synchronously or in the background of the next update steps.
 
-A failed save does not stop training: all ranks get its error, and the last complete checkpoint
-stays.
+A failed save does not stop training: all ranks get its error, and the last complete checkpoint stays.
 """
 
 import json
@@ -85,8 +84,7 @@ class CheckpointWriter:
         save; if asynchronous, the result of the previous save if it was in flight, else None.
 
         Raises:
-            ValueError: the model, the optimizer or ``state`` contains something that cannot be
-                saved.
+            ValueError: the model, the optimizer or ``state`` contains something that cannot be saved.
             KeyboardInterrupt: raised after the other ranks have received the failure of this save.
         """
         finished = self.wait()

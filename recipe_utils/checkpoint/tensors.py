@@ -63,9 +63,8 @@ def optimizer_contents(model: nn.Module, optimizer: AnyOptimizer) -> tuple[dict[
     """Returns an optimizer's state by parameter name. Initializes nothing and takes no step.
 
     Returns:
-        ``PARAMETER.KEY`` -> tensor; and a description for JSON: ``state``, parameter -> key -> None
-        for a tensor and ``[value]`` for a plain value, and ``groups``, each with ``names`` and
-        ``options``.
+        ``PARAMETER.KEY`` -> tensor; and a description for JSON: ``state``, parameter -> key -> None for a tensor and
+        ``[value]`` for a plain value, and ``groups``, each with ``names`` and ``options``.
 
     Raises:
         ValueError: a state or an option, named in the message, cannot be saved.

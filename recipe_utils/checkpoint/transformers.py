@@ -88,10 +88,9 @@ class FolderCheckpointer:
     def load_checkpoint(self) -> dict[str, Any]:
         """Returns full weights and given adapters on the CPU, by the names of ``Decoder``.
 
-        Files with the model's own names are mapped into memory, so a rank reads only its shards.
-        Others, such as experts in separate tensors, are converted by transformers, whole on every
-        rank. Raises ValueError if weights are missing, unexpected or of another shape, or if
-        adapters cannot be read.
+        Files with the model's own names are mapped into memory, so a rank reads only its shards. Others, such as
+        experts in separate tensors, are converted by transformers, whole on every rank. Raises ValueError if weights
+        are missing, unexpected or of another shape, or if adapters cannot be read.
         """
         loaded: dict[str, Any] = {training.MODEL_KEY: _with_prefix(self._mapped_weights() or self._converted_weights())}
         if self._adapters is not None:

@@ -42,8 +42,7 @@ class ModelSettings:
     enable_activation_offloading: bool = False
     """Keeps activations on the CPU; needs CUDA and activation checkpointing."""
     ac_mode: Literal["full", "selective"] | None = None
-    """Recomputes all layers (``full``) or some (``selective``); replaces
-    ``enable_activation_checkpointing``."""
+    """Recomputes all layers (``full``) or some (``selective``); replaces ``enable_activation_checkpointing``."""
     ac_option: Annotated[Count | None, OnlyWith("ac_mode", ("selective",))] = None
     """Interval of recomputed layers with ``ac_mode: selective``."""
     custom_sharded_layers: list[str] | None = None
@@ -53,8 +52,7 @@ class ModelSettings:
     fsdp: dict[Literal["cpu_offload"], bool] | None = None
     """``cpu_offload``: the same as ``fsdp_cpu_offload``, for torchtune's LoRA configs."""
     fsdp_reshard_after_forward: bool | None = None
-    """Frees gathered parameters after each forward; null is True, and False with pipeline
-    stages."""
+    """Frees gathered parameters after each forward; null is True, and False with pipeline stages."""
     quantizer: Component | None = None
     """Quantization-aware training: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
     tensor_parallel_plan: Component | None = None

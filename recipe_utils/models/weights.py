@@ -85,9 +85,8 @@ def load_weights(
 ) -> dict[str, str]:
     """Materializes a meta model on ``device`` with a checkpoint's weights and, if it has adapters, theirs.
 
-    Each rank slices its own shards from the full weights, without communication. Parameters are
-    converted to the precision that they were built in, and stay on the CPU for FSDP2's offload;
-    buffers do not.
+    Each rank slices its own shards from the full weights, without communication. Parameters are converted to the
+    precision that they were built in, and stay on the CPU for FSDP2's offload; buffers do not.
 
     ``checkpoint`` contains full weights and, optionally, adapters, on every rank, by torchtune's
     keys; both are removed from it. ``seed`` is that of fresh adapters.

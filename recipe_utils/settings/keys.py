@@ -1,8 +1,7 @@
 """Types of config keys, and the keys of a settings class.
 
-A settings class is a frozen pydantic dataclass. A field defines type, bounds and default of a
-config key; the docstring below it is the description. A recipe's ``Settings`` inherits from other
-settings classes and adds further keys.
+A settings class is a frozen pydantic dataclass. A field defines type, bounds and default of a config key; the docstring
+below it is the description. A recipe's ``Settings`` inherits from other settings classes and adds further keys.
 """
 
 from collections.abc import Iterator

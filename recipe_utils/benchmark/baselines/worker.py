@@ -1,7 +1,6 @@
 """Runs a baseline: ``python -m recipe_utils.benchmark.baselines.worker SPEC PIPE``.
 
-``SPEC`` is a file of :func:`write_spec`, ``PIPE`` the inherited descriptor of a connection to the
-benchmark.
+``SPEC`` is a file of :func:`write_spec`, ``PIPE`` the inherited descriptor of a connection to the benchmark.
 """
 
 import json

@@ -118,8 +118,7 @@ def initial_adapters(
 ) -> Mapping[str, Tensor]:
     """Returns the initial adapters: those of ``checkpointer.adapter_checkpoint``, or fresh ones.
 
-    ``base`` and ``given`` are full (unsharded), on every rank; ``dtype`` is that of matrix products
-    with the base.
+    ``base`` and ``given`` are full (unsharded), on every rank; ``dtype`` is that of matrix products with the base.
 
     Raises:
         ValueError: given adapters are of another rank or of other modules; or none are given for

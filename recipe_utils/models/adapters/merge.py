@@ -20,12 +20,10 @@ def contents_of_export(
 ) -> tuple[dict[str, Any], float]:
     """Returns the contents of a torchtune checkpoint: the merged model if all weights are given, and the adapters.
 
-    ``weights`` are full, of the whole model or its adapters only, and merged in place; ``dtype``
-    None keeps their own.
+    ``weights`` are full, of the whole model or its adapters only, and merged in place; ``dtype`` None keeps their own.
 
     Returns:
-        Contents by torchtune's keys; and the fraction of the adapters' change that is lost by
-        rounding.
+        Contents by torchtune's keys; and the fraction of the adapters' change that is lost by rounding.
     """
     contents: dict[str, Any] = {}
     lost = 0.0

@@ -32,9 +32,8 @@ def scaler_block_size_of(module: Any) -> int:
 def without_quantizing() -> Iterator[None]:
     """Makes builders keep weights plain that they would quantize to NF4.
 
-    NF4 tensors are not fully implemented on the meta device.
-    :func:`recipe_utils.models.weights.load_weights` quantizes the loaded weights, with the
-    ``scaler_block_size`` that layers are built with (200 in Llama 3.2 Vision's encoders).
+    NF4 tensors are not fully implemented on the meta device. :func:`recipe_utils.models.weights.load_weights` quantizes
+    the loaded weights, with the ``scaler_block_size`` that layers are built with (200 in Llama 3.2 Vision's encoders).
     """
 
     def plain(weight: Tensor, **options: int) -> Tensor:
@@ -77,8 +76,7 @@ def check_nf4(model: nn.Module, frozen: Mapping[str, int], num_shards: int | Non
     ``num_shards`` ranks; None without FSDP2.
 
     Raises:
-        ValueError: parts that are not whole blocks, or a single part, which FSDP2 would treat as a
-            plain tensor.
+        ValueError: parts that are not whole blocks, or a single part, which FSDP2 would treat as a plain tensor.
     """
     if num_shards == 1 and any(frozen.values()):
         raise ValueError(

@@ -56,9 +56,8 @@ def mask_of_chain(q: Tensor, k: Tensor, window: int | None = None) -> Tensor:
 class MergedAttention(torch.autograd.Function):
     """Attention of each chain to its ancestors and to itself, merged by log-sum-exp, on a CPU.
 
-    Keeps q, k, v, the output [b, h, s, d] and its log-sum-exps [b, h, s], but no mask and no copies of
-    the ancestors' keys. The backward of a part takes the merged log-sum-exp, as in ring attention
-    (https://arxiv.org/abs/2310.01889).
+    Keeps q, k, v, the output [b, h, s, d] and its log-sum-exps [b, h, s], but no mask and no copies of the ancestors'
+    keys. The backward of a part takes the merged log-sum-exp, as in ring attention (https://arxiv.org/abs/2310.01889).
     """
 
     @staticmethod

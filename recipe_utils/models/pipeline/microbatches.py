@@ -88,15 +88,13 @@ class Pipeline:
         Args:
             microbatches: on the CPU, the same on every rank of the pipeline, equally many on all
                 ranks, as :func:`recipe_utils.models.pipeline.schedule.num_microbatches_to_run`.
-            objective: maps a microbatch's sums [k] to the scalar to backpropagate, [], on the rank
-                of the last stage.
+            objective: maps a microbatch's sums [k] to the scalar to backpropagate, [], on the rank of the last stage.
 
         Returns:
             Unscaled sums over all microbatches, [k] in fp64, without a graph, times the number of
             ranks on the last stage and 0 elsewhere: their mean over the pipeline is the sums.
 
-        Raises PipelineError if a stage or the objective fails on this rank; the other ranks'
-        receives fail or time out.
+        Raises PipelineError if a stage or the objective fails on this rank; the other ranks' receives fail or time out.
         """
         totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
 

@@ -95,8 +95,7 @@ def layers_of_stages(model: Any, num_stages: int, split_points: Sequence[int] | 
 def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: int) -> list[range]:
     """Partitions layers into stages of at least one layer so that the maximum cost is minimal.
 
-    Dynamic programming over all cuts, O(stages * layers^2). ``output_cost`` is added to the last
-    stage.
+    Dynamic programming over all cuts, O(stages * layers^2). ``output_cost`` is added to the last stage.
     """
     num_layers = len(layer_costs)
     totals = [0.0, *accumulate(layer_costs)]

@@ -344,8 +344,7 @@ def gradients(
 def difference(computed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Returns the largest difference of a gradient, over the largest element of the expected one.
 
-    A gradient that is zero but for rounding, as a key's bias has, is compared with 1e-6 of the
-    largest of all.
+    A gradient that is zero but for rounding, as a key's bias has, is compared with 1e-6 of the largest of all.
     """
     if computed.keys() != expected.keys():
         return float("inf")
@@ -391,8 +390,7 @@ def logits_of_row(
     """Returns logits [n, v] of each sequence of a row, the first of tokens.
 
     The row passes through ``stages`` of one layer each, or a whole decoder. The parts of ``num_ranks`` are
-    concatenated; only attention gets the order of the row, so all other modules must compute token by
-    token.
+    concatenated; only attention gets the order of the row, so all other modules must compute token by token.
     """
     places = _places(row)
     tokens = tokens[: sum(map(length_of, row))]
