@@ -74,7 +74,7 @@ class MergedAttention(torch.autograd.Function):
                 # Two softmaxes over parts of the keys are one over all, weighted by their shares of its sum.
                 part_out, part_lse = _flash(queries, *keys_and_values, 0.0, False)
                 merged = torch.logaddexp(lse, part_lse)
-                share, part_share = ((each - merged).exp().unsqueeze(3) for each in (lse, part_lse))
+                share, part_share = ((part - merged).exp().unsqueeze(3) for part in (lse, part_lse))
                 out = out * share + part_out * part_share
                 lse = merged
             outs.append(out.transpose(1, 2))

@@ -143,9 +143,11 @@ def error_on_device(
 def paths_of_code() -> list[Path]:
     """Returns the files of this package that the check depends on."""
     package = Path(__file__).parents[2]
-    folders = ("models", "text", "parallel", "long_rows")
-    paths = [path for folder in folders for path in sorted((package / folder).rglob("*.py"))]
-    return [*paths, package / "checkpoint" / "transformers.py"]
+    folders = [package / name for name in ("models", "text", "parallel", "long_rows")]
+    return [
+        *(path for folder in folders for path in sorted(folder.rglob("*.py"))),
+        package / "checkpoint/transformers.py",
+    ]
 
 
 def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -157,8 +159,8 @@ def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dic
     code = [torch.__version__, transformers.__version__, *map(Path.read_text, paths_of_code())]
     key = hashlib.sha256(json.dumps([described, *made_from[1:], *code], default=str).encode()).hexdigest()
     home = os.environ.get("HOME") or tempfile.gettempdir()
-    folder = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"))
-    path = folder / "torchtune_update_step" / f"proof_{key[:32]}.json"
+    caches = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache")
+    path = Path(caches, "torchtune_update_step", f"proof_{key[:32]}.json")
     result: dict[str, Any] = {}
     try:
         if not path.exists():
@@ -246,8 +248,7 @@ class _Comparison:
 
     def row_by_stages(self, check: PackingCheck) -> float:
         """Pipeline stages of one layer each."""
-        num_layers = len(layers_of(self.make()))
-        stages = [Decoder(self.make(), check) for _ in range(num_layers)]
+        stages = [Decoder(self.make(), check) for _ in layers_of(self.make())]
         return self._row_error(stages, self._lengths, self._expected)
 
     def row_in_parts(self, check: PackingCheck) -> float:
@@ -355,14 +356,14 @@ def difference(computed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 def distance(computed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Returns the norm of the difference of all gradients, over that of the expected ones."""
-    squares = [(computed[n].double() - g).square().sum() for n, g in expected.items()]
-    norms = [g.double().square().sum() for g in expected.values()]
-    return (torch.stack(squares).sum() / torch.stack(norms).sum()).sqrt().item()
+    errors = [(computed[n].double() - g).square().sum() for n, g in expected.items()]
+    squares = [g.double().square().sum() for g in expected.values()]
+    return (torch.stack(errors).sum() / torch.stack(squares).sum()).sqrt().item()
 
 
 def _places(row: Sequence[Document]) -> list[Tensor]:
     """Returns the positions in a row of each sequence."""
-    return [torch.cat([torch.arange(*each) for each in chain.ranges]) for chain in chains(row)]
+    return [torch.cat([torch.arange(*positions) for positions in chain.ranges]) for chain in chains(row)]
 
 
 def _error(
@@ -399,9 +400,8 @@ def logits_of_row(
     for place in places:
         positions[place] = torch.arange(len(place))
     if num_ranks > 1:
-        stages[0].exchanges[num_ranks] = Exchange(
-            lambda *heads: tuple(each[back] for each in heads), lambda attended: attended[order]
-        )
+        heads_of_row: Any = lambda *heads: tuple(tensor[back] for tensor in heads)  # noqa: E731
+        stages[0].exchanges[num_ranks] = Exchange(heads_of_row, lambda attended: attended[order])
     hidden = tokens[order][None]
     for index, stage in enumerate(stages):
         if len(stages) > 1:
@@ -466,8 +466,7 @@ def cut(config: Any) -> Any:
         needed = _num_layers_with_all_kinds(build(config, "eager"))
     for part in {id(config): config, id(text): text}.values():
         for name, value in list(vars(part).items()):
-            is_pattern = isinstance(value, str) and "pattern" in name
-            is_by_layer = isinstance(value, (list, tuple)) or is_pattern
+            is_by_layer = isinstance(value, (list, tuple)) or (isinstance(value, str) and "pattern" in name)
             if is_by_layer and len(value) == num_layers > needed:
                 setattr(part, name, value[:needed])
             elif type(value) is int:
