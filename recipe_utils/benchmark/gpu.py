@@ -110,9 +110,8 @@ def decoder_flops(decoder: Any, document_lengths: Sequence[int], num_targets: in
     num_weights = sum(p.numel() for p in decoder.layers.parameters() if p.dim() > 1)
     num_output_weights = num_outputs(decoder) * decoder.tok_embeddings.embedding_dim
     width = decoder.num_heads * decoder.head_dim
-    of_weights = 6 * (num_weights * sum(document_lengths) + num_output_weights * num_targets)
-    of_attention = 6 * len(decoder.layers) * width * sum(n * n for n in document_lengths)
-    return of_weights, of_attention
+    weight_flops = 6 * (num_weights * sum(document_lengths) + num_output_weights * num_targets)
+    return weight_flops, 6 * len(decoder.layers) * width * sum(n * n for n in document_lengths)
 
 
 # ---- Stages -------------------------------------------------------------------------------------
@@ -179,12 +178,11 @@ def speed(stage: Stage) -> Result:
         if stage.device.type == "cuda":
             torch.cuda.empty_cache()
         lines = (stage.scratch / name / "logs" / "metrics.jsonl").read_text().splitlines()
-        logged = [each for each in map(json.loads, lines) if "tokens_per_second_per_gpu" in each]
-        rate = statistics.median(each["tokens_per_second_per_gpu"] for each in logged[-8:])
+        logged = [step for step in map(json.loads, lines) if "tokens_per_second_per_gpu" in step]
+        rate = statistics.median(step["tokens_per_second_per_gpu"] for step in logged[-8:])
         row = {"way": way, "longest_row": longest, "target_tokens_per_second": rate}
         row |= {"tflops": flops * rate / 1e12, "share_of_peak": flops * rate / 1e12 / peak}
-        memory = [each.get("peak_memory_active", 0) for each in logged]
-        rows.append({**row, "peak_memory_gb": max(memory, default=0)})
+        rows.append({**row, "peak_memory_gb": max((step.get("peak_memory_active", 0) for step in logged), default=0)})
     name = torch.cuda.get_device_name(stage.device) if stage.device.type == "cuda" else "CPU"
     return {"device": name, "versions": versions(), "product_tflops": peak, "rows": rows}
 
@@ -225,8 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     torch.distributed.destroy_process_group()
             failures += [f"FAILED {name}: {each}" for each in results[name].get("failures", ())]
             results[name]["seconds"] = time.monotonic() - start
-            text = json.dumps(results, indent=1, default=str)
-            write_atomically(args.out / "results.json", f"{text}\n".encode())
+            write_atomically(args.out / "results.json", json.dumps(results, indent=1, default=str) + "\n")
     for row in results.get("speed", {}).get("rows", ()):
         print(row.pop("way"), *(f"{name} {value:.4g}" for name, value in row.items()), sep=", ")
     print("\n".join(failures) or "All checks passed.")

@@ -154,22 +154,17 @@ class Processes:
         self._log_paths = [Path(str(log_path).format(rank=rank)) for rank in range(num_ranks)]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         environments = _environments(num_ranks)
+        # -P: the working directory must not come before the installed packages.
+        command = [sys.executable, "-P", "-m", "recipe_utils.benchmark.baselines.worker", str(spec_path)]
+        # A process group to signal; Ctrl-C does not reach it.
+        options: dict[str, Any] = {"stdin": DEVNULL, "stderr": STDOUT, "start_new_session": True}
         try:
-            for rank_log_path, environment in zip(self._log_paths, environments, strict=True):
+            for rank_log_path, env in zip(self._log_paths, environments, strict=True):
                 ours, theirs = Pipe()
                 with theirs, open(rank_log_path, "wb") as output:
                     self._pipes.append(ours)
-                    process = Popen(
-                        # -P: the working directory must not come before the installed packages.
-                        [sys.executable, "-P", "-m", "recipe_utils.benchmark.baselines.worker",
-                         str(spec_path), str(theirs.fileno())],
-                        env=environment,
-                        pass_fds=[theirs.fileno()],
-                        stdin=DEVNULL,
-                        stdout=output,
-                        stderr=STDOUT,
-                        start_new_session=True,  # a process group to signal; Ctrl-C does not reach it
-                    )  # fmt: skip
+                    pipe = theirs.fileno()
+                    process = Popen([*command, str(pipe)], env=env, pass_fds=[pipe], stdout=output, **options)
                     self._processes.append(process)
         except BaseException:
             self.kill()
@@ -257,13 +252,6 @@ def _environments(num_ranks: int) -> list[dict[str, str]]:
         port = free.getsockname()[1]
     threads = max((os.cpu_count() or 1) // num_ranks, 1)
     common = {"OMP_NUM_THREADS": str(threads), **common}
-    return [
-        {
-            **common,
-            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks)),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        for rank in range(num_ranks)
-    ]
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+    return [common | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(num_ranks)]

@@ -106,6 +106,6 @@ class FedTokens:
 
     def read_and_restart(self) -> tuple[int, int]:
         """Returns the number of positions since the last call and their fingerprint."""
-        counts = self._num_positions, sum(int(each) for each in self._fingerprints)
+        counts = self._num_positions, sum(map(int, self._fingerprints))
         self._num_positions, self._fingerprints = 0, []
         return counts

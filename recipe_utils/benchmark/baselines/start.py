@@ -37,9 +37,8 @@ def write_fresh_adapters(config: DictConfig) -> None:
     with naming("checkpointer"):
         base = torchtune_config.instantiate(OmegaConf.create(without)).load_checkpoint()
     dtype = ModelSettings(dtype=config.dtype).torch_dtype
-    fresh = fresh_adapters(adapters_in(config), base[training.MODEL_KEY], config.seed, dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(fresh, path)
+    torch.save(fresh_adapters(adapters_in(config), base[training.MODEL_KEY], config.seed, dtype), path)
 
 
 @torch.no_grad()
