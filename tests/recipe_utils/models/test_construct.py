@@ -82,8 +82,7 @@ def build_on_two_ranks(layouts):
         for index in (1, 2):
             meta_model.layers[index].attn.requires_grad_(False)
         meta_model.value_head = torch.nn.Linear(8, 1, device="meta")
-        pipeline = PipelineSettings(pipeline_parallel_schedule=schedule)
-        model, stages = build_stages(meta_model, pipeline, ranks), []
+        model, stages = build_stages(meta_model, PipelineSettings(pipeline_parallel_schedule=schedule), ranks), []
         for stage in local_stages(model):
             layers = {i: layer for i, layer in enumerate(stage.layers) if not isinstance(layer, NotOnThisStage)}
             trained = [i for i, layer in layers.items() if all(p.requires_grad for p in layer.parameters())]
@@ -128,8 +127,7 @@ OFFLOADING, RECOMPUTING = ({"enable_activation_offloading": True}, {"enable_acti
 )  # fmt: skip
 def test_keys_that_do_not_go_together_are_problems_by_name(settings, ranks, problem):
     model, ranks = ModelSettings(**settings), RankSettings(device="cpu", **ranks)
-    problems = [*model.problems(), *model_on_ranks(model, ranks)]
-    assert any(str(each).startswith(problem) for each in problems)
+    assert any(str(each).startswith(problem) for each in [*model.problems(), *model_on_ranks(model, ranks)])
     assert not [*model_on_ranks(ModelSettings(packed_attention="by_document"), RankSettings(device="cpu"))]
 
 

@@ -48,8 +48,7 @@ def microbatches(num, shapes=((2, 3), (1, 5))):
         # Different numbers of targets.
         targets = Targets(tokens + 1, torch.arange(0, tokens.numel(), 1 + i % 2))
         input_pos = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
-        inputs = {"tokens": tokens, "input_pos": input_pos}
-        made.append(Microbatch(inputs, targets))
+        made.append(Microbatch({"tokens": tokens, "input_pos": input_pos}, targets))
     return made
 
 
@@ -140,8 +139,7 @@ def results_of(schedule, num_stages, num):
     again = pipeline.forward(microbatches(num))
     assert not validated.requires_grad
     assert not trained.requires_grad
-    grads = {i: stage.linear.weight.grad for i, stage in stages.items()}
-    return validated, trained, again, grads
+    return validated, trained, again, {i: stage.linear.weight.grad for i, stage in stages.items()}
 
 
 results = on_two_ranks(results_by_number)
