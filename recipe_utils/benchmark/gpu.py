@@ -82,6 +82,7 @@ def random_recipe(stage: Stage, name: str, changes: Result) -> tuple[Any, Any]:
     }
     tokenizer = {"pad_id": 0, "max_seq_len": longest // 8}
     dataset = {"vocab_size": vocab_size, "num_samples": num_samples}
+    # The config that users start from, with all that reads a file replaced.
     cfg: Any = OmegaConf.load(config_path("llama3_2/1B_full_update_step"))
     cfg.pop("checkpoint_dir", None)
     keys = {
@@ -177,6 +178,7 @@ def speed(stage: Stage) -> Result:
         recipe.__dict__.clear()
         if stage.device.type == "cuda":
             torch.cuda.empty_cache()
+        # The last steps, because compilers and allocators settle in the first ones.
         lines = (stage.scratch / name / "logs" / "metrics.jsonl").read_text().splitlines()
         logged = [step for step in map(json.loads, lines) if "tokens_per_second_per_gpu" in step]
         rate = statistics.median(step["tokens_per_second_per_gpu"] for step in logged[-8:])
@@ -214,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             print(f"{name} ...", file=sys.stderr, flush=True)
             start = time.monotonic()
+            # A stage that raises does not cost the others, nor do later ones cost its results.
             try:
                 results[name] = STAGES[name](stage)
             except Exception as error:

@@ -126,6 +126,7 @@ def write_generation_config(config: Mapping[str, Any], folder: Path, path: Path,
     files = sorted(
         file.name for file in folder.iterdir() if file.suffix in _MODEL_FILES and not file.name.startswith("adapter")
     )
+    # The export has its adapters merged, so it is loaded as a plain model.
     model = _without_adapters(config["model"])
     is_gemma2 = config["checkpointer"].get("model_type") == "GEMMA2"
     component = config["checkpointer"]["_component_"]

@@ -2,9 +2,10 @@
 
 :mod:`recipe_utils.checkpoint.save` saves them, :mod:`recipe_utils.checkpoint.folder` defines their files.
 
-Example: ``step_40`` of 2 ranks resumes on 3. It has five files beside ``complete.json``, of which the ranks check the bytes
-of 2, 2 and 1. Then each reads the rows of its shards from one or both ``rank_0000*.safetensors``, as :mod:`.layout` shows,
-and update step 41 has the samples that it would have had, over 3 ranks. Random states are of a rank, and are not restored.
+Example: ``step_40`` of 2 ranks resumes on 3. It has five files beside ``complete.json``, of which the ranks check the
+bytes of 2, 2 and 1. Then each reads the rows of its shards from one or both ``rank_0000*.safetensors``, as
+:mod:`.layout` shows, and update step 41 has the samples that it would have had, over 3 ranks. Random states are of a
+rank, and are not restored.
 """
 
 import json
@@ -126,7 +127,7 @@ def load(
     frozen: Mapping[str, str] = {},
     config: Mapping[str, Any] = {},
     other_model: bool = False,
-    of_parts: Mapping[str, Tensor] = {},
+    part_tensors: Mapping[str, Tensor] = {},
     group: dist.ProcessGroup | None = None,
 ) -> TrainingState:
     """Loads a checkpoint in place; each rank reads its part. Collective.
@@ -145,7 +146,7 @@ def load(
         config: config of this training. Its ``model`` must equal the saved one, if there is one.
             Options of ``optimizer`` that are built otherwise than then override the checkpoint.
         other_model: True to accept another ``model`` whose trained and frozen parameters fit.
-        of_parts: tensors of parts of the training as ``PART.NAME``; those of parts that the checkpoint has are read.
+        part_tensors: tensors of parts of the training as ``PART.NAME``; those that the checkpoint has are read.
         group: a CPU (gloo) group of all ranks.
 
     Raises:
@@ -171,16 +172,18 @@ def load(
     if not other_model:
         _on_all_ranks(group, _check_model_config, path, state, config)
     # A part may be new, or no longer be there; one that is there must have the tensors that it had.
-    parts_on_any_rank = set[str]().union(*gather_objects(list(of_parts), group))
-    of_saved_parts = {name: tensor for name, tensor in of_parts.items() if name.partition(".")[0] in state.parts}
-    _on_all_ranks(group, _check_parts, path, state, _like(PART, metadata), of_saved_parts, parts_on_any_rank)
+    parts_on_any_rank = set[str]().union(*gather_objects(list(part_tensors), group))
+    saved_part_tensors = {
+        name: tensor for name, tensor in part_tensors.items() if name.partition(".")[0] in state.parts
+    }
+    _on_all_ranks(group, _check_parts, path, state, _like(PART, metadata), saved_part_tensors, parts_on_any_rank)
 
     # The optimizer's state is made as it was saved, then both are filled in place from the files.
     configs = state.config, config
     states = _on_all_ranks(group, _make_state, path, metadata, model, optimizer, names_of_other_stages, configs)
     targets = {MODEL + name: tensor for name, tensor in trained.items()}
     targets |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
-    targets |= {PART + name: tensor for name, tensor in of_saved_parts.items()}
+    targets |= {PART + name: tensor for name, tensor in saved_part_tensors.items()}
     _on_all_ranks(group, read_tensors, path, metadata, targets)
 
     # A random state belongs to one rank, so that another number of ranks has none to resume with.
@@ -251,13 +254,13 @@ def _check_parts(
     path: Path,
     state: TrainingState,
     saved: Mapping[str, Tensor],
-    of_saved_parts: Mapping[str, Tensor],
+    saved_part_tensors: Mapping[str, Tensor],
     parts_on_any_rank: set[str],
 ) -> None:
     """Raises CheckpointError unless parts of the training that have a saved state have the same tensors."""
     names = {name.partition(".")[0] for name in parts_on_any_rank} & state.parts.keys()
     saved = {name: like for name, like in saved.items() if name.partition(".")[0] in names}
-    if problem := describe_mismatch(saved, of_saved_parts, parts_on_any_rank - of_saved_parts.keys()):
+    if problem := describe_mismatch(saved, saved_part_tensors, parts_on_any_rank - saved_part_tensors.keys()):
         raise CheckpointError(f"parts: {path} does not fit those of the training: {problem}; set them as then")
 
 

@@ -54,6 +54,7 @@ def with_own_modules(checkpointer: Any, meta_model: nn.Module, names: Iterable[s
     for name in names:
         initial |= fresh_weights(name, meta_model.get_submodule(name), seed)
 
+    # A subclass, because exports check for torchtune's classes; made here, because any of them may be configured.
     class WithOwnModules(type(checkpointer)):  # type: ignore[misc]
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
             loaded: dict[str, Any] = super().load_checkpoint(*args, **kwargs)

@@ -74,13 +74,13 @@ class CheckpointWriter:
             remove_leftovers(self._folder)
 
     def save(
-        self, model: nn.Module, optimizer: AnyOptimizer, state: TrainingState, of_parts: Mapping[str, Tensor] = {}
+        self, model: nn.Module, optimizer: AnyOptimizer, state: TrainingState, part_tensors: Mapping[str, Tensor] = {}
     ) -> SaveOutcome | None:
         """Saves a checkpoint as ``step_N``, after waiting for a save in flight.
 
         Does not change the model or the optimizer, whose state may still be empty, and draws no
         random numbers. The model is sharded, or the same on all ranks, or the pipeline stages of
-        each rank; so are ``of_parts``, the tensors of parts of the training. Returns the result of this
+        each rank; so are ``part_tensors``, the tensors of parts of the training. Returns the result of this
         save; if asynchronous, the result of the previous save if it was in flight, else None.
 
         Raises:
@@ -91,7 +91,7 @@ class CheckpointWriter:
         tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
         optimizer_tensors, description = optimizer_contents(model, optimizer)
         tensors |= {OPTIMIZER + name: tensor for name, tensor in optimizer_tensors.items()}
-        tensors |= {PART + name: tensor for name, tensor in of_parts.items()}
+        tensors |= {PART + name: tensor for name, tensor in part_tensors.items()}
         try:
             documents = {"state.json": json.dumps(asdict(state), indent=1).encode()}
         except TypeError as error:

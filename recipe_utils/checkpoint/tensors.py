@@ -82,6 +82,7 @@ def optimizer_contents(model: nn.Module, optimizer: AnyOptimizer) -> tuple[dict[
         }
         members = [names[id(parameter)] for parameter in group["params"]]
         groups.append({"names": members, "options": options})
+        # Tensors go to safetensors, in parts of ranks; everything else into JSON, so that nothing is pickled.
         for name, parameter in zip(members, group["params"], strict=True):
             for key, value in part.state.get(parameter, {}).items():
                 what = f"{where}: its state {key} of {name}"

@@ -63,6 +63,7 @@ class FolderCheckpointer:
         self._seed = seed
         self._conversions: list[Any] | None = None
         self._adapters = Path(output_dir, adapter_checkpoint) if adapter_checkpoint else None
+        # A wrong folder is refused before the model is built, which takes longer.
         key = f"checkpointer.checkpoint_dir={checkpoint_dir}"
         if self._checkpoint_dir.exists() and not self._checkpoint_dir.is_dir():
             raise ValueError(f"{key}: it is no folder; set it to a folder of transformers")

@@ -28,7 +28,7 @@ from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.models.adapters.lora import adapters_in_words, find_adapters, freeze_base
 from recipe_utils.models.adapters.nf4 import drop_upcast_hooks, without_quantizing
 from recipe_utils.models.adapters.qat import simulate_quantization
-from recipe_utils.models.pipeline.schedule import PipelineSettings, stages_of_rank
+from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import Stages, cut_to_stage, layers_of_stages
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.parallel.process_group import gather_objects
@@ -81,8 +81,8 @@ def build_stages(meta_model: nn.Module, pipeline: PipelineSettings, ranks: Ranks
     layers = layers_of_stages(meta_model, num_stages, pipeline.pipeline_parallel_split_points)
     _check_that_all_train(meta_model, layers)
     stages = Stages(meta_model, num_stages)
-    # Each stage is a copy, so the next one and a frozen model can be cut from the same meta model.
-    for index in stages_of_rank(ranks.pp_rank, ranks.dims.pp, num_stages):
+    # Stages are dealt out in turns. Each is a copy, so that a frozen model can be cut from the same meta model.
+    for index in range(ranks.pp_rank, num_stages, ranks.dims.pp):
         stages[f"stage_{index}"] = stage = copy.deepcopy(meta_model)
         cut_to_stage(stage, layers[index])
     if ranks.is_zero:

@@ -88,6 +88,7 @@ def optimizer_on_ranks(settings: OptimizerSettings, data: DataSettings, ranks: R
     if ranks.dims_or_none is not None:
         with suppress(ValueError):  # a problem of the data's keys
             steps = data.num_accumulated(ranks.dims_or_none.dp_degree)
+    # These keys need the gradients of all parameters, or of several microbatches, at once.
     every = "every backward updates the weights"
     for key, value, allowed, text in (
         ("clip_grad_norm", settings.clip_grad_norm, None, "the gradients never exist all at once"),

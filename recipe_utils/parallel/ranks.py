@@ -1,7 +1,7 @@
 """Device mesh of a job and this rank's coordinates in it.
 
-Dimensions are named as in later torchtune versions: ranks that differ in ``dp_replicate`` or ``dp_shard`` load different
-data, ranks that differ in ``pp`` or ``tp`` only the same.
+Dimensions are named as in later torchtune versions: ranks that differ in ``dp_replicate`` or ``dp_shard`` load
+different data, ranks that differ in ``pp`` or ``tp`` only the same.
 
 Example: 8 ranks with ``data_parallel_replicate_dim=2`` and ``tensor_parallel_dim=2``, so that 2 are left to shard:
 
@@ -207,6 +207,7 @@ def join_ranks(settings: RankSettings) -> Ranks:
             "until the last microbatch, as with last_microbatch"
         )
         utils.log_rank_zero(utils.get_logger("INFO"), text, level=logging.WARNING)
+    # Ranks with other data are those that differ in the two middle dimensions of the mesh.
     pp_rank, tp_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
     dp_peers = mesh.mesh[pp_rank, :, :, tp_rank].flatten().tolist()
     return Ranks(

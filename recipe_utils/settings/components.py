@@ -127,6 +127,7 @@ def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[Probl
             text = "YAML needs a space after each colon; write {_component_: ..., ...}"
         yield Problem(key, text, value)
         return
+    # It is imported and not called: a call could load weights.
     try:
         made = component_at(path)
         if not callable(made):
@@ -148,6 +149,7 @@ def _check_arguments(key: str, made: Any, arguments: Mapping[str, Any], made_wit
     from_recipe = [*list(parameters)[: made_with.num_positional], *made_with.keywords]
     hints = _hints(made)
     name_of_made = getattr(made, "__name__", str(made))
+    # Given arguments first, by name and then by type; then those that are missing.
     for name, argument in arguments.items():
         hint = hints.get(name, Any)
         removed = problem_with_word(f"{key}.{name}", argument) if name not in by_name else None

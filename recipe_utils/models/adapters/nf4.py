@@ -1,9 +1,9 @@
 """Frozen NF4 weights (QLoRA, Dettmers et al. 2023): built plain, quantized when loaded, upcast one at a time.
 
 Example: a weight [4096, 4096] has 16.8M elements of 4 bits, in blocks of 64 with an 8-bit factor each; 256 such factors
-share an fp32 factor and all of them one mean: 8.66 MB instead of 33.6 MB in bf16. On 8 ranks each has 512 rows, which are
-128 whole blocks of 64 x 256 elements. Quantized rank by rank the mean would be that of a part, so every rank quantizes the
-whole weight and keeps its rows.
+share an fp32 factor and all of them one mean: 8.66 MB instead of 33.6 MB in bf16. On 8 ranks each has 512 rows, which
+are 128 whole blocks of 64 x 256 elements. Quantized rank by rank the mean would be that of a part, so every rank
+quantizes the whole weight and keeps its rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,6 +54,7 @@ def without_quantizing() -> Iterator[None]:
 
         return remember
 
+    # The builders import to_nf4 by name, and do not keep the block size that they are called with.
     modules: list[Any] = [lora, dora, nf4_linear]
     layers: list[Any] = [LoRALinear, DoRALinear, FrozenNF4Linear]
     patched = [(module, "to_nf4", plain) for module in modules]

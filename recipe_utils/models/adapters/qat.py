@@ -39,6 +39,7 @@ def simulate_quantization(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
         raise ConfigError(
             f"quantizer={path}: model.quantize_base=True keeps NF4 weights; set one of the two to null or False"
         )
+    # Its own fake quantizers, in place of its layers, which would be allocated.
     made = config.instantiate(OmegaConf.create(dict(quantizer)))
     if "qat" not in (get_quantizer_mode(made) or ""):
         raise ConfigError(

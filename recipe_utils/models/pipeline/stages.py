@@ -1,9 +1,9 @@
 """Pipeline stages of a decoder: their layers, and the modules that remain on each.
 
 Example: 4 layers with 10M parameters each and an output layer with 25M on two stages. A token costs as much as the
-parameters that it passes: layers 0 to 2 (30M) are the first stage, layer 3, norm and output layer (35M) the second. With
-two layers on each it would be 20M and 45M, and the first would wait. On a stage, :class:`NotOnThisStage` replaces the
-modules of the others, so layer 3 is called ``layers.3`` there, as in checkpoints.
+parameters that it passes: layers 0 to 2 (30M) are the first stage, layer 3, norm and output layer (35M) the second.
+With two layers on each it would be 20M and 45M, and the first would wait. On a stage, :class:`NotOnThisStage` replaces
+the modules of the others, so layer 3 is called ``layers.3`` there, as in checkpoints.
 """
 
 from collections.abc import Sequence
@@ -75,6 +75,7 @@ def layers_of_stages(model: Any, num_stages: int, split_points: Sequence[int] | 
             f"is a {type(model).__name__}; set pipeline_parallel_dim=1"
         )
     num_layers = len(model.layers)
+    # A stage without layers would only pass hidden states on.
     if num_layers < num_stages:
         raise ValueError(
             f"pipeline_parallel_dim: {num_stages} stages need as many layers, the model has "
@@ -111,6 +112,7 @@ def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: i
             for start in range(num_stages - 1, stop)
         )
 
+    # From the last stage to the first, each starts where the least maximum of those before it does.
     stages: list[range] = []
     stop = num_layers
     for remaining in range(num_stages, 0, -1):

@@ -162,12 +162,14 @@ def _attend(
         calls |= {(key.size(-1), value.size(-1))}
         calls |= {name for name in _NOT_IN_FLASH if kwargs.get(name) is not None}
         calls |= {"other masks"} if isinstance(mask, Tensor) else set()
+    # A part of a row: this rank computes the whole row for a part of the heads.
     if exchange is not None:
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in exchange.heads_of_row(q, k, v))
         with forward_of(rows._replace(exchange=None)):
             attended, _ = _attend(base, module, q, k, v, mask, **kwargs)
         return exchange.tokens_of_part(attended.squeeze(0)).unsqueeze(0), None
+    # One kernel for all documents, or else one for each.
     if isinstance(mask, BlockMask):
         return ALL_ATTENTION_FUNCTIONS["flex_attention"](module, query, key, value, mask, **kwargs)
     if kernel == "dense":

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 
 from recipe_utils.models.pipeline.microbatches import Pipeline
-from recipe_utils.models.pipeline.schedule import SCHEDULES, num_microbatches_to_run, stages_of_rank
+from recipe_utils.models.pipeline.schedule import SCHEDULES, num_microbatches_to_run
 from recipe_utils.update_steps.step import Microbatch, Targets
 
 DIM = 8
@@ -67,7 +67,7 @@ def second(sums):
 
 def make_pipeline(schedule, num_stages, make_stage=CountingStage, num_sums=3):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    stages = {i: make_stage(i, num_stages) for i in stages_of_rank(rank, num_ranks, num_stages)}
+    stages = {i: make_stage(i, num_stages) for i in range(rank, num_stages, num_ranks)}
     pipeline = Pipeline(
         stages,
         num_stages=num_stages,
