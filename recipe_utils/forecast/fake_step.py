@@ -22,17 +22,19 @@ from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_on_meta, build_stages
 from recipe_utils.models.frozen import FrozenModel, policy_at_start
 from recipe_utils.models.parallelize import parallelize
+from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import materialize
 from recipe_utils.optim.grad_norm import clip_grad_norm_
-from recipe_utils.optim.optimizer import build_optimizer, single_optimizers
+from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, single_optimizers
 from recipe_utils.parallel.fsdp import gradient_sync, local
-from recipe_utils.parallel.ranks import join_ranks
+from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.preference.losses import PreferenceLoss, make_preference_loss
 from recipe_utils.preference.pairs import PairCollator
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import TextCollator
+from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, mark_last
 
 
@@ -53,10 +55,20 @@ def row_of(collator: Any, size: int, length: int) -> Microbatch:
     return collator.collate(samples * max(size // collator.collate(samples).counts["positions"], 1))
 
 
+class TextSettings(ModelSettings, PipelineSettings, OptimizerSettings, DataSettings, RankSettings):
+    """Settings of the recipes for text; the others' keys are only read where a recipe has them."""
+
+    prefix_sharing: bool | None
+    tokens_per_chunk: int
+    kd_ratio: float
+    teacher_dtype: str | None
+    teacher_custom_sharded_layers: list[str] | None
+
+
 class FakeTraining:
     """Models, loss and optimizer of a recipe for text or pairs on rank 0, with ``device=cpu``."""
 
-    def __init__(self, cfg: DictConfig, settings: Any, is_of_cuda: bool = False) -> None:
+    def __init__(self, cfg: DictConfig, settings: TextSettings, is_of_cuda: bool) -> None:
         self.settings, self.ranks, self._frozen = settings, join_ranks(settings), None
         self._fake, self._live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
         self._is_of_pairs = hasattr(settings, "prefix_sharing")

@@ -70,13 +70,13 @@ def _recipe(file: str, name: str, config: DictConfig) -> Any:
     return recipe
 
 
-def _run(recipe: Any, config: DictConfig, has_adapters: bool) -> None:
-    recipe.setup(config)
+def _run(stock_recipe: Any, config: DictConfig, has_adapters: bool) -> None:
+    stock_recipe.setup(config)
     if has_adapters:  # stock recipes load adapters only to resume
-        load_adapters(recipe._model, config.checkpointer.adapter_checkpoint)
+        load_adapters(stock_recipe._model, config.checkpointer.adapter_checkpoint)
     # Some recipes step a schedule that may be None.
-    recipe._lr_scheduler = recipe._lr_scheduler or SimpleNamespace(step=do_nothing)
-    recipe.train()
+    stock_recipe._lr_scheduler = stock_recipe._lr_scheduler or SimpleNamespace(step=do_nothing)
+    stock_recipe.train()
 
 
 def _init_process_group(config: DictConfig, **options: Any) -> None:
