@@ -1,7 +1,7 @@
 """Export of a model with adapters: the merged base, and the adapters.
 
-Example: in bf16 a weight of 1.0 has neighbors 0.9961 and 1.0078. Adapters that change it by 0.003 are merged to 1.0: their
-whole change is lost. One by 0.005 becomes 0.0078. :func:`merge` reports the lost part over all weights.
+Example: in bf16 a weight of 1.0 has neighbors 0.9961 and 1.0078. Adapters that change it by 0.003 are merged to 1.0:
+their whole change is lost. One by 0.005 becomes 0.0078. :func:`merge` reports the lost part over all weights.
 """
 
 import math

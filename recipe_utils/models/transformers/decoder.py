@@ -1,10 +1,10 @@
 """Decoders of transformers with the interface of torchtune's.
 
 Example: ``LlamaForCausalLM`` with tied embeddings becomes ``Decoder(model, proof)``. Its weights are called
-``model.model.embed_tokens.weight``, ``model.model.layers.0...`` and so on; ``model.lm_head.weight`` is the first of these
-again, so the state dict lacks it. ``decoder.layers`` are what FSDP2 shards and compiles one by one. The forward is that of
-transformers up to the hidden states [b, s, d]; ``decoder.output`` then computes logits, so that a loss module can replace
-``decoder.unembed`` and compute those of targets only, as for torchtune's decoders.
+``model.model.embed_tokens.weight``, ``model.model.layers.0...`` and so on; ``model.lm_head.weight`` is the first of
+these again, so the state dict lacks it. ``decoder.layers`` are what FSDP2 shards and compiles one by one. The forward
+is that of transformers up to the hidden states [b, s, d]; ``decoder.output`` then computes logits, so that a loss
+module can replace ``decoder.unembed`` and compute those of targets only, as for torchtune's decoders.
 
 Shapes: b rows, s positions, d width of the model, v vocabulary.
 """
