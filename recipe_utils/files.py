@@ -62,8 +62,7 @@ def write_atomically(path: Path, content: bytes | str) -> FileFacts:
     Raises:
         OSError: contains the path. An existing file is unchanged.
     """
-    data = content.encode() if isinstance(content, str) else content
-    return _write(path, [data])
+    return _write(path, [content.encode() if isinstance(content, str) else content])
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
@@ -94,8 +93,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
         yield len(text).to_bytes(8, "little")
         yield text
         for name in names:
-            flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-            data: Any = flat.view(torch.uint8).numpy()
+            data: Any = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             yield memoryview(data)
 
     return _write(path, parts())

@@ -4,9 +4,8 @@
     python -m recipe_utils.benchmark.gpu --stages speed
     python -m recipe_utils.benchmark.gpu --device cpu --small      # the same code, in tiny shapes
 
-Weights and samples are random; no network is needed. ``tests`` needs a checkout. Each stage
-(:data:`STAGES`) writes its figures or traceback to ``results.json``. The exit code is 1 if a stage
-raised or a check failed.
+Weights and samples are random; no network is needed. ``tests`` needs a checkout. Each stage (:data:`STAGES`) writes its
+figures or traceback to ``results.json``. The exit code is 1 if a stage raised or a check failed.
 """
 
 import argparse
@@ -63,8 +62,7 @@ def random_texts(tokenizer: Any, vocab_size: int, num_samples: int) -> list[Samp
     for _ in range(num_samples):
         length = min(max(int(rng.lognormvariate(4.5, 0.8)), 8), tokenizer.max_seq_len)
         tokens = torch.randint(vocab_size, (length,), generator=generator).tolist()
-        labels = [IGNORE_INDEX] * (length // 2) + tokens[length // 2 :]
-        samples.append({"tokens": tokens, "labels": labels})
+        samples.append({"tokens": tokens, "labels": [IGNORE_INDEX] * (length // 2) + tokens[length // 2 :]})
     return samples
 
 
@@ -74,17 +72,17 @@ def random_recipe(stage: Stage, name: str, changes: Result) -> tuple[Any, Any]:
     ``changes`` are config keys; ``name`` is the output folder.
     """
     longest, vocab_size, num_samples = (256, 512, 64) if stage.is_small else (16384, 128256, 2048)
-    sizes = dict(zip(_SIZES, _TINY if stage.is_small else _1B, strict=True))
     model = {
         "_component_": "torchtune.models.llama3_2.llama3_2",
         "vocab_size": vocab_size,
         "max_seq_len": longest,
         "rope_base": 500_000,
         "scale_factor": 1,
-        **sizes,
+        **dict(zip(_SIZES, _TINY if stage.is_small else _1B, strict=True)),
     }
     tokenizer = {"pad_id": 0, "max_seq_len": longest // 8}
     dataset = {"vocab_size": vocab_size, "num_samples": num_samples}
+    # The config that users start from, with all that reads a file replaced.
     cfg: Any = OmegaConf.load(config_path("llama3_2/1B_full_update_step"))
     cfg.pop("checkpoint_dir", None)
     keys = {
@@ -113,9 +111,8 @@ def decoder_flops(decoder: Any, document_lengths: Sequence[int], num_targets: in
     num_weights = sum(p.numel() for p in decoder.layers.parameters() if p.dim() > 1)
     num_output_weights = num_outputs(decoder) * decoder.tok_embeddings.embedding_dim
     width = decoder.num_heads * decoder.head_dim
-    of_weights = 6 * (num_weights * sum(document_lengths) + num_output_weights * num_targets)
-    of_attention = 6 * len(decoder.layers) * width * sum(n * n for n in document_lengths)
-    return of_weights, of_attention
+    weight_flops = 6 * (num_weights * sum(document_lengths) + num_output_weights * num_targets)
+    return weight_flops, 6 * len(decoder.layers) * width * sum(n * n for n in document_lengths)
 
 
 # ---- Stages -------------------------------------------------------------------------------------
@@ -144,14 +141,12 @@ def tests(stage: Stage) -> Result:
     if stage.device.type != "cuda" or not folder.is_dir():
         return {"output": ["skipped: needs CUDA and a checkout"]}
     code, printed = _python(["-m", "pytest", "--all", "-n0", "-k", "cuda", str(folder)])
-    failures = [f"pytest -k cuda: exit code {code}"] * bool(code)
-    return {"output": printed[-8000:].splitlines(), "failures": failures}
+    return {"output": printed[-8000:].splitlines(), "failures": [f"pytest -k cuda: exit code {code}"] * bool(code)}
 
 
 def _python(arguments: Sequence[str]) -> tuple[int, str]:
     """Runs Python beside the checkout; returns exit code and output."""
-    command = [sys.executable, *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT.parent)
+    ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT.parent)
     return ran.returncode, ran.stderr[-2000:] + ran.stdout
 
 
@@ -183,13 +178,13 @@ def speed(stage: Stage) -> Result:
         recipe.__dict__.clear()
         if stage.device.type == "cuda":
             torch.cuda.empty_cache()
+        # The last steps, because compilers and allocators settle in the first ones.
         lines = (stage.scratch / name / "logs" / "metrics.jsonl").read_text().splitlines()
-        logged = [each for each in map(json.loads, lines) if "tokens_per_second_per_gpu" in each]
-        rate = statistics.median(each["tokens_per_second_per_gpu"] for each in logged[-8:])
+        logged = [step for step in map(json.loads, lines) if "tokens_per_second_per_gpu" in step]
+        rate = statistics.median(step["tokens_per_second_per_gpu"] for step in logged[-8:])
         row = {"way": way, "longest_row": longest, "target_tokens_per_second": rate}
         row |= {"tflops": flops * rate / 1e12, "share_of_peak": flops * rate / 1e12 / peak}
-        memory = [each.get("peak_memory_active", 0) for each in logged]
-        rows.append({**row, "peak_memory_gb": max(memory, default=0)})
+        rows.append({**row, "peak_memory_gb": max((step.get("peak_memory_active", 0) for step in logged), default=0)})
     name = torch.cuda.get_device_name(stage.device) if stage.device.type == "cuda" else "CPU"
     return {"device": name, "versions": versions(), "product_tflops": peak, "rows": rows}
 
@@ -221,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             print(f"{name} ...", file=sys.stderr, flush=True)
             start = time.monotonic()
+            # A stage that raises does not cost the others, nor do later ones cost its results.
             try:
                 results[name] = STAGES[name](stage)
             except Exception as error:
@@ -230,8 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     torch.distributed.destroy_process_group()
             failures += [f"FAILED {name}: {each}" for each in results[name].get("failures", ())]
             results[name]["seconds"] = time.monotonic() - start
-            text = json.dumps(results, indent=1, default=str)
-            write_atomically(args.out / "results.json", f"{text}\n".encode())
+            write_atomically(args.out / "results.json", json.dumps(results, indent=1, default=str) + "\n")
     for row in results.get("speed", {}).get("rows", ()):
         print(row.pop("way"), *(f"{name} {value:.4g}" for name, value in row.items()), sep=", ")
     print("\n".join(failures) or "All checks passed.")

@@ -1,9 +1,8 @@
 """Runs baselines in turns of one optimizer step, one baseline at a time.
 
-Each baseline runs in separate processes. After each optimizer step its ranks report to the
-benchmark and block until their next turn. The report is sent by an optimizer hook of PyTorch,
-without changes to a baseline's code. Between turns SIGSTOP stops all threads, so that data loading
-and spinning OpenMP threads do not slow down other baselines.
+Each baseline runs in separate processes. After each optimizer step its ranks report to the benchmark and block until
+their next turn. The report is sent by an optimizer hook of PyTorch, without changes to a baseline's code. Between turns
+SIGSTOP stops all threads, so that data loading and spinning OpenMP threads do not slow down other baselines.
 
 The time of a step is measured from "go" to the end of the next optimizer step on the slowest rank,
 by the benchmark's clock. It includes logging and fetching data.
@@ -42,8 +41,7 @@ class RankReport:
     """Fingerprint of their tokens; see :func:`.token_audit.fingerprint`."""
     peak_memory_bytes: int
     losses: list[float]
-    """Losses since the last report [nats per target token]. Recipes log after a step, so each is
-    one turn late."""
+    """Losses since the last report [nats per target token]. Recipes log after a step, so each is one turn late."""
 
 
 class Gate:
@@ -133,8 +131,7 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated()
     with contextlib.suppress(OSError):
         # Not ru_maxrss, which Linux initializes with the size of the parent.
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -157,22 +154,17 @@ class Processes:
         self._log_paths = [Path(str(log_path).format(rank=rank)) for rank in range(num_ranks)]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         environments = _environments(num_ranks)
+        # -P: the working directory must not come before the installed packages.
+        command = [sys.executable, "-P", "-m", "recipe_utils.benchmark.baselines.worker", str(spec_path)]
+        # A process group to signal; Ctrl-C does not reach it.
+        options: dict[str, Any] = {"stdin": DEVNULL, "stderr": STDOUT, "start_new_session": True}
         try:
-            for rank_log_path, environment in zip(self._log_paths, environments, strict=True):
+            for rank_log_path, env in zip(self._log_paths, environments, strict=True):
                 ours, theirs = Pipe()
                 with theirs, open(rank_log_path, "wb") as output:
                     self._pipes.append(ours)
-                    process = Popen(
-                        # -P: the working directory must not come before the installed packages.
-                        [sys.executable, "-P", "-m", "recipe_utils.benchmark.baselines.worker",
-                         str(spec_path), str(theirs.fileno())],
-                        env=environment,
-                        pass_fds=[theirs.fileno()],
-                        stdin=DEVNULL,
-                        stdout=output,
-                        stderr=STDOUT,
-                        start_new_session=True,  # a process group to signal; Ctrl-C does not reach it
-                    )  # fmt: skip
+                    pipe = theirs.fileno()
+                    process = Popen([*command, str(pipe)], env=env, pass_fds=[pipe], stdout=output, **options)
                     self._processes.append(process)
         except BaseException:
             self.kill()
@@ -197,8 +189,7 @@ class Processes:
     def finish(self) -> list[float]:
         """Ends the baseline after its last turn; returns rank 0's remaining losses."""
         self._go(is_finishing=True)
-        deadline = time.monotonic() + self._timeout_seconds
-        losses = self._receive_from(0, deadline).losses
+        losses = self._receive_from(0, time.monotonic() + self._timeout_seconds).losses
         self.kill()
         return losses
 
@@ -246,8 +237,7 @@ class Processes:
                 self._processes[rank].wait(timeout=10)
             what = f"ended with exit code {self._processes[rank].returncode}"
         path = self._log_paths[rank]
-        lines = path.read_text(errors="replace").rstrip().splitlines()[-8:]
-        text = "\n".join(f"    {line}" for line in lines)
+        text = "\n".join(f"    {line}" for line in path.read_text(errors="replace").rstrip().splitlines()[-8:])
         return BaselineDiedError(f"{self.name}: rank {rank} {what}; the last lines of {path}:\n{text}")
 
 
@@ -262,13 +252,6 @@ def _environments(num_ranks: int) -> list[dict[str, str]]:
         port = free.getsockname()[1]
     threads = max((os.cpu_count() or 1) // num_ranks, 1)
     common = {"OMP_NUM_THREADS": str(threads), **common}
-    return [
-        {
-            **common,
-            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks)),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        for rank in range(num_ranks)
-    ]
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+    return [common | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(num_ranks)]

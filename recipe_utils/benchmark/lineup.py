@@ -87,9 +87,8 @@ class Baseline:
 
 
 def line_up(
-    recipe: str, base: DictConfig, entries: Mapping[str, Any], output_dir: Path, num_ranks: int,
-    num_steps: int,
-) -> tuple[dict[str, Baseline], dict[str, str]]:  # fmt: skip
+    recipe: str, base: DictConfig, entries: Mapping[str, Any], output_dir: Path, num_ranks: int, num_steps: int
+) -> tuple[dict[str, Baseline], dict[str, str]]:
     """Returns the baselines of ``entries`` over a ``base`` config by name, and why others are skipped.
 
     ``num_steps`` are the update steps of each round. Raises ConfigError with problems of all entries.
@@ -101,7 +100,7 @@ def line_up(
         try:
             made = _resolve(name, entry, base, recipe, output_dir, num_ranks, num_steps)
         except ConfigError as error:
-            problems += [Problem(f"baselines.{name}", str(each)) for each in error.problems]
+            problems += [Problem(f"baselines.{name}", str(problem)) for problem in error.problems]
             continue
         except (ValueError, OSError, OmegaConfBaseException) as error:
             problems.append(Problem(f"baselines.{name}", first_line(error)))
@@ -151,8 +150,7 @@ def first_line(error: Exception) -> str:
 def _problems_with_base(base: DictConfig, recipe: str, output_dir: Path) -> Iterator[Problem]:
     """Yields wrong keys, and keys that other trainers do not support."""
     try:
-        whole = merge(base, {"output_dir": str(output_dir)})
-        yield from check_keys(whole, settings_of(recipe))[1]
+        yield from check_keys(merge(base, {"output_dir": str(output_dir)}), settings_of(recipe))[1]
     except (ValueError, OSError, OmegaConfBaseException) as error:
         yield from ConfigError(first_line(error)).problems
     for key, (supported, text) in _SUPPORTED.items():
@@ -164,9 +162,8 @@ def _problems_with_base(base: DictConfig, recipe: str, output_dir: Path) -> Iter
 
 
 def _resolve(
-    name: str, entry: Any, base: DictConfig, recipe: str, output_dir: Path, num_ranks: int,
-    num_steps: int,
-) -> Baseline | str:  # fmt: skip
+    name: str, entry: Any, base: DictConfig, recipe: str, output_dir: Path, num_ranks: int, num_steps: int
+) -> Baseline | str:
     """Resolves the config of a baseline, or returns the reason that it is skipped.
 
     Paths that the base config derives from ``output_dir``, such as fresh weights, are shared by all
@@ -179,16 +176,16 @@ def _resolve(
     overrides = {key: value for key, value in entry.items() if key not in ("kind", "recipe")}
     recipe_file, settings = _recipe_of(entry, recipe)
     foreign = OWN_KEYS.get(kind, set())
-    of_recipe = {key: value for key, value in overrides.items() if key not in foreign}
-    merged = merge(base, {**of_recipe, "output_dir": str(output_dir)})
+    recipe_overrides = {key: value for key, value in overrides.items() if key not in foreign}
+    merged = merge(base, {**recipe_overrides, "output_dir": str(output_dir)})
     # Only keys of this entry: it may have replaced the reference to a key of the base config.
-    wrong = check_keys(merged, settings)[1]
-    if problems := [problem for problem in wrong if problem.root in overrides]:
+    if problems := [problem for problem in check_keys(merged, settings)[1] if problem.root in overrides]:
         raise ConfigError(*problems)
     adapters = adapters_in(merged)
     if reason := why_skipped(recipe, kind, num_ranks, adapters):
         return f"skipped: {reason}"
 
+    # Everything that would differ between the trainers, or that one of them requires, is set.
     config = merge(merge(base, overrides), {**_FIXED, "output_dir": str(output_dir)})
     config.pop("dataset_val", None)
     for key, value in {**_DEFAULTS, "device": resolve_device(None).type}.items():
@@ -201,9 +198,9 @@ def _resolve(
     config.metric_logger = {"_component_": "recipe_utils.benchmark.interleave.LossLogger"}
     if recipe == DISTILLATION:
         config.metric_logger.kd_ratio = merged.get("kd_ratio", 0.5)
+    # Other trainers know the number of microbatches only.
     batch_keys = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
-    batch = OmegaConf.create({key: config[key] for key in batch_keys if key in config})
-    data = read_settings(batch, DataSettings)
+    data = read_settings(OmegaConf.create({key: config[key] for key in batch_keys if key in config}), DataSettings)
     config.gradient_accumulation_steps = data.num_accumulated(num_ranks, must_divide=True)
     config.pop("global_batch_size", None)
     config.max_steps_per_epoch = num_steps + SPARE_STEPS
@@ -260,7 +257,6 @@ def _contents_of(
     count = contents_of
     if recipe == PAIRS:
         is_packed = kind == "update_step" and cfg.get("microbatching") == "packed"
-        shares = is_packed and cfg.get("prefix_sharing") is not False
-        count = partial(contents_of_pairs, shares_prefixes=shares)
+        count = partial(contents_of_pairs, shares_prefixes=is_packed and cfg.get("prefix_sharing") is not False)
     steps = range(0, num_steps * per_step, per_step)
     return [count(samples[start : start + per_step], tokenizer.pad_id) for start in steps]

@@ -1,6 +1,7 @@
 """Summary and Markdown table of a benchmark's steps."""
 
 import contextlib
+import math
 import os
 import platform
 import statistics
@@ -83,30 +84,28 @@ def summarize(
     ``losses``: baseline -> round -> losses of all update steps [nats per target token];
     ``other_models``: baselines with another model, whose losses do not compare.
     """
-    of_reference = {(each.round, each.step): each for each in steps if each.baseline == reference}
-    reference_memory = _peak_memory(list(of_reference.values()))
+    references = {(step.round, step.step): step for step in steps if step.baseline == reference}
+    reference_memory = _peak_memory(list(references.values()))
     summaries = []
     for name in losses:
-        timed = [each for each in steps if each.baseline == name]
+        timed = [step for step in steps if step.baseline == name]
         if not timed:
             continue
-        pairs = [(each, of_reference[each.round, each.step]) for each in timed]
-        num_positions = sum(each.num_positions for each in timed)
-        num_targets = sum(each.num_target_tokens for each in timed)
-        has_same_samples = all(
-            (each.fingerprint, each.num_target_tokens) == (other.fingerprint, other.num_target_tokens)
-            for each, other in pairs
-        )
+        # Paired with the reference's step of the same round and samples, minutes apart at most.
+        pairs = [(step, references[step.round, step.step]) for step in timed]
+        num_positions = sum(step.num_positions for step in timed)
+        contents = [[(s.fingerprint, s.num_target_tokens) for s in column] for column in zip(*pairs, strict=True)]
+        has_same_samples = contents[0] == contents[1]
         compares = has_same_samples and name not in other_models
         summaries.append(
             Summary(
                 baseline=name,
                 num_steps=len(timed),
-                target_tokens_per_second=quartiles([each.rate for each in timed]),
-                ratio=quartiles([each.rate / other.rate for each, other in pairs]),
-                extra_seconds=quartiles([each.seconds - other.seconds for each, other in pairs]),
-                positions_per_target=num_positions / num_targets,
-                padding_fraction=1 - sum(each.num_real_tokens for each in timed) / num_positions,
+                target_tokens_per_second=quartiles([step.rate for step in timed]),
+                ratio=quartiles([step.rate / other.rate for step, other in pairs]),
+                extra_seconds=quartiles([step.seconds - other.seconds for step, other in pairs]),
+                positions_per_target=num_positions / sum(step.num_target_tokens for step in timed),
+                padding_fraction=1 - sum(step.num_real_tokens for step in timed) / num_positions,
                 peak_memory_bytes=_peak_memory(timed),
                 memory_ratio=_peak_memory(timed) / reference_memory,
                 loss_deviation=_deviation(losses[name], losses[reference]) if compares else None,
@@ -124,17 +123,17 @@ def throughput_table(summaries: Sequence[Summary], reference: str, missing: Mapp
         "padding", f"peak memory GB (over {reference})", "loss deviation",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
-    for each in summaries:
-        rate, ratio, extra = each.target_tokens_per_second, each.ratio, each.extra_seconds
-        deviation = "another model" if each.has_same_samples else "other samples"
-        if each.loss_deviation is not None:
-            deviation = f"{each.loss_deviation:.1e}" if each.baseline != reference else "0"
+    for row in summaries:
+        rate, ratio, extra = row.target_tokens_per_second, row.ratio, row.extra_seconds
+        deviation = "another model" if row.has_same_samples else "other samples"
+        if row.loss_deviation is not None:
+            deviation = f"{row.loss_deviation:.1e}" if row.baseline != reference else "0"
         lines.append(
-            f"| {each.baseline} | **{rate.median:.0f}** ({rate.lower:.0f}-{rate.upper:.0f}) | "
+            f"| {row.baseline} | **{rate.median:.0f}** ({rate.lower:.0f}-{rate.upper:.0f}) | "
             f"**{ratio.median:.2f}** ({ratio.lower:.2f}-{ratio.upper:.2f}) | "
             f"{extra.median:.3f} ({extra.lower:.3f} to {extra.upper:.3f}) | "
-            f"{each.positions_per_target:.2f} | {each.padding_fraction:.0%} | "
-            f"{each.peak_memory_bytes / 1e9:.2f} ({each.memory_ratio:.2f}) | {deviation} |"
+            f"{row.positions_per_target:.2f} | {row.padding_fraction:.0%} | "
+            f"{row.peak_memory_bytes / 1e9:.2f} ({row.memory_ratio:.2f}) | {deviation} |"
         )
     empty = "| " * (len(columns) - 2) + "|"
     return "\n".join([*lines, *(f"| {name} | {why} {empty}" for name, why in missing.items())])
@@ -142,7 +141,7 @@ def throughput_table(summaries: Sequence[Summary], reference: str, missing: Mapp
 
 def samples_sentence(steps: Sequence[TimedStep], summaries: Sequence[Summary]) -> str:
     """Returns sentences about baselines that trained on other tokens."""
-    others = [each.baseline for each in summaries if not each.has_same_samples]
+    others = [row.baseline for row in summaries if not row.has_same_samples]
     unexpected = {s.baseline for s in steps if s.fingerprint != s.expected_fingerprint}
     text = "Every update step had the same tokens in every baseline."
     if others:
@@ -170,8 +169,7 @@ def machine_name(device: torch.device) -> str:
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of installed packages."""
     installed = {"python": platform.python_version()}
-    ours = "torch torchtune torchao transformers accelerate torchtune-update-step"
-    for package in ours.split():
+    for package in ["torch", "torchtune", "torchao", "transformers", "accelerate", "torchtune-update-step"]:
         with contextlib.suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed
@@ -179,8 +177,8 @@ def versions() -> dict[str, str]:
 
 def _peak_memory(steps: Sequence[TimedStep]) -> int:
     peaks: dict[int, int] = {}
-    for each in steps:
-        peaks[each.round] = max(each.peak_memory_bytes, peaks.get(each.round, 0))
+    for step in steps:
+        peaks[step.round] = max(step.peak_memory_bytes, peaks.get(step.round, 0))
     return int(statistics.median(peaks.values()))
 
 
@@ -190,5 +188,4 @@ def _deviation(losses: Sequence[Sequence[float]], reference: Sequence[Sequence[f
         for losses_of_round, others in zip(losses, reference, strict=False)
         for loss, other in zip(losses_of_round, others, strict=False)
     ]
-    has_nan = any(deviation != deviation for deviation in deviations)
-    return float("nan") if has_nan else max(deviations, default=None)
+    return float("nan") if any(map(math.isnan, deviations)) else max(deviations, default=None)

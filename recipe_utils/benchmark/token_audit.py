@@ -43,8 +43,7 @@ def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
     """Counts the samples of an update step."""
     num_targets = num_real = tokens_fingerprint = 0
     for sample in samples:
-        labels = torch.as_tensor(sample["labels"])
-        is_target = labels != IGNORE_INDEX
+        is_target = torch.as_tensor(sample["labels"]) != IGNORE_INDEX
         num_targets += int(is_target[1:].sum())  # the first token is not predicted
         num_real += num_real_tokens(sample, IGNORE_INDEX)
         tokens_fingerprint += int(fingerprint(torch.as_tensor(sample["tokens"]), pad_id))
@@ -107,6 +106,6 @@ class FedTokens:
 
     def read_and_restart(self) -> tuple[int, int]:
         """Returns the number of positions since the last call and their fingerprint."""
-        counts = self._num_positions, sum(int(each) for each in self._fingerprints)
+        counts = self._num_positions, sum(map(int, self._fingerprints))
         self._num_positions, self._fingerprints = 0, []
         return counts

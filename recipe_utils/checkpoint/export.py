@@ -46,10 +46,9 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mappi
     The checkpointer writes into a temporary folder, which is synced and then renamed; it replaces
     an existing folder of that name. Files get the mode that the umask allows.
 
-    ``checkpointer`` is one of torchtune's that has loaded the initial weights; ``contents`` are
-    full (unsharded) tensors by torchtune's names, under torchtune's keys; ``frozen`` are
-    fingerprints of the adapters' base. If the export fails, it raises ExportError, removes its files
-    and leaves an existing folder unchanged.
+    ``checkpointer`` is one of torchtune's that has loaded the initial weights; ``contents`` are full (unsharded)
+    tensors by torchtune's names, under torchtune's keys; ``frozen`` are fingerprints of the adapters' base. If the
+    export fails, it raises ExportError, removes its files and leaves an existing folder unchanged.
     """
     output_dir = Path(checkpointer._output_dir)
     temporary = output_dir / TEMPORARY_EXPORT
@@ -75,8 +74,7 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mappi
             (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
             for path in list(folder.glob("adapter_*")):
                 path.rename(folder / ADAPTER_FOLDER / path.name)
-            alpha = contents[training.ADAPTER_CONFIG]["lora_alpha"]
-            described = {"lora_alpha": alpha, "frozen": dict(frozen)}
+            described = {"lora_alpha": contents[training.ADAPTER_CONFIG]["lora_alpha"], "frozen": dict(frozen)}
             (folder / ADAPTER_FOLDER / DESCRIPTION).write_text(json.dumps(described))
         _apply_umask(temporary)
         fsync_tree(temporary)
@@ -128,12 +126,13 @@ def write_generation_config(config: Mapping[str, Any], folder: Path, path: Path,
     files = sorted(
         file.name for file in folder.iterdir() if file.suffix in _MODEL_FILES and not file.name.startswith("adapter")
     )
+    # The export has its adapters merged, so it is loaded as a plain model.
     model = _without_adapters(config["model"])
     is_gemma2 = config["checkpointer"].get("model_type") == "GEMMA2"
-    is_folder = config["checkpointer"]["_component_"].endswith(".FolderCheckpointer")
+    component = config["checkpointer"]["_component_"]
+    is_folder = component.endswith(".FolderCheckpointer")
     if not files or model is None or "tokenizer" not in config or is_gemma2 or is_folder:
         return False
-    component = config["checkpointer"]["_component_"]
     if component.startswith("recipe_utils."):  # it would create new weights
         component = "torchtune.training.FullModelHFCheckpointer"
     checkpointer = {

@@ -95,9 +95,8 @@ def remove_leftovers(folder: Path) -> None:
 def move_to_backup(folder: Path, run_id: str) -> Path | None:
     """Moves the checkpoints of earlier runs, complete or not, to a subfolder named after the new run.
 
-    A resume takes the checkpoint with the most update steps, which might otherwise be one of
-    theirs. Returns the subfolder; None if there were no checkpoints or ``folder`` is missing.
-    Raises OSError if a move fails.
+    A resume takes the checkpoint with the most update steps, which might otherwise be one of theirs. Returns the
+    subfolder; None if there were no checkpoints or ``folder`` is missing. Raises OSError if a move fails.
     """
     paths = [path for _, path in _steps(folder)]
     if not paths:
@@ -116,7 +115,7 @@ def remove_older(folder: Path, step: int, keep: int, recipe: str) -> None:
     ``step`` is that of the checkpoint just written. Incomplete checkpoints and those of other
     recipes stay. Raises OSError if a checkpoint cannot be removed.
     """
-    older = [path for other, path in _steps(folder) if other < step and check_whole(path, recipe=recipe) is None]
+    older = [path for other, path in _steps(folder) if other < step and check_whole(path, recipe) is None]
     for path in older[keep - 1 :]:
         # Partially removed under its own name, it would look like a checkpoint.
         shutil.rmtree(_rename_away(path))
@@ -130,12 +129,8 @@ def _rename_away(path: Path) -> Path:
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
     """Returns (step, path) of all folders named like checkpoints, newest first."""
-    found = []
-    for path in folder.glob("step_*"):
-        match = _STEP_FOLDER.fullmatch(path.name)
-        if match:
-            found.append((int(match[1]), path))
-    return sorted(found, reverse=True)
+    matches = [(_STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("step_*")]
+    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
 
 # ---- Reading ------------------------------------------------------------------------------------
@@ -146,20 +141,16 @@ def find_newest_whole(
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Finds the complete checkpoint (of ``recipe``, if given) with the most update steps.
 
-    Checks names and sizes of files only; :func:`check_checksums` reads every byte. ``folder`` may
-    be missing. With ``older_than``, a checkpoint in ``folder``, only those of fewer update steps
-    are considered.
+    Checks names and sizes of files only; :func:`check_checksums` reads every byte. ``folder`` may be missing. With
+    ``older_than``, a checkpoint in ``folder``, only those of fewer update steps are considered.
 
     Returns:
         Its path, or None; and the newer checkpoints that were skipped, each with a reason.
     """
     skipped: list[tuple[Path, str]] = []
     paths = [path for _, path in _steps(folder)]
-    if older_than is not None:
-        paths = paths[paths.index(older_than) + 1 :]
-    for path in paths:
-        reason = check_whole(path, recipe=recipe)
-        if reason is None:
+    for path in paths if older_than is None else paths[paths.index(older_than) + 1 :]:
+        if (reason := check_whole(path, recipe)) is None:
             return path, skipped
         skipped.append((path, reason))
     return None, skipped

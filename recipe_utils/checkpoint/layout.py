@@ -70,8 +70,7 @@ def plan_save(tensors: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup
     index: dict[str, Any] = {}
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
-        dtype = dtype_name(tensor.properties.dtype)
-        index[name] = {"dtype": dtype, "shape": list(tensor.size), "parts": []}
+        index[name] = {"dtype": dtype_name(tensor.properties.dtype), "shape": list(tensor.size), "parts": []}
     for writer, plan in enumerate(plans):
         for item in plan.items:
             assert item.tensor_data is not None
@@ -134,8 +133,7 @@ def read_index(index: Mapping[str, Any], files: Iterable[str]) -> Metadata:
             shape = torch.Size(tensor["shape"])
             if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
                 raise ValueError(f"the parts of {name} do not make up {tuple(shape)}")
-            properties = TensorProperties(dtype=dtype_of(tensor["dtype"]))
-            metadata[name] = TensorStorageMetadata(properties, shape, chunks)
+            metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype_of(tensor["dtype"])), shape, chunks)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"tensors.json: it does not list tensors ({error!r})") from error
     return Metadata(metadata, storage_data=storage)

@@ -1,7 +1,11 @@
 """Loading of step checkpoints: training resumes after an update step, on any number of ranks.
 
-:mod:`recipe_utils.checkpoint.save` saves them, :mod:`recipe_utils.checkpoint.folder` defines their
-files.
+:mod:`recipe_utils.checkpoint.save` saves them, :mod:`recipe_utils.checkpoint.folder` defines their files.
+
+Example: ``step_40`` of 2 ranks resumes on 3. It has five files beside ``complete.json``, of which the ranks check the
+bytes of 2, 2 and 1. Then each reads the rows of its shards from one or both ``rank_0000*.safetensors``, as
+:mod:`.layout` shows, and update step 41 has the samples that it would have had, over 3 ranks. Random states are of a
+rank, and are not restored.
 """
 
 import json
@@ -86,7 +90,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], unset: Any = 
 
     Values are compared as JSON holds them: a tuple equals a list.
     """
-    then, current = (dict(_flat(json.loads(json.dumps(dict(each))))) for each in (before, now))
+    then, current = (dict(_flat(json.loads(json.dumps(dict(values))))) for values in (before, now))
     pairs = {key: (then.get(key, unset), current.get(key, unset)) for key in sorted(then.keys() | current.keys())}
     return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
 
@@ -99,18 +103,18 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _texts(found: Mapping[str, tuple[Any, Any]], prefix: str = "") -> list[str]:
-    return [f"{prefix}{key}={now}: the checkpoint was saved with {before}" for key, (before, now) in found.items()]
+def _texts(changed: Mapping[str, tuple[Any, Any]], prefix: str = "") -> list[str]:
+    return [f"{prefix}{key}={now}: the checkpoint was saved with {before}" for key, (before, now) in changed.items()]
 
 
 def _changed_options(*configs: Mapping[str, Any]) -> set[str]:
     """Returns the optimizer arguments that differ, for checkpoints without options as built (before 0.6)."""
-    of_rate = ("lr_scheduler", "loraplus_lr_ratio")
-    found = [
-        {**each["optimizer"], **{key: each.get(key) for key in of_rate}} for each in configs if each.get("optimizer")
-    ]
-    changed = {key.partition(".")[0] for key in differences(*found)} if len(found) > 1 else set()
-    return changed | ({"lr"} if changed & {*of_rate} else set())
+    rate_keys = ("lr_scheduler", "loraplus_lr_ratio")
+    if not all(cfg.get("optimizer") for cfg in configs):
+        return set()
+    changed = differences(*({**cfg["optimizer"], **{key: cfg.get(key) for key in rate_keys}} for cfg in configs))
+    names = {key.partition(".")[0] for key in changed}
+    return names | ({"lr"} if names & {*rate_keys} else set())
 
 
 def load(
@@ -123,7 +127,7 @@ def load(
     frozen: Mapping[str, str] = {},
     config: Mapping[str, Any] = {},
     other_model: bool = False,
-    of_parts: Mapping[str, Tensor] = {},
+    part_tensors: Mapping[str, Tensor] = {},
     group: dist.ProcessGroup | None = None,
 ) -> TrainingState:
     """Loads a checkpoint in place; each rank reads its part. Collective.
@@ -142,7 +146,7 @@ def load(
         config: config of this training. Its ``model`` must equal the saved one, if there is one.
             Options of ``optimizer`` that are built otherwise than then override the checkpoint.
         other_model: True to accept another ``model`` whose trained and frozen parameters fit.
-        of_parts: tensors of parts of the training as ``PART.NAME``; those of parts that the checkpoint has are read.
+        part_tensors: tensors of parts of the training as ``PART.NAME``; those that the checkpoint has are read.
         group: a CPU (gloo) group of all ranks.
 
     Raises:
@@ -168,16 +172,18 @@ def load(
     if not other_model:
         _on_all_ranks(group, _check_model_config, path, state, config)
     # A part may be new, or no longer be there; one that is there must have the tensors that it had.
-    parts_on_any_rank = set[str]().union(*gather_objects(list(of_parts), group))
-    of_saved_parts = {name: tensor for name, tensor in of_parts.items() if name.partition(".")[0] in state.parts}
-    _on_all_ranks(group, _check_parts, path, state, _like(PART, metadata), of_saved_parts, parts_on_any_rank)
+    parts_on_any_rank = set[str]().union(*gather_objects(list(part_tensors), group))
+    saved_part_tensors = {
+        name: tensor for name, tensor in part_tensors.items() if name.partition(".")[0] in state.parts
+    }
+    _on_all_ranks(group, _check_parts, path, state, _like(PART, metadata), saved_part_tensors, parts_on_any_rank)
 
     # The optimizer's state is made as it was saved, then both are filled in place from the files.
     configs = state.config, config
     states = _on_all_ranks(group, _make_state, path, metadata, model, optimizer, names_of_other_stages, configs)
     targets = {MODEL + name: tensor for name, tensor in trained.items()}
     targets |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
-    targets |= {PART + name: tensor for name, tensor in of_saved_parts.items()}
+    targets |= {PART + name: tensor for name, tensor in saved_part_tensors.items()}
     _on_all_ranks(group, read_tensors, path, metadata, targets)
 
     # A random state belongs to one rank, so that another number of ranks has none to resume with.
@@ -208,14 +214,11 @@ def _check_data(path: Path, state: TrainingState, data_fingerprint: Mapping[str,
         return
     changed = differences(state.data_fingerprint, data_fingerprint)
     # Earlier checkpoints have no hashes of files.
-    problems = _texts({k: v for k, v in changed.items() if v[0] is not None or "content_hash" not in k})
+    problems = "; ".join(_texts({k: v for k, v in changed.items() if v[0] is not None or "content_hash" not in k}))
     if problems:
-        cause = ""
-        if "hash" in str(problems):
-            cause = "; the file, tokenizer, chat template or max_seq_len has changed"
-        raise CheckpointError(
-            "; ".join(problems) + f" ({path}){cause}; set what it was saved with, or resume_with_other_data=True"
-        )
+        cause = "; the file, tokenizer, chat template or max_seq_len has changed" if "hash" in problems else ""
+        text = "set what it was saved with, or resume_with_other_data=True"
+        raise CheckpointError(f"{problems} ({path}){cause}; {text}")
 
 
 def _check_parameters(
@@ -241,7 +244,7 @@ def _check_parameters(
 
 def _check_model_config(path: Path, state: TrainingState, config: Mapping[str, Any]) -> None:
     """Raises CheckpointError if both configs have a ``model`` and these differ."""
-    before, now = (each.get("model") or {} for each in (state.config, config))
+    before, now = (cfg.get("model") or {} for cfg in (state.config, config))
     if before and now and (changed := differences(before, now)):
         text = "; ".join(_texts(changed, "model."))
         raise CheckpointError(f"{text} ({path}); set it as then, or resume_with_other_model=True")
@@ -251,13 +254,13 @@ def _check_parts(
     path: Path,
     state: TrainingState,
     saved: Mapping[str, Tensor],
-    of_saved_parts: Mapping[str, Tensor],
+    saved_part_tensors: Mapping[str, Tensor],
     parts_on_any_rank: set[str],
 ) -> None:
     """Raises CheckpointError unless parts of the training that have a saved state have the same tensors."""
     names = {name.partition(".")[0] for name in parts_on_any_rank} & state.parts.keys()
     saved = {name: like for name, like in saved.items() if name.partition(".")[0] in names}
-    if problem := describe_mismatch(saved, of_saved_parts, parts_on_any_rank - of_saved_parts.keys()):
+    if problem := describe_mismatch(saved, saved_part_tensors, parts_on_any_rank - saved_part_tensors.keys()):
         raise CheckpointError(f"parts: {path} does not fit those of the training: {problem}; set them as then")
 
 
@@ -282,17 +285,16 @@ def _make_state(
 def _check_frozen(saved: Mapping[str, str], current: Mapping[str, str], path: Path) -> None:
     """Raises CheckpointError if frozen weights differ from those at the save."""
     lacks_teacher = TEACHER not in saved or TEACHER not in current  # kd_ratio=0 loads none
-    found = {
+    changed = {
         key: (before, now)
         for key, (before, now) in differences(saved, current).items()
         if not (lacks_teacher and key.startswith(TEACHER))
         # Checkpoints of version 0.4.3 have no fingerprint of a frozen model's config.json.
         and not (before is None and key.endswith("_checkpointer.config.json"))
     }
-    if saved and found:
-        text, *others = _texts(found)
-        named = (key for key in ("ref_checkpointer", TEACHER) if text.startswith(key))
-        key = next(named, "checkpointer")
+    if saved and changed:
+        text, *others = _texts(changed)
+        key = next((key for key in ("ref_checkpointer", TEACHER) if text.startswith(key)), "checkpointer")
         more = f" (and {len(others)} more)" if others else ""
         raise CheckpointError(
             f"{key}: {path} was trained with other frozen weights: {text}{more}; set model and {key} to "
@@ -329,6 +331,5 @@ def _on_all_ranks(
         raise
     for rank, report in enumerate(gather_objects(None, group)):
         if report is not None:
-            error_class, text = report
-            raise error_class(f"rank {rank}: {text}")
+            raise report[0](f"rank {rank}: {report[1]}")
     return result

@@ -54,22 +54,23 @@ def with_own_modules(checkpointer: Any, meta_model: nn.Module, names: Iterable[s
     for name in names:
         initial |= fresh_weights(name, meta_model.get_submodule(name), seed)
 
+    # A subclass, because exports check for torchtune's classes; made here, because any of them may be configured.
     class WithOwnModules(type(checkpointer)):  # type: ignore[misc]
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
             loaded: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
             path = Path(self._checkpoint_dir, FOLDER, _FILE)
-            own = load_file(path) if path.is_file() else {}
-            return {**loaded, training.MODEL_KEY: {**loaded[training.MODEL_KEY], **initial, **own}}
+            exported = load_file(path) if path.is_file() else {}
+            return {**loaded, training.MODEL_KEY: {**loaded[training.MODEL_KEY], **initial, **exported}}
 
         def save_checkpoint(self, state_dict: dict[str, Any], epoch: int, **kwargs: Any) -> None:
             contents = {key: copy.copy(content) for key, content in state_dict.items()}
-            own: dict[str, Tensor] = {}
+            weights: dict[str, Tensor] = {}
             for key in {training.MODEL_KEY, training.ADAPTER_KEY} & contents.keys():
-                own |= {name: contents[key].pop(name) for name in initial if name in contents[key]}
+                weights |= {name: contents[key].pop(name) for name in initial if name in contents[key]}
             super().save_checkpoint(contents, epoch=epoch, **kwargs)
             folder = Path(self._output_dir, f"epoch_{epoch}", FOLDER)
             folder.mkdir()
-            write_tensors(folder / _FILE, own)
+            write_tensors(folder / _FILE, weights)
 
     extended = copy.copy(checkpointer)
     extended.__class__ = WithOwnModules

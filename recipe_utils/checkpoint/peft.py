@@ -1,8 +1,7 @@
 """Adapters in the format of PEFT and vLLM: torchtune's names and row order, converted to Hugging Face's.
 
-torchtune's own files are wrong in two ways: those of DoRA lack the DoRA flag, and the rows of
-DoRA's magnitudes and of Qwen2's queries and keys are in another order than the weights'. PEFT
-silently computes other logits.
+torchtune's own files are wrong in two ways: those of DoRA lack the DoRA flag, and the rows of DoRA's magnitudes and of
+Qwen2's queries and keys are in another order than the weights'. PEFT silently computes other logits.
 """
 
 import json
@@ -101,8 +100,8 @@ def read_peft_of_transformers(path: Path) -> tuple[dict[str, Tensor], dict[str, 
         tensors = load_file(path)
         described = json.loads(path.with_name("adapter_config.json").read_text())
     except Exception as error:  # safetensors raises classes of its own
-        text = "set it to an adapter_model.safetensors of PEFT beside its adapter_config.json"
-        raise ValueError(f"{key}: {error}; {text}") from error
+        remedy = "set it to an adapter_model.safetensors of PEFT beside its adapter_config.json"
+        raise ValueError(f"{key}: {error}; {remedy}") from error
     values: dict[str, Any] = {
         "alpha_pattern": ({}, None),
         "bias": ("none", None),
@@ -133,8 +132,8 @@ def _renamed(name: str, parts: Mapping[str, str]) -> str:
 
 def _peft_name(name: str) -> str:
     part = next(part for part in _OF_PEFT if name.endswith(f".{part}"))
-    of_weight = {tune: hf for hf, tune in _FROM_HF.items() if tune is not None}
-    weight = get_mapped_key(name.removesuffix(part) + "weight", of_weight)
+    to_hf = {tune: hf for hf, tune in _FROM_HF.items() if tune is not None}
+    weight = get_mapped_key(name.removesuffix(part) + "weight", to_hf)
     return f"{_OF_BASE}{weight.removesuffix('weight')}{_OF_PEFT[part]}"
 
 

@@ -1,7 +1,6 @@
 """Saves step checkpoints, synchronously or in the background of the next update steps.
 
-A failed save does not stop training: all ranks get its error, and the last complete checkpoint
-stays.
+A failed save does not stop training: all ranks get its error, and the last complete checkpoint stays.
 """
 
 import json
@@ -75,25 +74,24 @@ class CheckpointWriter:
             remove_leftovers(self._folder)
 
     def save(
-        self, model: nn.Module, optimizer: AnyOptimizer, state: TrainingState, of_parts: Mapping[str, Tensor] = {}
+        self, model: nn.Module, optimizer: AnyOptimizer, state: TrainingState, part_tensors: Mapping[str, Tensor] = {}
     ) -> SaveOutcome | None:
         """Saves a checkpoint as ``step_N``, after waiting for a save in flight.
 
         Does not change the model or the optimizer, whose state may still be empty, and draws no
         random numbers. The model is sharded, or the same on all ranks, or the pipeline stages of
-        each rank; so are ``of_parts``, the tensors of parts of the training. Returns the result of this
+        each rank; so are ``part_tensors``, the tensors of parts of the training. Returns the result of this
         save; if asynchronous, the result of the previous save if it was in flight, else None.
 
         Raises:
-            ValueError: the model, the optimizer or ``state`` contains something that cannot be
-                saved.
+            ValueError: the model, the optimizer or ``state`` contains something that cannot be saved.
             KeyboardInterrupt: raised after the other ranks have received the failure of this save.
         """
         finished = self.wait()
         tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
         optimizer_tensors, description = optimizer_contents(model, optimizer)
         tensors |= {OPTIMIZER + name: tensor for name, tensor in optimizer_tensors.items()}
-        tensors |= {PART + name: tensor for name, tensor in of_parts.items()}
+        tensors |= {PART + name: tensor for name, tensor in part_tensors.items()}
         try:
             documents = {"state.json": json.dumps(asdict(state), indent=1).encode()}
         except TypeError as error:
@@ -136,7 +134,7 @@ class CheckpointWriter:
         return outcome
 
     def close(self) -> SaveOutcome | None:
-        """Calls :meth:`wait`, ends the thread and frees the copies. Call it before destroying the process group."""
+        """Waits as :meth:`wait`, ends the thread and frees the copies. Call it before destroying the process group."""
         outcome = self.wait()
         if self._thread is not None:
             self._thread.shutdown()
@@ -150,7 +148,7 @@ class CheckpointWriter:
             self._layout = plan_save(tensors, self._rank, self._group)
             self._layout_here = layout_here
             names = gather_objects(sorted(tensors), self._group)
-            self._names_are_alike = all(of_rank == names[0] for of_rank in names)
+            self._names_are_alike = all(names_of_rank == names[0] for names_of_rank in names)
         assert self._layout is not None
         return self._layout
 
@@ -173,14 +171,12 @@ class CheckpointWriter:
             errors = [f"rank {rank}: {e}" for rank, (_, e) in enumerate(reports) if e]
             warning = None
             if not errors and self._rank == 0:
-                of_all = {name: facts for part, _ in reports for name, facts in part.items()}
-                marker = Marker(state.recipe, step, len(reports), of_all)
-                _, error = self._attempt(publish, temporary, final, marker)
+                all_files = {name: facts for files_of_rank, _ in reports for name, facts in files_of_rank.items()}
+                _, error = self._attempt(publish, temporary, final, Marker(state.recipe, step, len(reports), all_files))
                 if error:
                     errors = [f"rank 0: {error}"]
                 elif self._keep_last_n is not None:
-                    older = (self._folder, step, self._keep_last_n, state.recipe)
-                    _, warning = self._attempt(remove_older, *older)
+                    _, warning = self._attempt(remove_older, self._folder, step, self._keep_last_n, state.recipe)
             if errors and self._rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             errors, warning = gather_objects((errors, warning), self._group)[0]

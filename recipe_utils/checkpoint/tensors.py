@@ -1,7 +1,7 @@
 """Tensors of a model and its optimizer by parameter name, independent of wrappers and parameter groups."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -63,9 +63,8 @@ def optimizer_contents(model: nn.Module, optimizer: AnyOptimizer) -> tuple[dict[
     """Returns an optimizer's state by parameter name. Initializes nothing and takes no step.
 
     Returns:
-        ``PARAMETER.KEY`` -> tensor; and a description for JSON: ``state``, parameter -> key -> None
-        for a tensor and ``[value]`` for a plain value, and ``groups``, each with ``names`` and
-        ``options``.
+        ``PARAMETER.KEY`` -> tensor; and a description for JSON: ``state``, parameter -> key -> None for a tensor and
+        ``[value]`` for a plain value, and ``groups``, each with ``names`` and ``options``.
 
     Raises:
         ValueError: a state or an option, named in the message, cannot be saved.
@@ -83,15 +82,15 @@ def optimizer_contents(model: nn.Module, optimizer: AnyOptimizer) -> tuple[dict[
         }
         members = [names[id(parameter)] for parameter in group["params"]]
         groups.append({"names": members, "options": options})
+        # Tensors go to safetensors, in parts of ranks; everything else into JSON, so that nothing is pickled.
         for name, parameter in zip(members, group["params"], strict=True):
             for key, value in part.state.get(parameter, {}).items():
                 what = f"{where}: its state {key} of {name}"
                 if isinstance(value, Tensor):
-                    own = local(value)
-                    if is_traceable_wrapper_subclass(own):
-                        text = f"{what} is a {type(own).__name__}"
-                        raise ValueError(f"{text}, which step checkpoints cannot hold")
-                    dtype_name(own.dtype)  # raises for one that safetensors does not support
+                    shard = local(value)
+                    if is_traceable_wrapper_subclass(shard):
+                        raise ValueError(f"{what} is a {type(shard).__name__}, which step checkpoints cannot hold")
+                    dtype_name(shard.dtype)  # raises for one that safetensors does not support
                     tensors[f"{name}.{key}"] = value.detach()
                     state.setdefault(name, {})[key] = None
                 else:
@@ -198,8 +197,8 @@ def restore_optimizer(
             state = {}
             for key, value in description["state"].get(name, {}).items():
                 if value is None:
-                    zeros = _zeros_like(saved[f"{name}.{key}"], key, name, parameter, group)
-                    tensors[f"{name}.{key}"] = state[key] = zeros
+                    state[key] = _zeros_like(saved[f"{name}.{key}"], key, name, parameter, group)
+                    tensors[f"{name}.{key}"] = state[key]
                 else:
                     state[key] = value[0]
             new_states.append((part, parameter, state))
@@ -237,10 +236,10 @@ def _zeros_like(saved: Tensor, key: str, name: str, parameter: nn.Parameter, gro
     has_rows = saved.ndim == parameter.ndim > 1 and saved.shape[:-1] == parameter.shape[:-1]
     if isinstance(parameter, DTensor) and has_rows:
         # Values of whole rows: sharded as the parameter, whose last dimension never is.
-        rows, own = parameter.shape[:-1], local(parameter)
-        empty = torch.zeros(*own.shape[:-1], saved.size(-1), dtype=saved.dtype, device=own.device)
-        if not any(shard.is_shard(len(rows)) for shard in parameter.placements):
-            return sharded_as(parameter, empty)
+        rows = local(parameter)
+        zeros = torch.zeros(*rows.shape[:-1], saved.size(-1), dtype=saved.dtype, device=rows.device)
+        if not any(placement.is_shard(parameter.ndim - 1) for placement in parameter.placements):
+            return sharded_as(parameter, zeros)
     if isinstance(parameter, DTensor) and saved.numel() != 1:
         raise CheckpointError(
             f"optimizer: its state {key} of {name} has shape {tuple(saved.shape)}, the parameter "
@@ -248,8 +247,7 @@ def _zeros_like(saved: Tensor, key: str, name: str, parameter: nn.Parameter, gro
         )
     # Step counts are on the CPU, except in implementations that use them on the device.
     on_device = key != "step" or group.get("fused") or group.get("capturable")
-    device = parameter.device if on_device else "cpu"
-    return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
+    return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device if on_device else "cpu")
 
 
 def in_words(names: Iterable[str]) -> str:
@@ -267,25 +265,18 @@ def describe_mismatch(
 ) -> str:
     """Returns why a checkpoint's tensors cannot be loaded into a model; empty if they can.
 
-    ``saved`` are those of the whole model, ``expected`` those of the model or of this rank's
-    stages, and ``names_of_other_stages`` those of the other ranks' stages. Any may be on the meta
-    device.
+    ``saved`` are those of the whole model, ``expected`` those of the model or of this rank's stages, and
+    ``names_of_other_stages`` those of the other ranks' stages. Any may be on the meta device.
     """
-    both = sorted(expected.keys() & saved.keys())
-    shapes = [
-        f"{name} {tuple(saved[name].shape)} instead of {tuple(expected[name].shape)}"
-        for name in both
-        if saved[name].shape != expected[name].shape
-    ]
-    dtypes = [
-        f"{name} {saved[name].dtype} instead of {expected[name].dtype}"
-        for name in both
-        if compares_dtypes and saved[name].dtype != expected[name].dtype
-    ]
+
+    def differing(value: Callable[[Tensor], Any]) -> list[str]:
+        pairs = {name: (value(saved[name]), value(expected[name])) for name in expected.keys() & saved.keys()}
+        return [f"{name} {then} instead of {now}" for name, (then, now) in pairs.items() if then != now]
+
     differences = {
         "it lacks {}": expected.keys() - saved.keys(),
         "it has {}, which the model does not have": saved.keys() - expected.keys() - set(names_of_other_stages),
-        "its shapes differ: {}": shapes,
-        "its dtypes differ: {}": dtypes,
+        "its shapes differ: {}": differing(lambda tensor: tuple(tensor.shape)),
+        "its dtypes differ: {}": differing(lambda tensor: tensor.dtype) if compares_dtypes else [],
     }
-    return "; ".join(text.format(in_words(found)) for text, found in differences.items() if found)
+    return "; ".join(text.format(in_words(names)) for text, names in differences.items() if names)

@@ -39,7 +39,7 @@ class FolderCheckpointer:
 
     Args:
         checkpoint_dir: local folder with ``config.json`` and ``*.safetensors``.
-        output_dir: where exports go.
+        output_dir: folder of exports.
         seed: seed of fresh weights, for a folder without any.
         adapter_checkpoint: adapters to start from: an ``adapter_model.safetensors`` of PEFT, absolute or
             below ``output_dir``.
@@ -63,24 +63,25 @@ class FolderCheckpointer:
         self._seed = seed
         self._conversions: list[Any] | None = None
         self._adapters = Path(output_dir, adapter_checkpoint) if adapter_checkpoint else None
+        # A wrong folder is refused before the model is built, which takes longer.
         key = f"checkpointer.checkpoint_dir={checkpoint_dir}"
         if self._checkpoint_dir.exists() and not self._checkpoint_dir.is_dir():
             raise ValueError(f"{key}: it is no folder; set it to a folder of transformers")
         check_folder(self._checkpoint_dir, key)
-        found = sorted(path.name for path in self._checkpoint_dir.glob("*") if path.name.endswith(WEIGHTS))
+        weights = sorted(path.name for path in self._checkpoint_dir.glob("*") if path.name.endswith(WEIGHTS))
         if (self._checkpoint_dir / "adapter_config.json").exists():
             raise ValueError(
                 f"{key}: transformers would apply its adapter_config.json to the weights. Remove the adapter's "
                 "files if they are merged; otherwise set it to the base model's folder and "
                 "checkpointer.adapter_checkpoint to the adapters"
             )
-        if seed is None and not any(name.endswith(".safetensors") for name in found):
+        if seed is None and not any(name.endswith(".safetensors") for name in weights):
             remedy = "set another folder, or checkpointer.seed for fresh weights"
-            if found:
-                remedy = f"convert {found[0]}: from_pretrained(...).save_pretrained(...) writes them"
+            if weights:
+                remedy = f"convert {weights[0]}: from_pretrained(...).save_pretrained(...) writes them"
             raise ValueError(f"{key}: it has no *.safetensors; {remedy}")
-        if seed is not None and found:
-            raise ValueError(f"checkpointer.seed={seed}: {checkpoint_dir} has weights ({found[0]}); remove this key")
+        if seed is not None and weights:
+            raise ValueError(f"checkpointer.seed={seed}: {checkpoint_dir} has weights ({weights[0]}); remove this key")
         is_export = re.fullmatch(r"epoch_\d+|export_step_\d+|best", self._checkpoint_dir.name)
         if is_export and self._checkpoint_dir.resolve().parent == self._output_dir.resolve():
             raise ValueError(f"{key}: an export would replace it; set another output_dir")
@@ -88,13 +89,11 @@ class FolderCheckpointer:
     def load_checkpoint(self) -> dict[str, Any]:
         """Returns full weights and given adapters on the CPU, by the names of ``Decoder``.
 
-        Files with the model's own names are mapped into memory, so a rank reads only its shards.
-        Others, such as experts in separate tensors, are converted by transformers, whole on every
-        rank. Raises ValueError if weights are missing, unexpected or of another shape, or if
-        adapters cannot be read.
+        Files with the model's own names are mapped into memory, so a rank reads only its shards. Others, such as
+        experts in separate tensors, are converted by transformers, whole on every rank. Raises ValueError if weights
+        are missing, unexpected or of another shape, or if adapters cannot be read.
         """
-        weights = self._mapped_weights() or self._converted_weights()
-        loaded: dict[str, Any] = {training.MODEL_KEY: _with_prefix(weights)}
+        loaded: dict[str, Any] = {training.MODEL_KEY: _with_prefix(self._mapped_weights() or self._converted_weights())}
         if self._adapters is not None:
             adapters, described = read_peft_of_transformers(self._adapters)
             loaded |= {training.ADAPTER_KEY: _with_prefix(adapters), training.ADAPTER_CONFIG: described}
@@ -102,27 +101,28 @@ class FolderCheckpointer:
 
     def _mapped_weights(self) -> dict[str, Tensor] | None:
         """Returns the weights of the files; None if the model has others."""
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for path in self._files():
             try:
-                found |= load_file(path)
+                weights |= load_file(path)
             except Exception as error:  # safetensors has a class of its own
                 if path.read_bytes()[:20] == b"version https://git-":
-                    text = f"it is a pointer of Git LFS; run `git lfs pull` in {path.parent}"
-                    raise ValueError(f"{path}: {text}") from None
+                    raise ValueError(
+                        f"{path}: it is a pointer of Git LFS; run `git lfs pull` in {path.parent}"
+                    ) from None
                 raise ValueError(f"{path}: it cannot be read ({error})") from error
         with torch.device("meta"):
             names = names_of_weights(_new_model(self._checkpoint_dir))
-        is_whole = names.keys() <= found.keys() <= {*names, *chain(*names.values())}
-        if not is_whole or not all(found[name].is_floating_point() for name in names):
+        is_whole = names.keys() <= weights.keys() <= {*names, *chain(*names.values())}
+        if not is_whole or not all(weights[name].is_floating_point() for name in names):
             return None
         for name, others in names.items():
             for other in others:
-                if other in found and not torch.equal(found[other], found[name]):
+                if other in weights and not torch.equal(weights[other], weights[name]):
                     raise ValueError(
                         f"{other} and {name} differ, and config.json ties them; set tie_word_embeddings to false there"
                     )
-        return {name: found[name] for name in names}
+        return {name: weights[name] for name in names}
 
     def _files(self) -> list[Path]:
         """Returns the files that ``from_pretrained`` reads: those of the index, or the one without."""
@@ -148,12 +148,11 @@ class FolderCheckpointer:
             finally:
                 set_verbosity(verbosity)
             if any(info.values()):
-                what = "; ".join(
-                    f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, found))[:5])}"
-                    for key, found in info.items()
-                    if found
-                )
-                raise ValueError(f"{folder} does not fit its config.json: {what}")
+                differences = {
+                    key.replace("_", " "): sorted(map(str, names))[:5] for key, names in info.items() if names
+                }
+                text = "; ".join(f"{key}: {', '.join(names)}" for key, names in differences.items())
+                raise ValueError(f"{folder} does not fit its config.json: {text}")
             self._conversions = getattr(model, "_weight_conversions", None)
         else:
             with torch.random.fork_rng(devices=[]):
@@ -169,8 +168,7 @@ class FolderCheckpointer:
         copy_files(self._checkpoint_dir, folder, skipped="original")
         if training.ADAPTER_KEY in state_dict:
             adapters = _without_prefix(state_dict[training.ADAPTER_KEY])
-            described = state_dict[training.ADAPTER_CONFIG]
-            write_peft_of_transformers(folder, self._checkpoint_dir, adapters, described)
+            write_peft_of_transformers(folder, self._checkpoint_dir, adapters, state_dict[training.ADAPTER_CONFIG])
         if adapter_only:
             return
         files = [TensorFile(path) for path in self._files()]
@@ -179,8 +177,8 @@ class FolderCheckpointer:
         dtype = None
         for name, weight in weights.items():
             # What training did not change keeps its precision, such as an e_score_correction_bias in fp32.
-            if name in base and _is_rounded(own := base[name].read(name), weight):
-                weights[name] = own
+            if name in base and _is_rounded(exact := base[name].read(name), weight):
+                weights[name] = exact
             elif weight.is_floating_point():
                 dtype = weight.dtype
         is_quantized = _edit_config(folder / "config.json", dtype)
@@ -188,9 +186,8 @@ class FolderCheckpointer:
         if weights.keys() <= base.keys() and not is_quantized:
             weights |= {name: base[name].read(name) for name in others}
         elif lost := [n for n in sorted(others) if _SCALES.sub("", n) not in weights]:
-            text = f"does not load {len(lost)} of its {len(base)} tensors, and exports lack them"
-            text = f"{self._checkpoint_dir}: transformers {text}: {', '.join(lost[:5])}"
-            log_once(text, logging.WARNING)
+            text = f"does not load {len(lost)} of its {len(base)} tensors, and exports lack them: {', '.join(lost[:5])}"
+            log_once(f"{self._checkpoint_dir}: transformers {text}", logging.WARNING)
         contents: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, weight in weights.items():
             origin = base.get(name) or base.get(f"{name}_blocks") or next(iter(files), None)
@@ -231,9 +228,8 @@ def check_folder(folder: Path, key: str) -> None:
     except (OSError, ValueError):
         return  # reported by those who need it
     for part in (described, described.get("text_config") or {}):
-        quantization = part.get("quantization_config") or {}
-        method = quantization.get("quant_method", "bitsandbytes")
-        if quantization and method not in _DEQUANTIZED:
+        quantization = part.get("quantization_config")
+        if quantization and (method := quantization.get("quant_method", "bitsandbytes")) not in _DEQUANTIZED:
             raise ValueError(
                 f"{key}: its weights are quantized ({method}), and only {' and '.join(_DEQUANTIZED)} are dequantized; "
                 "set model.path and checkpointer.checkpoint_dir to a folder of the weights before quantization"
@@ -265,9 +261,9 @@ def _edit_config(path: Path, dtype: torch.dtype | None) -> bool:
 def _is_rounded(exact: Tensor, weight: Tensor) -> bool:
     """Returns True if ``weight`` is ``exact``, maybe rounded by the precision of a training or an export."""
     precisions = weight.dtype, torch.bfloat16, torch.float16
-    own, given = exact.flatten(), weight.flatten()
+    exact, weight = exact.flatten(), weight.flatten()
     return exact.itemsize > 1 and all(
-        any(torch.equal(own[:n].to(each).to(weight.dtype), given[:n]) for each in precisions)
+        any(torch.equal(exact[:n].to(precision).to(weight.dtype), weight[:n]) for precision in precisions)
         for n in (1000, None)  # the first ones differ almost always
     )
 
@@ -293,5 +289,4 @@ def names_of_weights(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _new_model(folder: Path) -> Any:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))

@@ -46,8 +46,7 @@ def wait_for_ranks() -> None:
 
     def raise_if_received() -> None:
         if received:
-            text = f"Not all ranks exited with code 0 after {received[0].name}"
-            raise SignalException(text, received[0])
+            raise SignalException(f"Not all ranks exited with code 0 after {received[0].name}", received[0])
 
     def start(ranks: PContext) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # the ranks inherit it
@@ -59,8 +58,8 @@ def wait_for_ranks() -> None:
 
         def forward(number: int, _: FrameType | None) -> None:
             received.append(signal.Signals(number))
-            for each in torch_handlers if number in torch_handlers else ():
-                signal.signal(each, torch_handlers[each])
+            for first in torch_handlers if number in torch_handlers else ():
+                signal.signal(first, torch_handlers[first])
             # Not to the process group: it contains DataLoader workers, which are still needed.
             for pid in ranks.pids().values():
                 with suppress(ProcessLookupError):
@@ -107,9 +106,9 @@ def wait_for_ranks() -> None:
 def _advice(arguments: Sequence[str]) -> str:
     """Returns how the command of the ranks continues from its newest checkpoint; empty without one."""
     with suppress(Exception):  # any: the loss of a rank is reported, whatever the config is
-        given = [each for each in arguments[arguments.index("--config") :] if each[:1] != "~"]
+        given = [argument for argument in arguments[arguments.index("--config") :] if argument[:1] != "~"]
         cfg = _merge_yaml_and_cli_args(*TuneRecipeArgumentParser().parse_known_args(given))
-        saved = [each for each in Path(cfg.output_dir).iterdir() if _SAVED.fullmatch(each.name)]
+        saved = [path for path in Path(cfg.output_dir).iterdir() if _SAVED.fullmatch(path.name)]
         newest = max(saved, key=lambda path: int(path.name.removeprefix("step_"))).name
         if cfg.get("resume_from_checkpoint"):
             return f"; the same command continues from {newest}"

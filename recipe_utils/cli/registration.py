@@ -1,9 +1,8 @@
 """Entry point that PyTorch calls at the end of ``import torch``; registers the recipes with ``tune``.
 
-Installations, editable ones included, have this file in site-packages only, as
-``torchtune_update_step_registration``: ``import torch`` fails if an entry point cannot be imported
-or raises, and a checkout may have been moved. So the module does not import the project at its top,
-and it raises no exception.
+Installations, editable ones included, have this file in site-packages only, as ``torchtune_update_step_registration``:
+``import torch`` fails if an entry point cannot be imported or raises, and a checkout may have been moved. So the module
+does not import the project at its top, and it raises no exception.
 """
 
 import logging

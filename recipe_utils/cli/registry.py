@@ -70,22 +70,21 @@ def register() -> bool:
     known = {config for configs in RECIPES.values() for config in configs}
     if command == "validate" and len(arguments) == 1 and arguments[0] in known:
         sys.argv[2] = str(config_path(arguments[0]))
-    of_all = {each.name for recipe in _ALL_RECIPES for each in (recipe, *recipe.configs)}
+    all_names = {each.name for recipe in _ALL_RECIPES for each in (recipe, *recipe.configs)}
     for argument in arguments if command == "run" else ():
         similar = difflib.get_close_matches(argument, {*RECIPES, *known}, n=1, cutoff=0.9)
-        if similar and argument not in of_all and not Path(argument).exists():
+        if similar and argument not in all_names and not Path(argument).exists():
             sys.stderr.write(f"{argument}: unknown; did you mean {similar[0]}?\n")
-    of_ours = [argument for argument in arguments if command == "run" and _is_ours(argument)]
-    if of_ours:
-        if of_ours[0].startswith(("/", ".")):
-            path = str(Path(of_ours[0]).resolve())
-            _ALL_RECIPES.append(Recipe(of_ours[0], path, configs=[], supports_distributed=True))
+    ours = next((argument for argument in arguments if command == "run" and _is_ours(argument)), None)
+    if ours is not None:
+        if ours.startswith(("/", ".")):
+            _ALL_RECIPES.append(Recipe(ours, str(Path(ours).resolve()), configs=[], supports_distributed=True))
         signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)
         sys.stderr.write("Importing PyTorch, torchtune and the recipe ...\n")  # takes 5 to 10 s
         from recipe_utils.cli.launcher import wait_for_ranks
 
         wait_for_ranks()
-    return bool(of_ours)
+    return ours is not None
 
 
 def _is_ours(argument: str) -> bool:

@@ -66,10 +66,12 @@ def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> None:
         made = training_of(recipe, cfg, enable_activation_checkpointing=way, **without)
         settings, collator = made.settings, made.collator
         length = min(collator.max_seq_len or 4096, collator.limits.max_seq_len)
-        of_one, _, flops = made.measure(1, length)
-        most = of_one * settings.batch_size * settings.num_accumulated(made.ranks.dp_degree)
+        # A first update step of one sample: its FLOPs, and the optimizer's state that the next ones hold.
+        sample_size, _, flops = made.measure(1, length)
+        most = sample_size * settings.batch_size * settings.num_accumulated(made.ranks.dp_degree)
         size = cfg.get("max_tokens_per_microbatch")
-        size = size if isinstance(size, int) else settings.batch_size * of_one
+        size = size if isinstance(size, int) else settings.batch_size * sample_size
+        # Memory is linear in the positions of a microbatch, so two sizes give all others.
         count = 1 if size >= most else 2  # without accumulated gradients
         size, peak, _ = made.measure(min(size, most), length, count)
         double, above, _ = made.measure(2 * size, length, count)
@@ -83,9 +85,9 @@ def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> None:
             columns += [f"s/{most:,} tokens"] * bool(tflops)
             print(f"{'':30}", *(f"{each:>17}" for each in columns))
         row = [f"{per_token / 2**20:.3f}", f"{(peak - per_token * size) / _GIB:.2f}"]
-        row += [f"{peak / _GIB:.2f}", f"{fits:,}" if fits >= of_one else "none"]
-        row += [f"{flops / of_one / 1e9:.3g}"]
-        row += [f"{flops / of_one * most / tflops / 1e12:.3g}"] if tflops else []
+        row += [f"{peak / _GIB:.2f}", f"{fits:,}" if fits >= sample_size else "none"]
+        row += [f"{flops / sample_size / 1e9:.3g}"]
+        row += [f"{flops / sample_size * most / tflops / 1e12:.3g}"] if tflops else []
         label = f"{'' if way else 'no '}recomputation{' (as configured)' * (way == is_recomputed)}"
         print(f"{label:30}", *(f"{each:>17}" for each in row), flush=True)
     ignored = "".join(f", {key}={cfg[key]}" for key in _OF_CUDA if cfg.get(key))
@@ -107,6 +109,7 @@ def main() -> None:
     recipe, path = paths_of(parser, given)
     sys.argv = [recipe, "--config", path, *overrides]
 
+    # A fake process group of all ranks, of which this process is rank 0: collectives return at once.
     def start(cfg: DictConfig) -> None:
         if TorchVersion(torch.__version__) < "2.13":  # fake collectives and FLOPs are wrong
             text = "a forecast needs 2.13; install it elsewhere"

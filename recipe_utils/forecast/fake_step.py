@@ -22,17 +22,19 @@ from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_on_meta, build_stages
 from recipe_utils.models.frozen import FrozenModel, policy_at_start
 from recipe_utils.models.parallelize import parallelize
+from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import materialize
 from recipe_utils.optim.grad_norm import clip_grad_norm_
-from recipe_utils.optim.optimizer import build_optimizer, single_optimizers
+from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, single_optimizers
 from recipe_utils.parallel.fsdp import gradient_sync, local
-from recipe_utils.parallel.ranks import join_ranks
+from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.preference.losses import PreferenceLoss, make_preference_loss
 from recipe_utils.preference.pairs import PairCollator
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import TextCollator
+from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, mark_last
 
 
@@ -53,10 +55,20 @@ def row_of(collator: Any, size: int, length: int) -> Microbatch:
     return collator.collate(samples * max(size // collator.collate(samples).counts["positions"], 1))
 
 
+class TextSettings(ModelSettings, PipelineSettings, OptimizerSettings, DataSettings, RankSettings):
+    """Settings of the recipes for text; the others' keys are only read where a recipe has them."""
+
+    prefix_sharing: bool | None
+    tokens_per_chunk: int
+    kd_ratio: float
+    teacher_dtype: str | None
+    teacher_custom_sharded_layers: list[str] | None
+
+
 class FakeTraining:
     """Models, loss and optimizer of a recipe for text or pairs on rank 0, with ``device=cpu``."""
 
-    def __init__(self, cfg: DictConfig, settings: Any, is_of_cuda: bool = False) -> None:
+    def __init__(self, cfg: DictConfig, settings: TextSettings, is_of_cuda: bool) -> None:
         self.settings, self.ranks, self._frozen = settings, join_ranks(settings), None
         self._fake, self._live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
         self._is_of_pairs = hasattr(settings, "prefix_sharing")
@@ -65,11 +77,11 @@ class FakeTraining:
         meta_frozen, teacher = meta_model, None
         if hasattr(meta_model, "decoder"):
             raise ConfigError("model: images beside text have no forecast; set a decoder")
-        modules, of_frozen = settings.without_gradients(), None
+        modules, frozen_loss = settings.without_gradients(), None
         if self._is_of_pairs:
-            of_pairs = build("loss", make_preference_loss, partial(config.instantiate, cfg.loss))
-            loss_fn: Any = PreferenceLoss(of_pairs, settings.tokens_per_chunk)
-            of_frozen = loss_fn if getattr(of_pairs, "needs_reference", True) else None
+            pair_loss = build("loss", make_preference_loss, partial(config.instantiate, cfg.loss))
+            loss_fn: Any = PreferenceLoss(pair_loss, settings.tokens_per_chunk)
+            frozen_loss = loss_fn if getattr(pair_loss, "needs_reference", True) else None
         else:
             loss_fn = build("loss", build_loss, cfg.loss)
         if self._has_teacher:
@@ -80,7 +92,7 @@ class FakeTraining:
                 custom_sharded_layers=settings.teacher_custom_sharded_layers,
                 quantizer=None,
             )
-            make_teacher, of_frozen = partial(config.instantiate, cfg.teacher_model), HiddenAtTargets()
+            make_teacher, frozen_loss = partial(config.instantiate, cfg.teacher_model), HiddenAtTargets()
             meta_frozen = teacher = build("teacher_model", build_on_meta, make_teacher, modules)
         limits = limits_of(meta_model, self.ranks.device, False, self.ranks.dims.tp, teacher)
         tokens: Any = SimpleNamespace(pad_id=0, max_seq_len=cfg.tokenizer.get("max_seq_len"))
@@ -96,15 +108,15 @@ class FakeTraining:
         speed_up_adapters(self._model, self._optimizer)
         trained = [local(p) for p in self._model.parameters() if p.requires_grad]
         self.shares = {"weights": self._live.now, "gradients": sum(p.nbytes for p in trained)}
-        if of_frozen is not None and not self._has_teacher and find_adapters(meta_model).modules:
+        if frozen_loss is not None and not self._has_teacher and find_adapters(meta_model).modules:
             self._frozen = policy_at_start(self._model, None, self.ranks.device, [])
-        elif of_frozen is not None:
-            frozen = self._build(meta_frozen, modules, of_frozen).requires_grad_(False).eval()
+        elif frozen_loss is not None:
+            frozen = self._build(meta_frozen, modules, frozen_loss).requires_grad_(False).eval()
             self._frozen = FrozenModel(frozen, None, self.ranks.device)
         self.shares["frozen models"] = self._live.now - self.shares["weights"]
         # Buffers of AdamW8bit's compiled update: 9 bytes per element of a parameter.
         is_compiled = is_of_cuda and cfg.optimizer._component_.endswith(".AdamW8bit")
-        self._of_compiled = 9 * max(p.numel() for p in trained) if is_compiled else None
+        self._compiled_bytes = 9 * max(p.numel() for p in trained) * is_compiled
 
     def _build(self, meta_model: nn.Module, modules: ModelSettings, loss_fn: Any) -> nn.Module:
         with naming():
@@ -113,8 +125,7 @@ class FakeTraining:
             attach_loss(model, loss_fn)
             parallelize(model, modules, self.ranks)
         with self._fake:
-            like = model.state_dict().items()
-            weights = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in like}
+            weights = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in model.state_dict().items()}
         materialize(model, weights, modules, self.ranks.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             self._live.hold(tensor)
@@ -130,9 +141,9 @@ class FakeTraining:
         self._live.peak, self._live.flops = self._live.now, 0
         with self._fake, self._live, ExitStack() as held:
             self._update([row] * num_microbatches, held)
-        states = (s for each in single_optimizers(self._optimizer) for s in each.state.values())
-        numbers = (local(v) for state in states for v in state.values() if torch.is_tensor(v))
-        self.shares["optimizer"] = sum(each.nbytes for each in numbers)
+        states = (state for optimizer in single_optimizers(self._optimizer) for state in optimizer.state.values())
+        tensors = (local(value) for state in states for value in state.values() if torch.is_tensor(value))
+        self.shares["optimizer"] = sum(tensor.nbytes for tensor in tensors)
         return int(row.counts["positions"]), self._live.peak, self._live.flops // num_microbatches
 
     def _update(self, microbatches: list[Microbatch], held: ExitStack) -> None:
@@ -142,7 +153,7 @@ class FakeTraining:
                 layer = held.enter_context(self._frozen.output_layer())
                 outputs = [TeacherHidden(hidden, layer) for hidden in outputs]
             pairs = zip(microbatches, outputs, strict=True)
-            microbatches = [microbatch.with_teacher(each) for microbatch, each in pairs]
+            microbatches = [microbatch.with_teacher(output) for microbatch, output in pairs]
         for microbatch, is_last in mark_last(microbatches):
             with gradient_sync(self._model, is_last, self.settings.gradient_sync):
                 sums = self._model(**microbatch.inputs, targets=microbatch.targets)
@@ -150,6 +161,6 @@ class FakeTraining:
         clip_grad_norm_(self._model, self.settings.clip_grad_norm)
         before = self._live.peak
         self._optimizer.step()
-        if self._of_compiled is not None:
-            self._live.peak = max(before, self._live.now + self._of_compiled)
+        if self._compiled_bytes:
+            self._live.peak = max(before, self._live.now + self._compiled_bytes)
         self._optimizer.zero_grad(set_to_none=True)

@@ -28,8 +28,8 @@ from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.models.adapters.lora import adapters_in_words, find_adapters, freeze_base
 from recipe_utils.models.adapters.nf4 import drop_upcast_hooks, without_quantizing
 from recipe_utils.models.adapters.qat import simulate_quantization
-from recipe_utils.models.pipeline.schedule import PipelineSettings, stages_of_rank
-from recipe_utils.models.pipeline.stages import Stages, WholeModel, cut_to_stage, layers_of_stages, ties_output
+from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.pipeline.stages import Stages, cut_to_stage, layers_of_stages
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
@@ -77,23 +77,13 @@ def build_stages(meta_model: nn.Module, pipeline: PipelineSettings, ranks: Ranks
     if ranks.dims.pp == 1:
         return copy.deepcopy(meta_model)
 
-    # Everything that a stage cannot see of the others is taken from the whole model.
-    whole: Any = meta_model
     num_stages = pipeline.num_stages(ranks.dims.pp)
-    layers = layers_of_stages(whole, num_stages, pipeline.pipeline_parallel_split_points)
-    _check_that_all_train(whole, layers)
-    stages = Stages(
-        WholeModel(
-            list(whole.state_dict()),
-            num_stages,
-            whole.tok_embeddings.embedding_dim,
-            ties_output(whole),
-            find_adapters(whole),
-        )
-    )
-    # Each stage is a copy, so the next one and a frozen model can be cut from the same meta model.
-    for index in stages_of_rank(ranks.pp_rank, ranks.dims.pp, num_stages):
-        stages[f"stage_{index}"] = stage = copy.deepcopy(whole)
+    layers = layers_of_stages(meta_model, num_stages, pipeline.pipeline_parallel_split_points)
+    _check_that_all_train(meta_model, layers)
+    stages = Stages(meta_model, num_stages)
+    # Stages are dealt out in turns. Each is a copy, so that a frozen model can be cut from the same meta model.
+    for index in range(ranks.pp_rank, num_stages, ranks.dims.pp):
+        stages[f"stage_{index}"] = stage = copy.deepcopy(meta_model)
         cut_to_stage(stage, layers[index])
     if ranks.is_zero:
         _log.info(
@@ -119,8 +109,8 @@ def count_trained(model: nn.Module, group: dist.ProcessGroup) -> int:
     """Returns the trained parameters of a model that may be sharded, or in stages on several ranks of ``group``."""
     numels = {name: p.numel() for name, p in parameters_by_name(model).items()}
     merged: dict[str, int] = {}
-    for of_rank in gather_objects(numels, group):
-        merged |= of_rank
+    for numels_of_rank in gather_objects(numels, group):
+        merged |= numels_of_rank
     return sum(merged.values())
 
 

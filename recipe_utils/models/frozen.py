@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune import training
-from torchtune.modules.peft import DoRALinear, disable_adapter
+from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.model_kinds import text_decoder
+from recipe_utils.models.adapters.adapted_linear import forget_norms
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings
-from recipe_utils.models.pipeline.stages import Stages, has_output, local_stages
+from recipe_utils.models.pipeline.stages import has_output, local_stages
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import check_weights, crc32_of_weights, fingerprint_of_config, load_weights
 from recipe_utils.optim.optimizer import trained_parameters
@@ -50,9 +51,8 @@ class FrozenModel:
         self._pipeline = pipeline
         self._device = device
         self._during_forward = during_forward
-        self._with_output: Any = model  # None where the last stage is on another rank
-        if isinstance(model, Stages):
-            self._with_output = model.by_index().get(model.whole.num_stages - 1)
+        # None where the last stage is on another rank.
+        self._with_output: Any = next(filter(has_output, local_stages(model)), None)
 
     @torch.no_grad()
     def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
@@ -77,7 +77,7 @@ class FrozenModel:
             return
         output = text_decoder(self._with_output).output
         # PyTorch's schedules reshard stages at their end, a forward reshards the root.
-        holders = [each for each in (self._with_output, output) if isinstance(each, FSDPModule)]
+        holders = [module for module in (self._with_output, output) if isinstance(module, FSDPModule)]
         for holder in holders:
             holder.unshard()
             # Sharded as a separate unit, the output layer would free its weight after every chunk.
@@ -144,13 +144,11 @@ def _exchanged(model: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
     def exchange() -> None:
         reshard(model)  # FSDP2's root keeps gathered parameters
         for parameter, value in zip(trained_parameters(model).values(), values, strict=True):
-            own = local(parameter.detach())
-            before = own.clone()
-            own.copy_(value)
+            shard = local(parameter.detach())
+            before = shard.clone()
+            shard.copy_(value)
             value.copy_(before)
-        for module in model.modules():
-            if isinstance(module, DoRALinear):
-                module._norm = None  # of the former adapters
+        forget_norms(model)
 
     exchange()
     try:

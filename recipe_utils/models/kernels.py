@@ -66,11 +66,11 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_scale = (x * inverse).mul_(grad).sum(tuple(range(x.dim() - 1)))
         if ctx.needs_input_grad[0]:
-            of_normed = (grad * scale).to(x.dtype)
-            of_inverse = (of_normed * x).sum(-1, keepdim=True)
+            grad_normed = (grad * scale).to(x.dtype)
+            grad_inverse = (grad_normed * x).sum(-1, keepdim=True)
             # Multiplying by -0.5 and 2 is exact.
-            of_x = of_inverse.mul_(-0.5).mul_(inverse.pow(3)).div_(x.size(-1)).mul_(2)
-            grad_x = of_normed.mul_(inverse).add_(x * of_x)
+            factor = grad_inverse.mul_(-0.5).mul_(inverse.pow(3)).div_(x.size(-1)).mul_(2)
+            grad_x = grad_normed.mul_(inverse).add_(x * factor)
         return grad_x, grad_scale, None
 
 

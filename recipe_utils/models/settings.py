@@ -42,8 +42,7 @@ class ModelSettings:
     enable_activation_offloading: bool = False
     """Keeps activations on the CPU; needs CUDA and activation checkpointing."""
     ac_mode: Literal["full", "selective"] | None = None
-    """Recomputes all layers (``full``) or some (``selective``); replaces
-    ``enable_activation_checkpointing``."""
+    """Recomputes all layers (``full``) or some (``selective``); replaces ``enable_activation_checkpointing``."""
     ac_option: Annotated[Count | None, OnlyWith("ac_mode", ("selective",))] = None
     """Interval of recomputed layers with ``ac_mode: selective``."""
     custom_sharded_layers: list[str] | None = None
@@ -53,8 +52,7 @@ class ModelSettings:
     fsdp: dict[Literal["cpu_offload"], bool] | None = None
     """``cpu_offload``: the same as ``fsdp_cpu_offload``, for torchtune's LoRA configs."""
     fsdp_reshard_after_forward: bool | None = None
-    """Frees gathered parameters after each forward; null is True, and False with pipeline
-    stages."""
+    """Frees gathered parameters after each forward; null is True, and False with pipeline stages."""
     quantizer: Component | None = None
     """Quantization-aware training: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
     tensor_parallel_plan: Component | None = None
@@ -96,8 +94,7 @@ class ModelSettings:
     def problems(self) -> Iterator[Problem]:
         """Yields conflicts between keys."""
         if self.enable_activation_offloading and not self.enable_activation_checkpointing:
-            text = "it needs enable_activation_checkpointing=True"
-            yield self.problem_of("enable_activation_offloading", text)
+            yield self.problem_of("enable_activation_offloading", "it needs enable_activation_checkpointing=True")
         if self.enable_activation_checkpointing and self.ac_mode is not None:
             text = (
                 "enable_activation_checkpointing=True recomputes all layers already; set one of the two to "
@@ -105,8 +102,7 @@ class ModelSettings:
             )
             yield self.problem_of("ac_mode", text)
         if self.ac_mode == "selective" and self.ac_option is None:
-            text = "set ac_option, too: every how many-th layer is recomputed"
-            yield self.problem_of("ac_mode", text)
+            yield self.problem_of("ac_mode", "set ac_option, too: every how many-th layer is recomputed")
         if self.torch_weights_dtype.itemsize < self.torch_dtype.itemsize:
             text = (
                 f"dtype={self.dtype or 'fp32'} would compute in more digits than the weights keep; set "
@@ -142,8 +138,7 @@ def model_on_ranks(model: ModelSettings, ranks: RankSettings) -> Iterator[Proble
         text = "set tensor_parallel_plan, too, such as torchtune.models.llama3.base_llama_tp_plan"
         yield Problem("tensor_parallel_dim", text, tp_degree)
     if tp_degree > 1 and model.quantizer is not None:
-        text = "a quantizer needs whole weights; set tensor_parallel_dim=1"
-        yield Problem("tensor_parallel_dim", text, tp_degree)
+        yield Problem("tensor_parallel_dim", "a quantizer needs whole weights; set tensor_parallel_dim=1", tp_degree)
 
 
 def _kernels_on_device(model: ModelSettings, device: torch.device) -> Iterator[Problem]:
@@ -153,5 +148,4 @@ def _kernels_on_device(model: ModelSettings, device: torch.device) -> Iterator[P
     missing = missing_for_triton()
     by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
     if model.compile and device.type == "cuda" and by_triton and missing is not None:
-        text = f"Triton needs {missing}; install that, or set compile=False"
-        yield model.problem_of("compile", text)
+        yield model.problem_of("compile", f"Triton needs {missing}; install that, or set compile=False")

@@ -35,13 +35,13 @@ def limits_of(
     attentions = [attention_of(model, device, compiles, tensor_parallel_dim)]
     limits_length = "the model's"
     if teacher is not None:
-        own = attention_of(teacher, device, compiles)
-        num_heads = tuple((f"teacher_{key}", number) for key, number in own.num_heads)
-        attentions.append(replace(own, num_heads=num_heads))
-        own_vocab_size, own_length = vocab_size_and_max_seq_len(teacher)
-        vocab_size = min(vocab_size, own_vocab_size)
-        if own_length < max_seq_len:
-            max_seq_len, limits_length = own_length, "the teacher_model's"
+        attention = attention_of(teacher, device, compiles)
+        num_heads = tuple((f"teacher_{key}", number) for key, number in attention.num_heads)
+        attentions.append(replace(attention, num_heads=num_heads))
+        teacher_vocab_size, teacher_length = vocab_size_and_max_seq_len(teacher)
+        vocab_size = min(vocab_size, teacher_vocab_size)
+        if teacher_length < max_seq_len:
+            max_seq_len, limits_length = teacher_length, "the teacher_model's"
     return ModelLimits(
         vocab_size,
         max_seq_len,
@@ -62,8 +62,7 @@ def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:
 
 def num_outputs(model: nn.Module) -> int:
     """Returns the number of rows of the output layer."""
-    decoder = text_decoder(model)
-    output = decoder.output
+    output = text_decoder(model).output
     weight: Tensor = getattr(output, "tied_module", output).weight
     return weight.size(0)
 

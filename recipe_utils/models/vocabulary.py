@@ -6,14 +6,13 @@ from typing import Any
 from tokenizers import Tokenizer
 
 
-def check_same_tokens(own: Any, other: Any, names: tuple[str, str]) -> bool:
+def check_same_tokens(checkpointer: Any, other: Any, names: tuple[str, str]) -> bool:
     """Compares the ``tokenizer.json`` beside the weights of two checkpointers, id by id.
 
-    Ids of one side alone, and tokens that one side only reserves, are ignored. Raises ValueError
-    with the first id that differs; ``names`` are those of the models. Returns False if either has
-    no such file.
+    Ids of one side alone, and tokens that one side only reserves, are ignored. Raises ValueError with the first id that
+    differs; ``names`` are those of the models. Returns False if either has no such file.
     """
-    folders = [getattr(checkpointer, "_checkpoint_dir", None) for checkpointer in (own, other)]
+    folders = [getattr(each, "_checkpoint_dir", None) for each in (checkpointer, other)]
     paths = [Path(folder, "tokenizer.json") for folder in folders if folder is not None]
     if len(paths) < 2 or not all(path.is_file() for path in paths):
         return False

@@ -39,15 +39,15 @@ def load_model(
 ) -> dict[str, str]:
     """Loads a model's weights with a checkpointer; see :func:`load_weights`.
 
-    ``cfg`` is the checkpointer's. Returns fingerprints of the frozen weights. Raises ConfigError if the weights cannot be read or do not fit the model.
+    ``cfg`` is the checkpointer's. Raises ConfigError if the weights cannot be read or do not fit the model.
     """
     with naming("checkpointer"):
-        checkpoint = load_checkpoint(checkpointer, cfg)
-        described = fingerprint_of_config(model, getattr(checkpointer, "_checkpoint_dir", None))
-        frozen = load_weights(model, checkpoint, settings, ranks.device, seed) | described
-    for text in differences_from_config(model, getattr(checkpointer, "_checkpoint_dir", None)):
+        checkpoint, folder = load_checkpoint(checkpointer, cfg), getattr(checkpointer, "_checkpoint_dir", None)
+        fingerprints = fingerprint_of_config(model, folder)
+        fingerprints = load_weights(model, checkpoint, settings, ranks.device, seed) | fingerprints
+    for text in differences_from_config(model, folder):
         log_rank_zero(_log, text, logging.WARNING)
-    return frozen
+    return fingerprints
 
 
 def fingerprint_of_config(model: nn.Module, folder: str | Path | None) -> dict[str, str]:
@@ -70,11 +70,8 @@ def differences_from_config(model: nn.Module, folder: str | Path | None) -> Iter
     described = described | (described.get("rope_parameters") or {})
     for module in model.modules():
         if isinstance(module, TransformerSelfAttentionLayer):
-            found = {
-                "rope_theta": getattr(module.attn.pos_embeddings, "base", None),
-                "rms_norm_eps": getattr(module.sa_norm, "eps", None),
-            }
-            for name, value in found.items():
+            theta, eps = getattr(module.attn.pos_embeddings, "base", None), getattr(module.sa_norm, "eps", None)
+            for name, value in (("rope_theta", theta), ("rms_norm_eps", eps)):
                 if value is not None and value != described.get(name, value):
                     yield (
                         f"model: {name} is {value:g}, and {described[name]:g} in {folder}/config.json, which "
@@ -88,9 +85,8 @@ def load_weights(
 ) -> dict[str, str]:
     """Materializes a meta model on ``device`` with a checkpoint's weights and, if it has adapters, theirs.
 
-    Each rank slices its own shards from the full weights, without communication. Parameters are
-    converted to the precision that they were built in, and stay on the CPU for FSDP2's offload;
-    buffers do not.
+    Each rank slices its own shards from the full weights, without communication. Parameters are converted to the
+    precision that they were built in, and stay on the CPU for FSDP2's offload; buffers do not.
 
     ``checkpoint`` contains full weights and, optionally, adapters, on every rank, by torchtune's
     keys; both are removed from it. ``seed`` is that of fresh adapters.
@@ -109,9 +105,9 @@ def load_weights(
     frozen = fingerprint_of_frozen(adapters, base)
     check_origin(adapters, frozen, described)
     weights = {**base, **initial_adapters(adapters, base, given, seed, settings.torch_dtype)}
-    names = model.whole.names_of_weights if isinstance(model, Stages) else ()
-    for part in local_stages(model):
-        materialize(part, weights, settings, device, names)
+    names = model.names_of_weights if isinstance(model, Stages) else ()
+    for stage in local_stages(model):
+        materialize(stage, weights, settings, device, names)
     return frozen
 
 
@@ -131,13 +127,13 @@ def materialize(
     check_weights(model, weights, names_of_other_stages)
     scaler_block_sizes = find_adapters(model).frozen
     # FSDP2's CPU offload moves parameters to the device, buffers stay where they are.
-    of_parameters = torch.device("cpu") if settings.offloads_to_cpu(device) else device
+    parameter_device = torch.device("cpu") if settings.offloads_to_cpu(device) else device
     shards = {
         name: _shard_like(
             like.detach(),
             name,
             weights[name],
-            of_parameters if isinstance(like, nn.Parameter) else device,
+            parameter_device if isinstance(like, nn.Parameter) else device,
             scaler_block_sizes.get(name, 0),
         )
         for name, like in model.state_dict(keep_vars=True).items()
@@ -154,9 +150,7 @@ def check_weights(
     The model or stage may be sharded and on the meta device. ``names_of_other_stages`` may be in
     ``state_dict`` in addition.
     """
-    expected = model.state_dict()
-    problem = describe_mismatch(state_dict, expected, names_of_other_stages, compares_dtypes=False)
-    if problem:
+    if problem := describe_mismatch(state_dict, model.state_dict(), names_of_other_stages, compares_dtypes=False):
         raise ValueError(
             f"the checkpoint does not fit the model: {problem}; model and checkpointer must be of one "
             "architecture and size"
@@ -174,8 +168,8 @@ def crc32_of_weights(weights: Mapping[str, Tensor], group: dist.ProcessGroup) ->
         weight = weights[name].detach().contiguous()
         data: Any = weight.reshape(-1).view(torch.uint8).numpy()
         share[name] = f"{tuple(weight.shape)} {weight.dtype} {zlib.crc32(data):08x}"
-    of_all = {name: text for each in gather_objects(share, group) for name, text in each.items()}
-    return f"{zlib.crc32(repr(sorted(of_all.items())).encode()):08x}"
+    lines = sorted(item for share_of_rank in gather_objects(share, group) for item in share_of_rank.items())
+    return f"{zlib.crc32(repr(lines).encode()):08x}"
 
 
 @contextmanager
@@ -194,12 +188,12 @@ def with_weights(model: nn.Module, others: Mapping[str, Tensor]) -> Iterator[Non
             local(parameters[name]).copy_(local(value))
         forget_norms(model)
 
-    trained = {name: local(parameter.detach()).clone() for name, parameter in parameters_by_name(model).items()}
+    trained = {name: local(p.detach()).clone() for name, p in parameters_by_name(model).items() if name in others}
     copy(others)
     try:
         yield
     finally:
-        copy({name: trained[name] for name in others})
+        copy(trained)
 
 
 def gather_weights(
@@ -211,8 +205,8 @@ def gather_weights(
     and rank 0. ``group`` is a CPU (gloo) group of all ranks; ``only`` names the weights to gather.
     """
     weights: dict[str, Tensor] = {}
-    for part in local_stages(model):
-        for name, weight in part.state_dict().items():
+    for stage in local_stages(model):
+        for name, weight in stage.state_dict().items():
             if only is not None and name not in only:
                 continue
             weight = _plain(weight, device)
@@ -231,7 +225,7 @@ def gather_weights(
             if name not in descriptions[0]:
                 weights[name] = torch.empty(shape, dtype=dtype)
                 dist.recv(weights[name], src=rank, group=group)
-    order = model.whole.names_of_weights if isinstance(model, Stages) else list(weights)
+    order = model.names_of_weights if isinstance(model, Stages) else list(weights)
     return {name: weights[name] for name in order if name in weights}
 
 
@@ -242,8 +236,8 @@ def _shard_like(like: Tensor, name: str, full: Tensor, device: torch.device, sca
     """
     dtype = like.dtype
     if not isinstance(like, DTensor):
-        whole = full.to(device, dtype, copy=True)
-        return to_nf4(whole, scaler_block_size=scaler_block_size) if scaler_block_size else whole
+        plain = full.to(device, dtype, copy=True)
+        return to_nf4(plain, scaler_block_size=scaler_block_size) if scaler_block_size else plain
     # distribute_tensor does not support tensors sharded by both tensor parallelism and FSDP2.
     shape, offset = compute_local_shape_and_global_offset(full.shape, like.device_mesh, like.placements)
     if tuple(shape) != tuple(like.to_local().shape):
@@ -253,29 +247,28 @@ def _shard_like(like: Tensor, name: str, full: Tensor, device: torch.device, sca
         )
     if scaler_block_size:
         # Quantized whole, since blocks share a mean; then cut at block borders, see check_nf4.
-        whole = to_nf4(full.to(device, dtype), scaler_block_size=scaler_block_size)
-        part = whole.split(shape[0])[offset[0] // shape[0]]
-        own = part.new_zeros(part.shape)
-        own.copy_(part)
+        quantized = to_nf4(full.to(device, dtype), scaler_block_size=scaler_block_size)
+        part = quantized.split(shape[0])[offset[0] // shape[0]]
+        shard = part.new_zeros(part.shape)
+        shard.copy_(part)
     else:
         slices = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
-        own = full[slices].to(device, dtype, copy=True)
-    if own.device.type != like.device_mesh.device_type:
+        shard = full[slices].to(device, dtype, copy=True)
+    if shard.device.type != like.device_mesh.device_type:
         # fsdp_cpu_offload: DTensor.from_local would move it to the mesh's device, where FSDP2 rejects it.
         assert like._spec.tensor_meta is not None
-        meta = like._spec.tensor_meta._replace(dtype=own.dtype)
-        return DTensor(own, replace(like._spec, tensor_meta=meta), requires_grad=False)
+        meta = like._spec.tensor_meta._replace(dtype=shard.dtype)
+        return DTensor(shard, replace(like._spec, tensor_meta=meta), requires_grad=False)
     layout: dict[str, Any] = {"shape": like.shape, "stride": like.stride(), "run_check": False}
-    return DTensor.from_local(own, like.device_mesh, like.placements, **layout)
+    return DTensor.from_local(shard, like.device_mesh, like.placements, **layout)
 
 
 def _plain(weight: Tensor, device: torch.device) -> Tensor:
     """Returns a weight unsharded and dequantized."""
-    own = local(weight)
-    if isinstance(own, NF4Tensor):
-        own = own.get_original_weight()
+    shard = local(weight)
+    if isinstance(shard, NF4Tensor):
+        shard = shard.get_original_weight()
     if not isinstance(weight, DTensor):
-        return own
+        return shard
     layout: dict[str, Any] = {"shape": weight.shape, "stride": weight.stride(), "run_check": False}
-    sharded = DTensor.from_local(own.to(device), weight.device_mesh, weight.placements, **layout)
-    return sharded.full_tensor()
+    return DTensor.from_local(shard.to(device), weight.device_mesh, weight.placements, **layout).full_tensor()

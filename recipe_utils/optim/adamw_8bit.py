@@ -34,16 +34,8 @@ class AdamW8bit(Optimizer):
     update, and a checkpoint holds the states as plain tensors: codes of the parameter's shape and
     scales [r, c]. Vectors and small parameters have fp32 states.
 
-    Args:
-        params: parameters or groups.
-        lr: learning rate.
-        betas: decay rates of both moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay.
-        fused: ``found_inf`` skips a step without a device synchronization.
-
-    Raises:
-        ValueError: an argument is out of bounds, or (in a step) a parameter is sharded within rows.
+    Arguments are those of ``torch.optim.AdamW``; with ``fused``, ``found_inf`` skips a step without a device
+    synchronization. Raises ValueError if one is out of bounds, or (in a step) if a parameter is sharded within rows.
     """
 
     def __init__(
@@ -55,16 +47,11 @@ class AdamW8bit(Optimizer):
         weight_decay: float = 1e-2,
         fused: bool = False,
     ) -> None:
-        are_valid = {
-            "lr": lr >= 0,
-            "betas": all(0 <= beta < 1 for beta in betas),
-            "eps": eps >= 0,
-            "weight_decay": weight_decay >= 0,
-        }
-        for name, is_valid in are_valid.items():
-            if not is_valid:
-                raise ValueError(f"optimizer.{name}={locals()[name]}: it is out of bounds")
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        for name, value in options.items():
+            is_valid = all(0 <= beta < 1 for beta in betas) if name == "betas" else value >= 0  # type: ignore[operator]
+            if not is_valid:
+                raise ValueError(f"optimizer.{name}={value}: it is out of bounds")
         super().__init__(params, {**options, "fused": fused})
 
     @torch.no_grad()
@@ -86,21 +73,19 @@ class AdamW8bit(Optimizer):
 
 def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
     """Returns the state of a parameter before its first step, sharded as it is."""
-    own = local(p)
-    step = torch.zeros((), device=own.device if is_fused else "cpu")
+    shard = local(p)
+    state = {"step": torch.zeros((), device=shard.device if is_fused else "cpu")}
     if p.ndim < 2 or p.numel() < _MIN_ELEMENTS:
-        dtype = torch.promote_types(own.dtype, torch.float32)
-        return {"step": step} | {
-            name: sharded_as(p, torch.zeros_like(own, dtype=dtype)) for name in ("exp_avg", "exp_avg_sq")
-        }
+        dtype = torch.promote_types(shard.dtype, torch.float32)
+        moments = ("exp_avg", "exp_avg_sq")
+        return state | {name: sharded_as(p, torch.zeros_like(shard, dtype=dtype)) for name in moments}
     if isinstance(p, DTensor) and any(isinstance(s, Shard) and s.dim % p.ndim == p.ndim - 1 for s in p.placements):
         raise ValueError("optimizer=AdamW8bit: a parameter is sharded within rows; set tensor_parallel_dim=1")
-    state = {"step": step}
-    row = torch.zeros(own.size(-1), device=own.device)  # all rows have the same state
+    row = torch.zeros(shard.size(-1), device=shard.device)  # all rows have the same state
     for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        both = _quantized(row, _table(is_signed, own.device))
-        for key, each in zip((name, f"{name}_scales"), both, strict=True):
-            state[key] = sharded_as(p, each.expand(*own.shape[:-1], -1).contiguous())
+        codes_and_scales = _quantized(row, _table(is_signed, shard.device))
+        for key, values in zip((name, f"{name}_scales"), codes_and_scales, strict=True):
+            state[key] = sharded_as(p, values.expand(*shard.shape[:-1], -1).contiguous())
     return state
 
 
@@ -112,21 +97,21 @@ def _table(is_signed: bool, device: torch.device) -> Tensor:
 
 def _quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Returns codes [r, w] and scales [r, c] of values [r, w]; ``table`` are the codes' values [256]."""
-    found = []
+    pieces = []
     for columns, _ in _pieces(values.size(-1)):
         piece = values[..., columns].float().contiguous()
         scaled, scales = scale_tensor(piece, min(_BLOCK, piece.size(-1)))
         codes = quantize_8bit_with_qmap(scaled, table)
-        found.append((codes, scales.view(*piece.shape[:-1], -1)))
-    codes, scales = (torch.cat(each, dim=-1) for each in zip(*found, strict=True))
+        pieces.append((codes, scales.view(*piece.shape[:-1], -1)))
+    codes, scales = (torch.cat(tensors, dim=-1) for tensors in zip(*pieces, strict=True))
     return codes, scales
 
 
 def _dequantized(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
     """Returns values [r, w] of codes [r, w] and scales [r, c]."""
     pieces = [
-        dequant_with_qmap(codes[..., columns].contiguous(), table, scales[..., own].flatten())
-        for columns, own in _pieces(codes.size(-1))
+        dequant_with_qmap(codes[..., columns].contiguous(), table, scales[..., their_scales].flatten())
+        for columns, their_scales in _pieces(codes.size(-1))
     ]
     return torch.cat(pieces, dim=-1)
 

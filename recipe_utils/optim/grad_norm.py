@@ -58,11 +58,9 @@ def clip_grad_norm_(
         total_norm = torch.linalg.vector_norm(torch.stack(norms))
     else:  # a stage without gradients, with precision and device of the others' norms
         like = next(model.parameters())
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        total_norm = torch.zeros((), dtype=dtype, device=like.device)
+        total_norm = torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     if pipeline is not None:
-        size = dist.get_world_size(pipeline.group)
-        stage_norms = [torch.empty_like(total_norm) for _ in range(size)]
+        stage_norms = [torch.empty_like(total_norm) for _ in range(dist.get_world_size(pipeline.group))]
         dist.all_gather(stage_norms, total_norm, group=pipeline.group)
         total_norm = torch.linalg.vector_norm(torch.stack(stage_norms))
 

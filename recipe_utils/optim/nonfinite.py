@@ -65,13 +65,10 @@ class NonfiniteGuard:
         """Sets :attr:`problem` if the counts end the training; otherwise returns a warning."""
         if num_skipped == 0 or self.problem:
             return ""
-        on_nonfinite = self._settings.on_nonfinite
-        max_nonfinite_steps = self._settings.max_nonfinite_steps
-        of_steps = f"{num_skipped} of the last {num_steps} update steps up to {global_step}"
-        text = (
-            f"{f'update step {global_step}' if num_steps == 1 else of_steps} had a loss or gradient that is "
-            "not finite; skipped, the weights are unchanged"
-        )
+        on_nonfinite, max_nonfinite_steps = self._settings.on_nonfinite, self._settings.max_nonfinite_steps
+        which = f"{num_skipped} of the last {num_steps} update steps up to {global_step}"
+        which = f"update step {global_step}" if num_steps == 1 else which
+        text = f"{which} had a loss or gradient that is not finite; skipped, the weights are unchanged"
         if on_nonfinite == "skip" and most_in_a_row <= max_nonfinite_steps:
             return f"{text} (on_nonfinite=skip)"
         if num_skipped == global_step:  # no step has ever changed the weights

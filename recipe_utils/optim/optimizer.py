@@ -69,8 +69,7 @@ class OptimizerSettings:
     def problems(self) -> Iterator[Problem]:
         """Yields problems between the keys."""
         if self.loraplus_lr_ratio is not None and "lr" not in self.optimizer:
-            text = "it multiplies optimizer.lr; set that, too"
-            yield Problem("loraplus_lr_ratio", text, self.loraplus_lr_ratio)
+            yield Problem("loraplus_lr_ratio", "it multiplies optimizer.lr; set that, too", self.loraplus_lr_ratio)
 
 
 def optimizer_on_ranks(settings: OptimizerSettings, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
@@ -84,12 +83,12 @@ def optimizer_on_ranks(settings: OptimizerSettings, data: DataSettings, ranks: R
         return
     if ranks.pipeline_parallel_dim > 1:
         stages = f"pipeline_parallel_dim={ranks.pipeline_parallel_dim}"
-        text = f"{stages} has several microbatches; set it to False"
-        yield Problem("optimizer_in_bwd", text, True)
+        yield Problem("optimizer_in_bwd", f"{stages} has several microbatches; set it to False", True)
     steps = 1
     if ranks.dims_or_none is not None:
         with suppress(ValueError):  # a problem of the data's keys
             steps = data.num_accumulated(ranks.dims_or_none.dp_degree)
+    # These keys need the gradients of all parameters, or of several microbatches, at once.
     every = "every backward updates the weights"
     for key, value, allowed, text in (
         ("clip_grad_norm", settings.clip_grad_norm, None, "the gradients never exist all at once"),
@@ -133,7 +132,7 @@ def inner_optimizers(optimizer: Any) -> list[Optimizer]:
     for value in vars(optimizer).values():
         value = list(value.values()) if isinstance(value, Mapping) else value
         values += value if isinstance(value, list | tuple) else [value]
-    return [each for each in values if isinstance(each, Optimizer)]
+    return [value for value in values if isinstance(value, Optimizer)]
 
 
 def make_optimizer(cfg: DictConfig, groups: Any) -> Optimizer:
@@ -148,8 +147,8 @@ def make_optimizer(cfg: DictConfig, groups: Any) -> Optimizer:
 def build_optimizer(cfg: DictConfig, model: nn.Module, settings: OptimizerSettings) -> Optimizer | OptimizerInBackward:
     """Builds an optimizer of the trained parameters of a model that is wrapped and on its device."""
     if settings.optimizer_in_bwd:
-        groups_of = lambda each: settings.groups(dict(zip("p", each, strict=True)))  # noqa: E731
-        return OptimizerInBackward(model, lambda each: make_optimizer(cfg, groups_of(each)))
+        one_group = lambda ps: settings.groups(dict(zip("p", ps, strict=True)))  # noqa: E731
+        return OptimizerInBackward(model, lambda ps: make_optimizer(cfg, one_group(ps)))
     return make_optimizer(cfg, settings.groups(trained_parameters(model)))
 
 
@@ -195,8 +194,8 @@ def build_lr_scheduler(
     """
     num_warmup_steps = 0 if cfg is None else cfg.get("num_warmup_steps", 0)
     if num_warmup_steps >= num_steps:
-        text = f"num_warmup_steps={num_warmup_steps}: the training has only {num_steps} update steps"
-        log_rank_zero(_log, f"lr_scheduler.{text}", logging.WARNING)
+        text = f"lr_scheduler.num_warmup_steps={num_warmup_steps}: the training has only {num_steps} update steps"
+        log_rank_zero(_log, text, logging.WARNING)
     if global_step > 0:  # the resumed training may have had no schedule
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])

@@ -73,8 +73,7 @@ class ScheduleSettings:
         for name in ("freeze_last_layer_steps", "teacher_temperature_warmup_steps"):
             length = getattr(self, name)
             if length >= num_steps:
-                text = f"{name}={length}: the training has only {num_steps} update steps"
-                log_rank_zero(_log, text, logging.WARNING)
+                log_rank_zero(_log, f"{name}={length}: the training has only {num_steps} update steps", logging.WARNING)
 
     def temperature_at(self, global_step: int) -> float:
         """Returns the teacher's temperature after ``global_step`` update steps."""

@@ -33,12 +33,13 @@ def shard_model(
     hsdp = mesh["dp_replicate"].size() > 1
 
     layers = getattr(model, "layers", None)
-    units = set(map(id, layers)) if isinstance(layers, list) else ()  # of transformers
+    layers_of_transformers = set(map(id, layers)) if isinstance(layers, list) else ()
 
     def is_unit(name: str, module: nn.Module) -> bool:
         # Layers of other pipeline stages have no parameters.
         return any(True for _ in module.parameters()) and (
-            id(module) in units or training.get_shard_conditions(name, module, names_to_match=custom_sharded_layers)
+            id(module) in layers_of_transformers
+            or training.get_shard_conditions(name, module, names_to_match=custom_sharded_layers)
         )
 
     options: dict[str, Any] = {
@@ -69,18 +70,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_as(parameter: Tensor, own: Tensor) -> Tensor:
-    """Returns this rank's rows as a part of a tensor that is sharded as ``parameter``.
+def sharded_as(parameter: Tensor, rows: Tensor) -> Tensor:
+    """Returns this rank's ``rows`` as a part of a tensor that is sharded as ``parameter``.
 
     Its last dimension may differ from the parameter's, which then must not be sharded in it.
     """
     if not isinstance(parameter, DTensor):
-        return own
-    is_alike = own.shape == local(parameter).shape
-    shape = parameter.shape if is_alike else torch.Size((*parameter.shape[:-1], own.size(-1)))
-    layout: dict[str, Any] = {"shape": shape, "run_check": False}
-    layout["stride"] = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(own, parameter.device_mesh, parameter.placements, **layout)
+        return rows
+    is_alike = rows.shape == local(parameter).shape
+    shape = parameter.shape if is_alike else torch.Size((*parameter.shape[:-1], rows.size(-1)))
+    layout: dict[str, Any] = {"shape": shape, "stride": torch.empty(shape, device="meta").stride(), "run_check": False}
+    return DTensor.from_local(rows, parameter.device_mesh, parameter.placements, **layout)
 
 
 def reshard(model: nn.Module) -> None:

@@ -39,8 +39,8 @@ def loss_of_rank(error: BaseException | None) -> str | None:
     """Returns how the connection to another rank ended, if that caused ``error``; else None."""
     while error is not None:
         is_of_torch = isinstance(error, dist.DistError) or "gloo" in str(error)
-        if is_of_torch and (found := _IS_GONE.search(str(error))):
-            return found[0]
+        if is_of_torch and (how := _IS_GONE.search(str(error))):
+            return how[0]
         error = error.__cause__
     return None
 
@@ -90,21 +90,21 @@ def name_of_this_start(store: Store, rank: int, world_size: int) -> str:
     start has confirmed the name. (``TORCHELASTIC_RESTART_COUNT`` is no such name: each node has its
     own.) Raises DistStoreError if a rank does not start within the store's timeout.
     """
-    own_id = uuid.uuid4().hex
+    start_id = uuid.uuid4().hex
     if rank != 0:
-        store.set(f"start/request/{rank}", own_id)
-        name = store.get(f"start/answer/{own_id}").decode()
+        store.set(f"start/request/{rank}", start_id)
+        name = store.get(f"start/answer/{start_id}").decode()
         store.set(f"start/{name}/{rank}", "confirmed")
         return name
     deadline = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
     for other in range(1, world_size):
-        while not store.check([f"start/{own_id}/{other}"]):
+        while not store.check([f"start/{start_id}/{other}"]):
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(f"rank {other} has not started")
             request = store.get(f"start/request/{other}").decode()
-            store.set(f"start/answer/{request}", own_id)
+            store.set(f"start/answer/{request}", start_id)
             time.sleep(_POLL_SECONDS)
-    return own_id
+    return start_id
 
 
 def new_cpu_group(timeout_seconds: float | None = None) -> dist.ProcessGroup:

@@ -44,8 +44,7 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
         if "numpy" in states:
             *key, position = states["numpy"].tolist()
             gauss = _value_of(states["numpy_gauss"])
-            keys = np.array(key, np.uint32)
-            np.random.set_state(("MT19937", keys, position, int(gauss is not None), gauss or 0.0))
+            np.random.set_state(("MT19937", np.array(key, np.uint32), position, int(gauss is not None), gauss or 0.0))
         if "torch" in states:
             torch.set_rng_state(states["torch"])
         if "cuda" in states and torch.cuda.is_available():

@@ -1,7 +1,15 @@
 """Device mesh of a job and this rank's coordinates in it.
 
-Dimensions are named as in later torchtune versions: ranks that differ in ``dp_replicate`` or
-``dp_shard`` load different data, ranks that differ in ``pp`` or ``tp`` only the same.
+Dimensions are named as in later torchtune versions: ranks that differ in ``dp_replicate`` or ``dp_shard`` load
+different data, ranks that differ in ``pp`` or ``tp`` only the same.
+
+Example: 8 ranks with ``data_parallel_replicate_dim=2`` and ``tensor_parallel_dim=2``, so that 2 are left to shard:
+
+                  dp_shard 0        dp_shard 1
+    copy 0        ranks 0 and 1     ranks 2 and 3     FSDP2 gathers weights from ranks 0 and 2, and from 1 and 3
+    copy 1        ranks 4 and 5     ranks 6 and 7     gradients are summed over ranks 0 and 4, 1 and 5, ...
+
+Ranks 0 and 1 split each layer and have the same rows. ``dp_degree`` is 4, and ``dp_peers`` of rank 1 are 1, 3, 5 and 7.
 """
 
 import logging
@@ -88,13 +96,8 @@ class RankSettings:
             raise ConfigError(Problem("data_parallel_shard_dim", text, shard))
         num_ranks = replicate * shard * tp * pp
         if num_ranks != world_size:
-            keys = (
-                "data_parallel_replicate_dim",
-                "data_parallel_shard_dim",
-                "tensor_parallel_dim",
-                "pipeline_parallel_dim",
-            )
-            product = " * ".join(f"{key}={getattr(self, key)}" for key in keys)
+            keys = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel")
+            product = " * ".join(f"{key}_dim={getattr(self, f'{key}_dim')}" for key in keys)
             text = (
                 f"they make {num_ranks} ranks, but {world_size} run; set them so that their product "
                 f"is {world_size}, or start {num_ranks} processes (--nproc_per_node)"
@@ -182,10 +185,9 @@ class Ranks:
 
     def new_subgroup(self, size: int) -> dist.ProcessGroup:
         """Returns a new group of so many neighboring :attr:`dp_peers`; collective."""
-        by_place = self.mesh.mesh.permute(0, 3, 1, 2).reshape(-1, size)
-        own, _ = dist.new_subgroups_by_enumeration(by_place.tolist())
-        assert isinstance(own, dist.ProcessGroup)  # every rank is in one of them
-        return own
+        group, _ = dist.new_subgroups_by_enumeration(self.mesh.mesh.permute(0, 3, 1, 2).reshape(-1, size).tolist())
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in one of them
+        return group
 
     def leave(self) -> None:
         """Destroys the process group if this object created it."""
@@ -205,6 +207,7 @@ def join_ranks(settings: RankSettings) -> Ranks:
             "until the last microbatch, as with last_microbatch"
         )
         utils.log_rank_zero(utils.get_logger("INFO"), text, level=logging.WARNING)
+    # Ranks with other data are those that differ in the two middle dimensions of the mesh.
     pp_rank, tp_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
     dp_peers = mesh.mesh[pp_rank, :, :, tp_rank].flatten().tolist()
     return Ranks(
@@ -226,14 +229,13 @@ def resolve_device(device: str | None) -> torch.device:
     Raises ConfigError if it is not available; torchtune would silently use the CPU.
     """
     try:
-        found = utils.get_device(device=device)
+        available = utils.get_device(device=device)
     except Exception as error:
-        text = f"{error}; set it to a device of this machine"
-        raise ConfigError(Problem("device", text, device)) from None
-    if device is not None and found.type != torch.device(device).type:
-        text = f"this machine has none that PyTorch can use; set device={found.type}"
+        raise ConfigError(Problem("device", f"{error}; set it to a device of this machine", device)) from None
+    if device is not None and available.type != torch.device(device).type:
+        text = f"this machine has none that PyTorch can use; set device={available.type}"
         raise ConfigError(Problem("device", text, device))
-    return found
+    return available
 
 
 def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
@@ -242,5 +244,4 @@ def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
     ``tp`` ranks, which communicate most, are neighbors; ``pp`` ranks are farthest apart.
     """
     names = ("pp", "dp_replicate", "dp_shard", "tp")
-    sizes = tuple(getattr(dims, name) for name in names)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    return init_device_mesh(device.type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)

@@ -6,14 +6,15 @@ Rank 1 of 2 gets SIGTERM in update step 7, and by rank 0's clock a checkpoint is
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from recipe_utils.cli.registry import USER_SIGNALS
+
+_FIRST_ONLY = signal.SIGTERM, signal.SIGINT
 
 
 class Stop(threading.Event):
@@ -23,42 +24,33 @@ class Stop(threading.Event):
         super().__init__()
         self.is_agreed = False
         """True once all ranks stop after the same update step."""
-        self._signals = ExitStack()
+        self._handlers_before: dict[signal.Signals, Any] = {}
+        self._blocked_before: set[Any] = set()
 
     def listen(self) -> None:
-        """Sets the event on signals until :meth:`close`; see :func:`set_on_signals`."""
-        self._signals.enter_context(set_on_signals(self))
+        """Sets the event at the first SIGTERM or SIGINT until :meth:`close`, and at any of :data:`USER_SIGNALS`.
+
+        The first of SIGTERM and SIGINT restores the handlers of both. The others may come more than once: from the
+        scheduler and from the launcher.
+        """
+        numbers = (*_FIRST_ONLY, *USER_SIGNALS)
+        # None is a handler in C, such as faulthandler's.
+        self._handlers_before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
+        for number in numbers:
+            signal.signal(number, self._request)
+        self._blocked_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, USER_SIGNALS)
+
+    def _request(self, number: int, _: Any) -> None:
+        self.set()
+        for first in _FIRST_ONLY if number in _FIRST_ONLY else ():
+            signal.signal(first, self._handlers_before[first])
 
     def close(self) -> None:
         """Restores the handlers of signals."""
-        self._signals.close()
-
-
-@contextmanager
-def set_on_signals(event: threading.Event) -> Iterator[None]:
-    """Sets ``event`` at the first SIGTERM or SIGINT in the block, and at any of :data:`USER_SIGNALS`.
-
-    Restores the handlers after the block, and those of SIGTERM and SIGINT at the first of the two. The others may
-    come more than once: from the scheduler and from the launcher.
-    """
-    first_only = signal.SIGTERM, signal.SIGINT
-    # None is a handler in C, such as faulthandler's.
-    outside = {n: signal.getsignal(n) or signal.SIG_DFL for n in (*first_only, *USER_SIGNALS)}
-
-    def request(number: int, _: Any) -> None:
-        event.set()
-        for each in first_only if number in first_only else ():
-            signal.signal(each, outside[each])
-
-    for number in outside:
-        signal.signal(number, request)
-    blocked_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, USER_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-        for number, handler in outside.items():
-            signal.signal(number, handler)
+        if self._handlers_before:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked_before)
+        while self._handlers_before:
+            signal.signal(*self._handlers_before.popitem())
 
 
 def all_reduce_any(mine: Sequence[bool], group: dist.ProcessGroup) -> Callable[[], list[bool]]:

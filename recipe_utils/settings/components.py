@@ -69,11 +69,11 @@ def split_entry(entry: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any
     takes = _parameters_of(entry)
     if takes is None:  # reported by check_component
         return dict(entry), {}
-    own = {key: value for key, value in entry.items() if key in ENTRY_KEYS and key not in takes}
-    made = {key: value for key, value in entry.items() if key not in own}
-    if _passes_on(takes) and "subset" in made.keys() - takes.keys():
-        made["name"] = made.pop("subset")
-    return made, own
+    entry_keys = {key: value for key, value in entry.items() if key in ENTRY_KEYS and key not in takes}
+    component = {key: value for key, value in entry.items() if key not in entry_keys}
+    if _passes_on(takes) and "subset" in component.keys() - takes.keys():
+        component["name"] = component.pop("subset")
+    return component, entry_keys
 
 
 def may_mean_subset(entry: Mapping[Any, Any]) -> bool:
@@ -127,6 +127,7 @@ def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[Probl
             text = "YAML needs a space after each colon; write {_component_: ..., ...}"
         yield Problem(key, text, value)
         return
+    # It is imported and not called: a call could load weights.
     try:
         made = component_at(path)
         if not callable(made):
@@ -148,6 +149,7 @@ def _check_arguments(key: str, made: Any, arguments: Mapping[str, Any], made_wit
     from_recipe = [*list(parameters)[: made_with.num_positional], *made_with.keywords]
     hints = _hints(made)
     name_of_made = getattr(made, "__name__", str(made))
+    # Given arguments first, by name and then by type; then those that are missing.
     for name, argument in arguments.items():
         hint = hints.get(name, Any)
         removed = problem_with_word(f"{key}.{name}", argument) if name not in by_name else None
@@ -193,8 +195,7 @@ def fits(value: Any, hint: Any) -> bool:
     if _has_component(value):
         return True
     try:
-        adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-        adapter.validate_json(json.dumps(value), strict=True)
+        TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_json(json.dumps(value), strict=True)
     except ValidationError:
         return False
     except Exception:  # pydantic raises many types for annotations, TypeError for protocols

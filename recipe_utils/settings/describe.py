@@ -20,14 +20,13 @@ def load_recipe(recipe: str) -> tuple[type, Any]:
     from recipe_utils.cli.registry import RECIPES, recipe_path
 
     if not (path := recipe_path(recipe)).is_file():
-        names = ", ".join(RECIPES)
-        raise ValueError(f"{recipe}: no recipe of this name or path; there are {names}")
+        raise ValueError(f"{recipe}: no recipe of this name or path; there are {', '.join(RECIPES)}")
     names_of_file = runpy.run_path(str(path))
     settings: Any = names_of_file.get("Settings")
     if not is_pydantic_dataclass(settings):
         raise ValueError(f"{recipe}: it has no Settings")
-    own = [v for v in names_of_file.values() if getattr(v, "__module__", 0) == "<run_path>"]
-    classes = [each for each in own if hasattr(each, "setup") and hasattr(each, "update")]
+    defined = [value for value in names_of_file.values() if getattr(value, "__module__", 0) == "<run_path>"]
+    classes = [value for value in defined if hasattr(value, "setup") and hasattr(value, "update")]
     return settings, classes[0] if len(classes) == 1 else None
 
 
@@ -40,9 +39,7 @@ def key_table(recipe_settings: type) -> str:
     """Returns a Markdown table of all keys of a recipe: key, type (also null if that is the default), default, meaning."""
     lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for key, spec in keys_of(recipe_settings).items():
-        default = "null" if spec.default is None else spec.default
-        if spec.is_required():
-            default = "required"
+        default = "required" if spec.is_required() else "null" if spec.default is None else spec.default
         words = type_in_words(spec).removesuffix(" or null" if spec.default is None else "")
         meaning = " ".join((spec.description or "").split()).replace("``", "`")
         lines.append(f"| `{key}` | {words} | {default} | {meaning} |")

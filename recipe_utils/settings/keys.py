@@ -1,8 +1,7 @@
 """Types of config keys, and the keys of a settings class.
 
-A settings class is a frozen pydantic dataclass. A field defines type, bounds and default of a
-config key; the docstring below it is the description. A recipe's ``Settings`` inherits from other
-settings classes and adds further keys.
+A settings class is a frozen pydantic dataclass. A field defines type, bounds and default of a config key; the docstring
+below it is the description. A recipe's ``Settings`` inherits from other settings classes and adds further keys.
 """
 
 from collections.abc import Iterator
@@ -64,8 +63,7 @@ class OnlyWith:
 def own_keys(settings_class: type) -> dict[str, FieldInfo]:
     """Returns the config keys that a settings class adds to those of its bases, with descriptions."""
     fields: dict[str, FieldInfo] = getattr(settings_class, "__pydantic_fields__", {})
-    names = vars(settings_class).get("__annotations__", {})
-    return {name: fields[name] for name in names if name in fields}
+    return {name: fields[name] for name in vars(settings_class).get("__annotations__", {}) if name in fields}
 
 
 def keys_of(settings_class: type) -> dict[str, FieldInfo]:
@@ -81,15 +79,13 @@ def alternatives_of(spec: FieldInfo) -> list[Any]:
     annotation = spec.annotation
     if get_origin(annotation) in (Union, UnionType):
         return list(get_args(annotation))
-    bounds = [each for each in spec.metadata if not isinstance(each, OnlyWith)]
+    bounds = [mark for mark in spec.metadata if not isinstance(mark, OnlyWith)]
     return [Annotated[annotation, *bounds] if bounds else annotation]
 
 
 def metadata_of(spec: FieldInfo, kind: type[T]) -> Iterator[T]:
     """Returns metadata of type ``kind`` of a key, its alternatives and items of its lists."""
-    found = list(spec.metadata)
-    for part in get_args(spec.annotation) or ():
-        found += getattr(part, "__metadata__", ())
-        for inner in get_args(part):
-            found += getattr(inner, "__metadata__", ())
-    return (metadata for metadata in found if isinstance(metadata, kind))
+    parts = get_args(spec.annotation)
+    annotations = [annotation for part in parts for annotation in (part, *get_args(part))]
+    marks = [*spec.metadata, *(mark for each in annotations for mark in getattr(each, "__metadata__", ()))]
+    return (mark for mark in marks if isinstance(mark, kind))

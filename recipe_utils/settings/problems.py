@@ -45,15 +45,11 @@ class ConfigError(ValueError):
     """Error with all problems of a config, one per line."""
 
     def __init__(self, *problems: Problem | str) -> None:
-        self.problems: tuple[Problem, ...] = tuple(_parsed(p) if isinstance(p, str) else p for p in problems)
+        parsed = (Problem(p.partition(": ")[0], p.partition(": ")[2]) if isinstance(p, str) else p for p in problems)
+        self.problems: tuple[Problem, ...] = tuple(parsed)
         noun = "problem" if len(problems) == 1 else "problems"
         lines = "".join(f"\n  - {problem}" for problem in self.problems)
         super().__init__(f"{len(problems)} {noun} in the config:{lines}")
-
-
-def _parsed(problem: str) -> Problem:
-    key, _, text = problem.partition(": ")
-    return Problem(key, text)
 
 
 def problems_with_folder(key: str, folder: Path) -> Iterator[Problem]:
@@ -66,8 +62,7 @@ def problems_with_folder(key: str, folder: Path) -> Iterator[Problem]:
             pass
     except (OSError, ValueError) as error:
         reason = os.strerror(getattr(error, "errno", 0) or 0)
-        text = f"it cannot be written to ({reason}); set it to a directory of yours"
-        yield Problem(key, text, folder)
+        yield Problem(key, f"it cannot be written to ({reason}); set it to a directory of yours", folder)
 
 
 def _exists(path: Path) -> bool:

@@ -82,8 +82,7 @@ def _set_defaults_of_model(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> I
             cfg[key] = defaults[key](**arguments)
         except Exception as error:  # any: transformers raises many classes for a wrong config.json
             text = str(error) or type(error).__name__
-            named = text.startswith("model.")
-            yield Problem(*text.split(": ", 1)) if named else Problem("model", text)
+            yield Problem(*text.split(": ", 1)) if text.startswith("model.") else Problem("model", text)
             return  # one for all defaults
 
 
@@ -135,8 +134,7 @@ def _check_names(given: Any, known: Mapping[str, FieldInfo]) -> Iterator[Problem
         elif (key := str(key)) not in {*known, *WITHOUT_EFFECT, *referred}:
             similar = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {similar[0]}?" if similar else "take it out"
-            if key.startswith("+"):
-                hint = "write it without the +"
+            hint = "write it without the +" if key.startswith("+") else hint
             yield Problem(key, f"this recipe has no such key; {hint}")
     for key, spec in known.items():
         if spec.is_required() and given.get(key) is None:
@@ -149,11 +147,11 @@ def _problems_of_values(
     error: ValidationError, values: Mapping[str, Any], known: Mapping[str, FieldInfo], reported: set[str]
 ) -> Iterator[Problem]:
     """Yields the first problem of each value that does not match type or bounds of its key."""
-    for each in error.errors():
-        key = str(each["loc"][0])
-        if key not in reported and each["type"] != "missing":  # by name already
+    for details in error.errors():
+        key = str(details["loc"][0])
+        if key not in reported and details["type"] != "missing":  # by name already
             reported.add(key)
-            yield _problem_of_value(key, values[key], known[key], each.get("ctx", {}))
+            yield _problem_of_value(key, values[key], known[key], details.get("ctx", {}))
 
 
 def _problem_of_value(key: str, value: Any, spec: FieldInfo, bounds: Mapping[str, Any]) -> Problem:
@@ -176,8 +174,8 @@ def _without_effect(values: Mapping[str, Any], known: Mapping[str, FieldInfo]) -
     for key, spec in known.items():
         if values.get(key) in (None, spec.default):
             continue
-        marks = [each for each in metadata_of(spec, OnlyWith) if each.key in known]
-        others = [values.get(each.key, known[each.key].default) for each in marks]
+        marks = [mark for mark in metadata_of(spec, OnlyWith) if mark.key in known]
+        others = [values.get(mark.key, known[mark.key].default) for mark in marks]
         if not marks or any(map(OnlyWith.allows, marks, others)):
             continue
         needed, shown = marks[0], "null" if others[0] is None else others[0]

@@ -21,10 +21,10 @@ WITHOUT_EFFECT: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Removed(NamedTuple):
-    """What a config or a checkpoint is told that still has a removed key."""
+    """Removed key that a config or a checkpoint may still have."""
 
     text: str
-    """What it was, and what to do instead."""
+    """Its former meaning, and what to do instead."""
     changes_losses: bool | tuple[str, ...] = False
     """A run that had it, or one of these values, cannot be resumed with the same losses."""
 
@@ -61,44 +61,35 @@ REMOVED: Mapping[str, Removed] = {
 """Key, argument (``mixture.weigh``) or key of a mapping (``global_batch_size.0``) -> what became of it."""
 
 
+_DINOV3_VITS = "dinov3_vit dinov3_vit_b16 dinov3_vit_l16 dinov3_vit_s16"
+_MOVED_NAMES = {
+    ("checkpoint.dinov3_vit", "dinov3"): "DINOv3Checkpointer",
+    ("checkpoint.transformers", "checkpoint"): "FolderCheckpointer",
+    ("data.chat_template", "preference"): "pair_dataset",
+    ("data.chat_template", "text"): "conversation_dataset folder_tokenizer text_pieces_dataset",
+    ("data.images", "dinov3"): "MultiCrop image_folder_dataset",
+    ("data.images.folders", "dinov3"): "hf_image_dataset image_folder_dataset",
+    ("data.images.multi_crop", "dinov3"): "MultiCrop",
+    ("embedded.digits", "examples"): "digits_dataset",
+    ("embedded.fresh_weights", "examples"): "fresh_llama_checkpointer",
+    ("embedded.stdlib_code", "examples"): "code_dataset",
+    ("embedded.stdlib_conversations", "examples"): "conversation_dataset conversation_tokenizer",
+    ("embedded.stdlib_docs", "examples"): "docstring_dataset docstring_tokenizer",
+    ("embedded.stdlib_preferences", "examples"): "word_order_dataset",
+    ("loss", "losses"): "LinearCrossEntropyLoss",
+    ("loss", "distillation"): "LinearDistillationLoss",
+    ("loss.distillation", "distillation"): "LinearDistillationLoss",
+    ("loss.linear_cross_entropy", "losses"): "LinearCrossEntropyLoss",
+    ("loss.preference", "preference"): "IPOLoss NormalizedDPOLoss RobustDPOLoss SimPOLoss",
+    ("model.transformers", "models"): "causal_lm lora_causal_lm",
+    ("model.vision", "dinov3"): _DINOV3_VITS,
+    ("model.vision.vision_transformer", "dinov3"): _DINOV3_VITS,
+}
+"""Package in 0.5, and in 0.6, without ``recipe_utils.`` -> names of components."""
 MOVED: Mapping[str, str] = {
-    "recipe_utils.checkpoint.dinov3_vit.DINOv3Checkpointer": "recipe_utils.dinov3.DINOv3Checkpointer",
-    "recipe_utils.checkpoint.transformers.FolderCheckpointer": "recipe_utils.checkpoint.FolderCheckpointer",
-    "recipe_utils.data.chat_template.conversation_dataset": "recipe_utils.text.conversation_dataset",
-    "recipe_utils.data.chat_template.folder_tokenizer": "recipe_utils.text.folder_tokenizer",
-    "recipe_utils.data.chat_template.pair_dataset": "recipe_utils.preference.pair_dataset",
-    "recipe_utils.data.chat_template.text_pieces_dataset": "recipe_utils.text.text_pieces_dataset",
-    "recipe_utils.data.images.MultiCrop": "recipe_utils.dinov3.MultiCrop",
-    "recipe_utils.data.images.folders.hf_image_dataset": "recipe_utils.dinov3.hf_image_dataset",
-    "recipe_utils.data.images.folders.image_folder_dataset": "recipe_utils.dinov3.image_folder_dataset",
-    "recipe_utils.data.images.image_folder_dataset": "recipe_utils.dinov3.image_folder_dataset",
-    "recipe_utils.data.images.multi_crop.MultiCrop": "recipe_utils.dinov3.MultiCrop",
-    "recipe_utils.embedded.digits.digits_dataset": "recipe_utils.examples.digits_dataset",
-    "recipe_utils.embedded.fresh_weights.fresh_llama_checkpointer": "recipe_utils.examples.fresh_llama_checkpointer",
-    "recipe_utils.embedded.stdlib_code.code_dataset": "recipe_utils.examples.code_dataset",
-    "recipe_utils.embedded.stdlib_conversations.conversation_dataset": "recipe_utils.examples.conversation_dataset",
-    "recipe_utils.embedded.stdlib_conversations.conversation_tokenizer": "recipe_utils.examples.conversation_tokenizer",
-    "recipe_utils.embedded.stdlib_docs.docstring_dataset": "recipe_utils.examples.docstring_dataset",
-    "recipe_utils.embedded.stdlib_docs.docstring_tokenizer": "recipe_utils.examples.docstring_tokenizer",
-    "recipe_utils.embedded.stdlib_preferences.word_order_dataset": "recipe_utils.examples.word_order_dataset",
-    "recipe_utils.loss.LinearCrossEntropyLoss": "recipe_utils.losses.LinearCrossEntropyLoss",
-    "recipe_utils.loss.LinearDistillationLoss": "recipe_utils.distillation.LinearDistillationLoss",
-    "recipe_utils.loss.distillation.LinearDistillationLoss": "recipe_utils.distillation.LinearDistillationLoss",
-    "recipe_utils.loss.linear_cross_entropy.LinearCrossEntropyLoss": "recipe_utils.losses.LinearCrossEntropyLoss",
-    "recipe_utils.loss.preference.IPOLoss": "recipe_utils.preference.IPOLoss",
-    "recipe_utils.loss.preference.NormalizedDPOLoss": "recipe_utils.preference.NormalizedDPOLoss",
-    "recipe_utils.loss.preference.RobustDPOLoss": "recipe_utils.preference.RobustDPOLoss",
-    "recipe_utils.loss.preference.SimPOLoss": "recipe_utils.preference.SimPOLoss",
-    "recipe_utils.model.transformers.causal_lm": "recipe_utils.models.causal_lm",
-    "recipe_utils.model.transformers.lora_causal_lm": "recipe_utils.models.lora_causal_lm",
-    "recipe_utils.model.vision.dinov3_vit": "recipe_utils.dinov3.dinov3_vit",
-    "recipe_utils.model.vision.dinov3_vit_b16": "recipe_utils.dinov3.dinov3_vit_b16",
-    "recipe_utils.model.vision.dinov3_vit_l16": "recipe_utils.dinov3.dinov3_vit_l16",
-    "recipe_utils.model.vision.dinov3_vit_s16": "recipe_utils.dinov3.dinov3_vit_s16",
-    "recipe_utils.model.vision.vision_transformer.dinov3_vit": "recipe_utils.dinov3.dinov3_vit",
-    "recipe_utils.model.vision.vision_transformer.dinov3_vit_b16": "recipe_utils.dinov3.dinov3_vit_b16",
-    "recipe_utils.model.vision.vision_transformer.dinov3_vit_l16": "recipe_utils.dinov3.dinov3_vit_l16",
-    "recipe_utils.model.vision.vision_transformer.dinov3_vit_s16": "recipe_utils.dinov3.dinov3_vit_s16",
+    f"recipe_utils.{before}.{name}": f"recipe_utils.{now}.{name}"
+    for (before, now), names in _MOVED_NAMES.items()
+    for name in names.split()
 }
 """Components of 0.5 -> 0.6"""
 
@@ -115,10 +106,10 @@ def with_new_names(value: Any) -> Any:
 def problem_with_word(key: str, value: Any) -> Problem | None:
     """Returns the problem of a key, or a dotted argument, that is removed or must keep its value."""
     name = re.sub(r"\.\d+", "", key)
-    of_mapping = [f"{name}.{each}" for each in value] if isinstance(value, Mapping) else []
-    for each in (name, *of_mapping):
-        if each in REMOVED:
-            return Problem(key, f"removed; {REMOVED[each].text}", value)
+    keys_of_mapping = [f"{name}.{part}" for part in value] if isinstance(value, Mapping) else []
+    for word in (name, *keys_of_mapping):
+        if word in REMOVED:
+            return Problem(key, f"removed; {REMOVED[word].text}", value)
     accepted, text = WITHOUT_EFFECT.get(name, ((value,), ""))
     return None if value in accepted else Problem(key, text, value)
 

@@ -78,7 +78,7 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 
         start.__doc__ = recipe_main.__doc__
         set_up_screen()
-        signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # until set_on_signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # until Stop.listen
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent(os.getppid())  # the launcher
         try:

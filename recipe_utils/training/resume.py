@@ -179,7 +179,7 @@ class Resume:
                     frozen=now.frozen,
                     config=self.config,
                     other_model=self.settings.resume_with_other_model,
-                    of_parts=self.parts.tensors(),
+                    part_tensors=self.parts.tensors(),
                     group=self.group,
                 )
                 break

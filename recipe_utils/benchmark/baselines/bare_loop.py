@@ -92,8 +92,7 @@ def pack(samples: Sequence[Sample]) -> Row:
     next_labels = torch.tensor([label for sample in samples for label in [*sample["labels"][1:], IGNORE_INDEX]])
     target_positions = (next_labels != IGNORE_INDEX).nonzero().squeeze(1)
     tokens = torch.tensor([token for sample in samples for token in sample["tokens"]])
-    labels = next_labels[target_positions]
-    return Row(lengths, tokens[None], positions[None], target_positions, labels)
+    return Row(lengths, tokens[None], positions[None], target_positions, next_labels[target_positions])
 
 
 class BareModel:

@@ -47,8 +47,7 @@ def train_hf_trainer(config: DictConfig) -> None:
     torchtune_config.instantiate(config.checkpointer)  # one of fresh weights writes them
     device = get_device(config.device)
     dtype = training.get_dtype(config.dtype, device=device)
-    folder = config.checkpointer.checkpoint_dir
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    model = AutoModelForCausalLM.from_pretrained(config.checkpointer.checkpoint_dir, dtype=dtype).to(device)
     optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
     is_on_cpu = device.type == "cpu"
     args = TrainingArguments(

@@ -26,17 +26,12 @@ OWN_KEYS = {"hf_trainer": {"train_sampling_strategy"}}
 
 def why_skipped(recipe: str, kind: str, num_ranks: int, adapters: Adapters) -> str | None:
     """Returns the reason that a baseline cannot run, or None."""
-    has_one_process = kind == "limit" or (recipe == DISTILLATION and kind == "stock")
-    if has_one_process and num_ranks > 1:
-        return "runs as one process only"
-    if kind == "hf_trainer" and adapters.modules:
-        return "trains no adapters"
-    if recipe == PAIRS and kind == "stock" and adapters.modules:
-        return "trains no adapters on pairs"
-    if kind == "limit" and any(adapters.frozen.values()):
-        return "has no base in torchao's NF4"
-    needed = ("transformers", "accelerate")
-    missing = [name for name in needed if not importlib.util.find_spec(name)]
-    if kind == "hf_trainer" and missing:
-        return f"{' and '.join(missing)} not installed (pip install {' '.join(missing)})"
-    return None
+    missing = [name for name in ("transformers", "accelerate") if not importlib.util.find_spec(name)]
+    reasons = {
+        "runs as one process only": num_ranks > 1 and (kind == "limit" or (recipe, kind) == (DISTILLATION, "stock")),
+        "trains no adapters": kind == "hf_trainer" and adapters.modules,
+        "trains no adapters on pairs": (recipe, kind) == (PAIRS, "stock") and adapters.modules,
+        "has no base in torchao's NF4": kind == "limit" and any(adapters.frozen.values()),
+        f"{' and '.join(missing)} not installed (pip install {' '.join(missing)})": kind == "hf_trainer" and missing,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

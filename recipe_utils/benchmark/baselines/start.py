@@ -37,9 +37,8 @@ def write_fresh_adapters(config: DictConfig) -> None:
     with naming("checkpointer"):
         base = torchtune_config.instantiate(OmegaConf.create(without)).load_checkpoint()
     dtype = ModelSettings(dtype=config.dtype).torch_dtype
-    fresh = fresh_adapters(adapters_in(config), base[training.MODEL_KEY], config.seed, dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(fresh, path)
+    torch.save(fresh_adapters(adapters_in(config), base[training.MODEL_KEY], config.seed, dtype), path)
 
 
 @torch.no_grad()
@@ -61,8 +60,7 @@ def load_adapters(model: nn.Module, path: str) -> None:
 def load_start(model: nn.Module, config: DictConfig) -> None:
     """Loads weights and adapters of ``checkpointer`` into an unsharded model; freezes its base."""
     freeze_base(model)
-    checkpointer = torchtune_config.instantiate(config.checkpointer)
-    loaded = load_checkpoint(checkpointer, config.checkpointer)
+    loaded = load_checkpoint(torchtune_config.instantiate(config.checkpointer), config.checkpointer)
     model.load_state_dict({**loaded[training.MODEL_KEY], **loaded.get(training.ADAPTER_KEY, {})})
 
 

@@ -17,6 +17,7 @@ from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 from torchtune.utils import get_device
 
 from recipe_utils.benchmark.baselines.start import adapters_in, load_adapters
+from recipe_utils.benchmark.baselines.update_step import do_nothing
 
 _RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
 
@@ -41,8 +42,7 @@ def train_dpo(config: DictConfig) -> None:
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     _init_process_group(config, **({} if training.is_distributed() else alone))
     config.ref_checkpointer = config.get("ref_checkpointer") or config.checkpointer
-    recipe = _recipe("full_dpo_distributed", "FullDPORecipeDistributed", config)
-    _run(recipe, config, has_adapters=False)
+    _run(_recipe("full_dpo_distributed", "FullDPORecipeDistributed", config), config, has_adapters=False)
 
 
 def train_distillation(config: DictConfig) -> None:
@@ -57,32 +57,31 @@ def train_distillation(config: DictConfig) -> None:
 def let_stock_recipe_run_on_cpu(device: torch.device) -> None:
     """Disables memory statistics of torchtune 0.6.1's distributed recipes, which fail on CPU."""
     if device.type == "cpu":
-        training.get_memory_stats = _do_nothing
-        training.log_memory_stats = _do_nothing
-        training.cleanup_before_training = _do_nothing
+        training.get_memory_stats = do_nothing
+        training.log_memory_stats = do_nothing
+        training.cleanup_before_training = do_nothing
 
 
 def _recipe(file: str, name: str, config: DictConfig) -> Any:
     """Builds a recipe without checkpoints."""
-    CheckpointClient.save_checkpoint = _do_nothing
+    CheckpointClient.save_checkpoint = do_nothing
     recipe = runpy.run_path(str(_RECIPES / f"{file}.py"))[name](config)
-    recipe.save_checkpoint = _do_nothing  # called by single-device recipes
+    recipe.save_checkpoint = do_nothing  # called by single-device recipes
     return recipe
 
 
-def _run(recipe: Any, config: DictConfig, has_adapters: bool) -> None:
-    recipe.setup(config)
+def _run(stock_recipe: Any, config: DictConfig, has_adapters: bool) -> None:
+    stock_recipe.setup(config)
     if has_adapters:  # stock recipes load adapters only to resume
-        load_adapters(recipe._model, config.checkpointer.adapter_checkpoint)
+        load_adapters(stock_recipe._model, config.checkpointer.adapter_checkpoint)
     # Some recipes step a schedule that may be None.
-    recipe._lr_scheduler = recipe._lr_scheduler or SimpleNamespace(step=_do_nothing)
-    recipe.train()
+    stock_recipe._lr_scheduler = stock_recipe._lr_scheduler or SimpleNamespace(step=do_nothing)
+    stock_recipe.train()
 
 
 def _init_process_group(config: DictConfig, **options: Any) -> None:
     device = get_device(config.device)
-    on_accelerator = device.type != "cpu"
-    backend = training.get_distributed_backend(device.type, offload_ops_to_cpu=on_accelerator)
+    backend = training.get_distributed_backend(device.type, offload_ops_to_cpu=device.type != "cpu")
     dist.init_process_group(backend, **options)
 
 
@@ -94,11 +93,6 @@ def _whole_student(config: DictConfig, *, base_model_state_dict: dict[str, Any],
     if config.compile:
         training.compile_model(model)
     if config.enable_activation_checkpointing:
-        wrapped = {modules.TransformerSelfAttentionLayer}
-        training.set_activation_checkpointing(model, auto_wrap_policy=wrapped)
+        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     model.load_state_dict(base_model_state_dict)
     return model
-
-
-def _do_nothing(*_: Any, **__: Any) -> None:
-    pass

@@ -1,7 +1,6 @@
 """Runs a baseline: ``python -m recipe_utils.benchmark.baselines.worker SPEC PIPE``.
 
-``SPEC`` is a file of :func:`write_spec`, ``PIPE`` the inherited descriptor of a connection to the
-benchmark.
+``SPEC`` is a file of :func:`write_spec`, ``PIPE`` the inherited descriptor of a connection to the benchmark.
 """
 
 import json
@@ -9,6 +8,7 @@ import sys
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -22,9 +22,8 @@ from recipe_utils.benchmark.token_audit import FedTokens
 def write_spec(path: Path, baseline: Baseline, pad_id: int) -> Path:
     """Writes what a worker trains."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = "recipe", "recipe_file", "kind", "config"
-    spec = {**{name: getattr(baseline, name) for name in names}, "pad_id": pad_id}
-    path.write_text(json.dumps(spec, indent=1))
+    spec: dict[str, Any] = {name: getattr(baseline, name) for name in ("recipe", "recipe_file", "kind", "config")}
+    path.write_text(json.dumps({**spec, "pad_id": pad_id}, indent=1))
     return path
 
 

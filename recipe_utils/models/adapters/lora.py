@@ -98,9 +98,9 @@ def adapters_in_words(model: nn.Module, adapters: Adapters) -> str:
     """Returns the number and names of a model's adapted modules, and the part of its experts that has adapters."""
     num_experts = dict[str, int]()
     for name, parameter in model.named_parameters():
-        if found := re.match(r".*\bexperts\.(\d+\.)?", name):  # one, or all of a layer
-            num_experts[found[0]] = 1 if found[1] else len(parameter)
-    adapted = [each for each in num_experts if any(n.startswith(each) for n in adapters.modules)]
+        if prefix := re.match(r".*\bexperts\.(\d+\.)?", name):  # one, or all of a layer
+            num_experts[prefix[0]] = 1 if prefix[1] else len(parameter)
+    adapted = [prefix for prefix in num_experts if any(n.startswith(prefix) for n in adapters.modules)]
     names = ", ".join(sorted({name.rpartition(".")[2] for name in adapters.modules}))
     text = f"; of {len(adapted)} of {sum(num_experts.values())} experts" if num_experts else ""
     return f"{len(adapters.modules)} modules: {names}{text}"
@@ -118,8 +118,7 @@ def initial_adapters(
 ) -> Mapping[str, Tensor]:
     """Returns the initial adapters: those of ``checkpointer.adapter_checkpoint``, or fresh ones.
 
-    ``base`` and ``given`` are full (unsharded), on every rank; ``dtype`` is that of matrix products
-    with the base.
+    ``base`` and ``given`` are full (unsharded), on every rank; ``dtype`` is that of matrix products with the base.
 
     Raises:
         ValueError: given adapters are of another rank or of other modules; or none are given for
@@ -177,10 +176,10 @@ def check_origin(adapters: Adapters, frozen: Mapping[str, str], described: Mappi
     :func:`recipe_utils.checkpoint.peft.load_checkpoint` found beside the adapters.
     """
     key, alpha = "checkpointer.adapter_checkpoint", described.get("lora_alpha")
-    own = {adapter.alpha for adapter in adapters.modules.values()}
-    if alpha is not None and own and own != {alpha}:
+    alphas = {adapter.alpha for adapter in adapters.modules.values()}
+    if alpha is not None and alphas and alphas != {alpha}:
         raise ValueError(
-            f"{key}: its adapters were trained with lora_alpha={alpha:g}, the model has {min(own):g}; set "
+            f"{key}: its adapters were trained with lora_alpha={alpha:g}, the model has {min(alphas):g}; set "
             f"model.lora_alpha={alpha:g}"
         )
     then = described.get("frozen", {})
@@ -201,12 +200,12 @@ def fingerprint_of_frozen(adapters: Adapters, weights: Mapping[str, Tensor]) -> 
 
     ``weights`` are full (unsharded), as read by the checkpointer.
     """
-    found = {}
+    fingerprints = {}
     for name, is_nf4 in adapters.frozen.items():
         if name in weights:
             weight = weights[name]
             sample = weight.flatten()[:: max(weight.numel() // _NUM_SAMPLED, 1)]
             crc32 = zlib.crc32(sample.contiguous().view(torch.uint8).numpy().tobytes())
             shape = "x".join(map(str, weight.shape))
-            found[name] = f"{shape} {crc32:08x}" + (" NF4" if is_nf4 else "")
-    return found
+            fingerprints[name] = f"{shape} {crc32:08x}" + (" NF4" if is_nf4 else "")
+    return fingerprints

@@ -1,4 +1,8 @@
-"""Export of a model with adapters: the merged base, and the adapters."""
+"""Export of a model with adapters: the merged base, and the adapters.
+
+Example: in bf16 a weight of 1.0 has neighbors 0.9961 and 1.0078. Adapters that change it by 0.003 are merged to 1.0:
+their whole change is lost. One by 0.005 becomes 0.0078. :func:`merge` reports the lost part over all weights.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,12 +20,10 @@ def contents_of_export(
 ) -> tuple[dict[str, Any], float]:
     """Returns the contents of a torchtune checkpoint: the merged model if all weights are given, and the adapters.
 
-    ``weights`` are full, of the whole model or its adapters only, and merged in place; ``dtype``
-    None keeps their own.
+    ``weights`` are full, of the whole model or its adapters only, and merged in place; ``dtype`` None keeps their own.
 
     Returns:
-        Contents by torchtune's keys; and the fraction of the adapters' change that is lost by
-        rounding.
+        Contents by torchtune's keys; and the fraction of the adapters' change that is lost by rounding.
     """
     contents: dict[str, Any] = {}
     lost = 0.0
@@ -41,8 +43,7 @@ def contents_of_export(
 
 def _adapter_config(adapters: Adapters) -> dict[str, Any]:
     """Returns PEFT's ``adapter_config.json``, with torchtune's module names."""
-    described = list(adapters.modules.values())
-    first = described[0]
+    first = next(iter(adapters.modules.values()))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

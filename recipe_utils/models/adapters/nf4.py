@@ -1,4 +1,10 @@
-"""Frozen NF4 weights (QLoRA, Dettmers et al. 2023): built plain, quantized when loaded, upcast one at a time."""
+"""Frozen NF4 weights (QLoRA, Dettmers et al. 2023): built plain, quantized when loaded, upcast one at a time.
+
+Example: a weight [4096, 4096] has 16.8M elements of 4 bits, in blocks of 64 with an 8-bit factor each; 256 such factors
+share an fp32 factor and all of them one mean: 8.66 MB instead of 33.6 MB in bf16. On 8 ranks each has 512 rows, which
+are 128 whole blocks of 64 x 256 elements. Quantized rank by rank the mean would be that of a part, so every rank
+quantizes the whole weight and keeps its rows.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,9 +38,8 @@ def scaler_block_size_of(module: Any) -> int:
 def without_quantizing() -> Iterator[None]:
     """Makes builders keep weights plain that they would quantize to NF4.
 
-    NF4 tensors are not fully implemented on the meta device.
-    :func:`recipe_utils.models.weights.load_weights` quantizes the loaded weights, with the
-    ``scaler_block_size`` that layers are built with (200 in Llama 3.2 Vision's encoders).
+    NF4 tensors are not fully implemented on the meta device. :func:`recipe_utils.models.weights.load_weights` quantizes
+    the loaded weights, with the ``scaler_block_size`` that layers are built with (200 in Llama 3.2 Vision's encoders).
     """
 
     def plain(weight: Tensor, **options: int) -> Tensor:
@@ -49,6 +54,7 @@ def without_quantizing() -> Iterator[None]:
 
         return remember
 
+    # The builders import to_nf4 by name, and do not keep the block size that they are called with.
     modules: list[Any] = [lora, dora, nf4_linear]
     layers: list[Any] = [LoRALinear, DoRALinear, FrozenNF4Linear]
     patched = [(module, "to_nf4", plain) for module in modules]
@@ -77,8 +83,7 @@ def check_nf4(model: nn.Module, frozen: Mapping[str, int], num_shards: int | Non
     ``num_shards`` ranks; None without FSDP2.
 
     Raises:
-        ValueError: parts that are not whole blocks, or a single part, which FSDP2 would treat as a
-            plain tensor.
+        ValueError: parts that are not whole blocks, or a single part, which FSDP2 would treat as a plain tensor.
     """
     if num_shards == 1 and any(frozen.values()):
         raise ValueError(

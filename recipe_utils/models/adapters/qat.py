@@ -39,6 +39,7 @@ def simulate_quantization(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
         raise ConfigError(
             f"quantizer={path}: model.quantize_base=True keeps NF4 weights; set one of the two to null or False"
         )
+    # Its own fake quantizers, in place of its layers, which would be allocated.
     made = config.instantiate(OmegaConf.create(dict(quantizer)))
     if "qat" not in (get_quantizer_mode(made) or ""):
         raise ConfigError(
@@ -46,17 +47,14 @@ def simulate_quantization(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
             "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"
         )
     made.precision = torch.get_default_dtype()
-    of_inputs = made.get_activation_fake_quantize_config()
-    of_weights = made.get_weight_fake_quantize_config()
+    cfg_inputs, cfg_weights = made.get_activation_fake_quantize_config(), made.get_weight_fake_quantize_config()
     for layer in layers:
         width = layer.weight.shape[1]
-        if of_weights is not None and (of_weights.group_size < 1 or width % of_weights.group_size):
-            raise ConfigError(
-                f"quantizer.groupsize={of_weights.group_size}: it does not divide {width}, a layer's width; "
-                "set a divisor"
-            )
-        layer.activation_fake_quantizer = _fake_quantizer(of_inputs)
-        layer.weight_fake_quantizer = _fake_quantizer(of_weights)
+        if cfg_weights is not None and ((size := cfg_weights.group_size) < 1 or width % size):
+            text = f"it does not divide {width}, a layer's width; set a divisor"
+            raise ConfigError(f"quantizer.groupsize={size}: {text}")
+        layer.activation_fake_quantizer = _fake_quantizer(cfg_inputs)
+        layer.weight_fake_quantizer = _fake_quantizer(cfg_weights)
         layer.forward = MethodType(_forward_fake_quantized, layer)
 
 

@@ -56,9 +56,8 @@ def mask_of_chain(q: Tensor, k: Tensor, window: int | None = None) -> Tensor:
 class MergedAttention(torch.autograd.Function):
     """Attention of each chain to its ancestors and to itself, merged by log-sum-exp, on a CPU.
 
-    Keeps q, k, v, the output [b, h, s, d] and its log-sum-exps [b, h, s], but no mask and no copies of
-    the ancestors' keys. The backward of a part takes the merged log-sum-exp, as in ring attention
-    (https://arxiv.org/abs/2310.01889).
+    Keeps q, k, v, the output [b, h, s, d] and its log-sum-exps [b, h, s], but no mask and no copies of the ancestors'
+    keys. The backward of a part takes the merged log-sum-exp, as in ring attention (https://arxiv.org/abs/2310.01889).
     """
 
     @staticmethod
@@ -75,7 +74,7 @@ class MergedAttention(torch.autograd.Function):
                 # Two softmaxes over parts of the keys are one over all, weighted by their shares of its sum.
                 part_out, part_lse = _flash(queries, *keys_and_values, 0.0, False)
                 merged = torch.logaddexp(lse, part_lse)
-                share, part_share = ((each - merged).exp().unsqueeze(3) for each in (lse, part_lse))
+                share, part_share = ((part - merged).exp().unsqueeze(3) for part in (lse, part_lse))
                 out = out * share + part_out * part_share
                 lse = merged
             outs.append(out.transpose(1, 2))

@@ -102,9 +102,8 @@ def _forward(by_varlen: bool) -> Callable[..., Tensor]:
         input_pos: Tensor | None = None,
     ) -> Tensor:
         """Computes self-attention of x [b, s, embed_dim], which may be a part of a row."""
-        group = mask.group if isinstance(mask, PartMask) else None
-        of_row = mask.of_row if isinstance(mask, PartMask) else mask
-        is_varlen = by_varlen and isinstance(of_row, Documents)
+        row_mask, group = (mask.of_row, mask.group) if isinstance(mask, PartMask) else (mask, None)
+        is_varlen = by_varlen and isinstance(row_mask, Documents)
         if group is None and not is_varlen:
             output: Tensor = MultiHeadAttention.forward(self, x, y, mask=mask, input_pos=input_pos)
             return output
@@ -120,17 +119,17 @@ def _forward(by_varlen: bool) -> Callable[..., Tensor]:
             q = self.q_norm(q)
         if self.k_norm is not None:
             k = self.k_norm(k)
-        q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
         # The whole row for a part of the heads, in place of a part of the row for all heads.
         if group is not None:
             q, k, v = heads_of_row(q, k, v, group)
         if is_varlen:
-            attended = attend_by_varlen(q, k, v, of_row)
+            attended = attend_by_varlen(q, k, v, row_mask)
         else:
-            k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
-            of_heads = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
+            k, v = (tensor.repeat_interleave(q.size(1) // k.size(1), dim=1) for tensor in (k, v))
+            by_head = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
             dropout_p = self.attn_dropout if self.training else 0.0
-            attended = self._attention_call(*of_heads, mask=of_row, dropout_p=dropout_p, is_causal=False)
+            attended = self._attention_call(*by_head, mask=row_mask, dropout_p=dropout_p, is_causal=False)
             attended = attended.squeeze(0).transpose(0, 1)
         if group is not None:
             attended = tokens_of_part(attended, group)
@@ -161,7 +160,7 @@ def attend_by_varlen(
         if _shares_keys(attend):
             options["enable_gqa"] = True
         else:
-            k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
+            k, v = (tensor.repeat_interleave(q.size(1) // k.size(1), dim=1) for tensor in (k, v))
     bounds = (documents.cu_seqlens, documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen)
     attended: Tensor = attend(q, k, v, *bounds, **options)
     return attended
@@ -190,12 +189,11 @@ def compile_flex_attention(backend: Any = "inductor") -> Callable[..., Tensor]:
 def _attend_by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout_p: float) -> Tensor:
     """Applies attention to q, k, v [b, h, s, d], chain by chain; a plain document is one."""
     rows = []
-    for row, *of_row in zip(documents, q.split(1), k.split(1), v.split(1), strict=True):
-        if not all(isinstance(each, int) for each in row) and can_merge(q, v, dropout_p):
-            rows.append(MergedAttention.apply(*of_row, row).transpose(1, 2))
+    for row, *row_tensors in zip(documents, q.split(1), k.split(1), v.split(1), strict=True):
+        if not all(isinstance(document, int) for document in row) and can_merge(q, v, dropout_p):
+            rows.append(MergedAttention.apply(*row_tensors, row).transpose(1, 2))
             continue
-        chains = parts_of_chains(row, *of_row)
-        attended = [_attend(q, k, v, dropout_p) for q, k, v, _ in chains]
+        attended = [_attend(q, k, v, dropout_p) for q, k, v, _ in parts_of_chains(row, *row_tensors)]
         # Concatenated as [b, s, h, d], the layout that the caller needs next.
         rows.append(torch.cat([part.transpose(1, 2) for part in attended], dim=1))
     return torch.cat(rows).transpose(1, 2)

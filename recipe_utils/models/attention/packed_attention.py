@@ -57,8 +57,7 @@ class AttentionNeeds(NamedTuple):
 
 def self_attentions(model: nn.Module) -> list[Any]:
     """Returns the self-attention of each layer."""
-    layers = (m for m in model.modules() if isinstance(m, TransformerSelfAttentionLayer))
-    return [layer.attn for layer in layers]
+    return [layer.attn for layer in model.modules() if isinstance(layer, TransformerSelfAttentionLayer)]
 
 
 def other_attention(model: nn.Module) -> str | None:
@@ -66,7 +65,7 @@ def other_attention(model: nn.Module) -> str | None:
     if transformers_decoder(model) is not None:
         return None
     types = [type(module) for module in self_attentions(model)] or [type(model)]
-    return next((each.__name__ for each in types if each is not MultiHeadAttention), None)
+    return next((kind.__name__ for kind in types if kind is not MultiHeadAttention), None)
 
 
 def attention_of(
@@ -84,8 +83,7 @@ def attention_of(
     configured: Kernel | None = getattr(model, "packed_attention", None)
     num_heads = {"model.num_heads": getattr(decoder, "num_heads", 0)}
     if tensor_parallel_dim > 1:
-        key = "model.num_heads / tensor_parallel_dim"
-        num_heads = {key: decoder.num_heads // tensor_parallel_dim}
+        num_heads = {"model.num_heads / tensor_parallel_dim": decoder.num_heads // tensor_parallel_dim}
 
     # The kernel: of another library's attention a dense mask, of transformers one that is compared on the device.
     runs_by_document = False
@@ -101,17 +99,16 @@ def attention_of(
         attentions = self_attentions(model)
         needs = AttentionNeeds(
             next(model.parameters()).dtype,
-            frozenset((each.head_dim, each.head_dim) for each in attentions),
-            max((float(each.attn_dropout) for each in attentions), default=0.0),
+            frozenset((attention.head_dim, attention.head_dim) for attention in attentions),
+            max((float(attention.attn_dropout) for attention in attentions), default=0.0),
         )
         chosen = choose_kernel(needs, device, configured)
 
     # A compiled layer is compiled again for each of the first lengths of rows.
-    compiled = _COMPILED_LENGTHS.get(device.type, _COMPILED_LENGTHS["cuda"])
     return replace(
         chosen,
         other_attention=other,
-        num_compiled_lengths=compiled if compiles else None,
+        num_compiled_lengths=_COMPILED_LENGTHS.get(device.type, _COMPILED_LENGTHS["cuda"]) if compiles else None,
         runs_by_document=runs_by_document,
         num_heads=tuple(num_heads.items()),
     )
@@ -152,17 +149,17 @@ def choose_kernel(needs: AttentionNeeds, device: torch.device, configured: Kerne
 
     # Layouts that it cannot compute here, with the reason: an error only once rows are packed.
     key = f"packed_attention={configured or 'null'}: "
-    of_trees: Kernel | None = None
+    kernel_of_trees: Kernel | None = None
     refused = dict[Layout, str | None]()
     if kernel == "flex":
         reason = "" if configured else f"{why}, and "
         refused["packed"] = _problem_of_flex(key + reason, against_flex)
     elif kernel == "varlen":
-        of_trees = "by_document" if against_flex or missing_for_triton() else "flex"
+        kernel_of_trees = "by_document" if against_flex or missing_for_triton() else "flex"
     if kernel == "varlen" and against_varlen is not None:
         refused["packed"] = f"{key}{against_varlen}; set packed_attention=flex, or remove the key"
     reasons = {layout: text for layout, text in refused.items() if text is not None}
-    return PackedAttention(kernel, why, of_trees, reasons)
+    return PackedAttention(kernel, why, kernel_of_trees, reasons)
 
 
 def _reason_against(kernel: Literal["varlen", "flex"], needs: AttentionNeeds, device: torch.device) -> str | None:

@@ -1,4 +1,8 @@
-"""Pipeline schedules: settings, number of stages and of microbatches."""
+"""Pipeline schedules: settings, number of stages and of microbatches.
+
+Example: on 2 ranks ``1F1B`` has stages 0 and 1, and runs any number of microbatches from 2. ``Interleaved1F1B`` has
+stages 0 and 2 on rank 0, 1 and 3 on rank 1, and runs 5 microbatches as 6 (one dummy), since its rounds are equal.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
@@ -123,6 +127,7 @@ def pipeline_on_ranks(pipeline: PipelineSettings, data: DataSettings, ranks: Ran
         num_microbatches = data.num_accumulated(dims.dp_degree)
     except ValueError:
         return
+    # Without a token budget each rank has the configured number of microbatches, to which no dummy one is added.
     schedule, least = pipeline.pipeline_parallel_schedule, max(num_microbatches, num_ranks)
     to_run = num_microbatches_to_run(least, schedule, num_ranks, num_stages)
     if num_microbatches != to_run:
@@ -141,11 +146,6 @@ def pipeline_on_ranks(pipeline: PipelineSettings, data: DataSettings, ranks: Ran
 def has_several_stages_per_rank(schedule: str) -> bool:
     """Returns True for a schedule of :data:`SCHEDULES` with more than one stage per rank."""
     return issubclass(SCHEDULES[schedule], PipelineScheduleMulti)
-
-
-def stages_of_rank(pp_rank: int, num_ranks: int, num_stages: int) -> range:
-    """Returns the stages of a rank: every ``num_ranks``-th."""
-    return range(pp_rank, num_stages, num_ranks)
 
 
 def num_microbatches_to_run(num_microbatches: int, schedule: str, num_ranks: int, num_stages: int) -> int:

@@ -1,9 +1,15 @@
-"""Pipeline stages of a decoder: their layers, and the modules that remain on each."""
+"""Pipeline stages of a decoder: their layers, and the modules that remain on each.
+
+Example: 4 layers with 10M parameters each and an output layer with 25M on two stages. A token costs as much as the
+parameters that it passes: layers 0 to 2 (30M) are the first stage, layer 3, norm and output layer (35M) the second.
+With two layers on each it would be 20M and 45M, and the first would wait. On a stage, :class:`NotOnThisStage` replaces
+the modules of the others, so layer 3 is called ``layers.3`` there, as in checkpoints.
+"""
 
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
@@ -16,26 +22,19 @@ _OF_DECODERS = {"tok_embeddings", "layers", "norm", "output", "model"}
 """Children of decoders, of which ``model`` is that of transformers."""
 
 
-class WholeModel(NamedTuple):
-    """Properties of the whole model that its stages need."""
-
-    names_of_weights: list[str]
-    """Names of its weights, in the order of its state dict."""
-    num_stages: int
-    embed_dim: int
-    """Width of the hidden states."""
-    output_is_tied: bool
-    """The first stage's embeddings and the last one's output share their weight."""
-    adapters: Adapters
-    """Its trained and frozen parameters."""
-
-
 class Stages(nn.ModuleDict):
-    """Pipeline stages on this rank, named ``stage_0``, ``stage_2``, ... by index."""
+    """Pipeline stages on this rank, named ``stage_0``, ``stage_2``, ... by index.
 
-    def __init__(self, whole: WholeModel) -> None:
+    Attributes are properties of the whole ``meta_model``, which no stage has.
+    """
+
+    def __init__(self, meta_model: Any, num_stages: int) -> None:
         super().__init__()
-        self.whole = whole
+        self.num_stages = num_stages
+        self.names_of_weights = list(meta_model.state_dict())
+        self.embed_dim: int = meta_model.tok_embeddings.embedding_dim
+        self.output_is_tied = ties_output(meta_model)
+        self.adapters = find_adapters(meta_model)
 
     def by_index(self) -> dict[int, nn.Module]:
         """Returns the stages by index."""
@@ -54,7 +53,7 @@ def has_output(stage: nn.Module) -> bool:
 
 def adapters_of(model: nn.Module) -> Adapters:
     """Returns the adapters of a model; for stages, those of the whole model."""
-    return model.whole.adapters if isinstance(model, Stages) else find_adapters(model)
+    return model.adapters if isinstance(model, Stages) else find_adapters(model)
 
 
 def layers_of_stages(model: Any, num_stages: int, split_points: Sequence[int] | None = None) -> list[range]:
@@ -76,6 +75,7 @@ def layers_of_stages(model: Any, num_stages: int, split_points: Sequence[int] | 
             f"is a {type(model).__name__}; set pipeline_parallel_dim=1"
         )
     num_layers = len(model.layers)
+    # A stage without layers would only pass hidden states on.
     if num_layers < num_stages:
         raise ValueError(
             f"pipeline_parallel_dim: {num_stages} stages need as many layers, the model has "
@@ -96,8 +96,7 @@ def layers_of_stages(model: Any, num_stages: int, split_points: Sequence[int] | 
 def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: int) -> list[range]:
     """Partitions layers into stages of at least one layer so that the maximum cost is minimal.
 
-    Dynamic programming over all cuts, O(stages * layers^2). ``output_cost`` is added to the last
-    stage.
+    Dynamic programming over all cuts, O(stages * layers^2). ``output_cost`` is added to the last stage.
     """
     num_layers = len(layer_costs)
     totals = [0.0, *accumulate(layer_costs)]
@@ -113,6 +112,7 @@ def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: i
             for start in range(num_stages - 1, stop)
         )
 
+    # From the last stage to the first, each starts where the least maximum of those before it does.
     stages: list[range] = []
     stop = num_layers
     for remaining in range(num_stages, 0, -1):

@@ -99,8 +99,7 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
             hint = f"did you mean {similar[0]}?" if similar else "take it out"
             raise ValueError(f"model.config.{name}: {make.__name__} has no such argument; {hint}")
     folder.mkdir(parents=True, exist_ok=True)
-    content = make(**arguments).to_json_string(use_diff=False)
-    write_atomically(folder / "config.json", content)
+    write_atomically(folder / "config.json", make(**arguments).to_json_string(use_diff=False))
 
 
 def config_of(path: str) -> Any:

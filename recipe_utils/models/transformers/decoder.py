@@ -1,5 +1,11 @@
 """Decoders of transformers with the interface of torchtune's.
 
+Example: ``LlamaForCausalLM`` with tied embeddings becomes ``Decoder(model, proof)``. Its weights are called
+``model.model.embed_tokens.weight``, ``model.model.layers.0...`` and so on; ``model.lm_head.weight`` is the first of
+these again, so the state dict lacks it. ``decoder.layers`` are what FSDP2 shards and compiles one by one. The forward
+is that of transformers up to the hidden states [b, s, d]; ``decoder.output`` then computes logits, so that a loss
+module can replace ``decoder.unembed`` and compute those of targets only, as for torchtune's decoders.
+
 Shapes: b rows, s positions, d width of the model, v vocabulary.
 """
 
@@ -93,14 +99,12 @@ class Decoder(nn.Module):
             has_flex=model._supports_flex_attn,
             has_flash=attention == "sdpa",
         )
-        cpu = torch.device("cpu")
-        self.attention = choose_kernel(self.attention_needs, cpu)
+        self.attention = choose_kernel(self.attention_needs, torch.device("cpu"))
         model.set_attn_implementation(attention_within_documents(attention, proof.splits_attention))
         for module in model.modules():
             if (axes := proof.modules.get(type(module).__name__)) is not None:
                 run_by_document(module, axes)
-        head = model.get_output_embeddings()
-        tail = head if proof.head_is_tail else Tail(model)
+        tail = model.get_output_embeddings() if proof.head_is_tail else Tail(model)
         object.__setattr__(self, "output", tail)  # no module of its own
         self._ties = {n: first for first, others in names_of_weights(self).items() for n in others}
         self.register_state_dict_post_hook(_drop_ties)
@@ -145,7 +149,7 @@ class Decoder(nn.Module):
                 position_ids=input_pos if documents is not None else None,
                 use_cache=False,
             )
-        return self.unembed(hidden_of(out))
+        return self.unembed(out[0] if isinstance(out, tuple) else out.last_hidden_state)
 
     def attend_within_documents(self, attention: PackedAttention, groups: RowGroups) -> None:
         """Sets the kernels of packed rows, and the groups of ranks that compute a row together."""
@@ -188,9 +192,9 @@ class Decoder(nn.Module):
         The first stage has the embeddings, the last one has all that is neither embeddings nor layer;
         see ``proof.can_be_cut``.
         """
-        whole, embeddings = self.layers, self.tok_embeddings
-        is_last = layers.stop == len(whole)
-        stays = {id(layer): index in layers for index, layer in enumerate(whole)}
+        all_layers, embeddings = self.layers, self.tok_embeddings
+        is_last = layers.stop == len(all_layers)
+        stays = {id(layer): index in layers for index, layer in enumerate(all_layers)}
         stays[id(embeddings)] = layers.start == 0
         weight: Any = embeddings.weight if is_last and self.output_is_tied else None
 
@@ -211,7 +215,7 @@ class Decoder(nn.Module):
         if not is_last:
             self.unembed = lambda hidden: hidden  # type: ignore[method-assign]
 
-    def recompute_layers(self, interval: int = 1) -> None:
+    def recompute_layers(self, interval: int) -> None:
         """Recomputes every ``interval``-th layer in the backward, with the documents of its forward."""
         layers = set(map(id, self.layers[::interval]))
 
@@ -226,17 +230,17 @@ class Decoder(nn.Module):
 
     def fingerprint(self, folder: str | None) -> str:
         """Returns the CRC-32 of what ``config.json`` describes. Raises ValueError if that in ``folder`` differs."""
-        own, of_weights = (
-            AutoConfig.from_pretrained(each, local_files_only=True).get_text_config().to_dict()
-            for each in (self.path, folder)
+        described, other = (
+            AutoConfig.from_pretrained(path, local_files_only=True).get_text_config().to_dict()
+            for path in (self.path, folder)
         )
-        for name in sorted((own.keys() | of_weights.keys()) - _NOT_COMPUTED):
-            if own.get(name) != of_weights.get(name):
+        for name in sorted((described.keys() | other.keys()) - _NOT_COMPUTED):
+            if described.get(name) != other.get(name):
                 raise ValueError(
-                    f"{folder}: its config.json has {name}={of_weights.get(name)}, and that of "
-                    f"model.path={self.path} has {own.get(name)}; set both to folders of one architecture"
+                    f"{folder}: its config.json has {name}={other.get(name)}, and that of "
+                    f"model.path={self.path} has {described.get(name)}; set both to folders of one architecture"
                 )
-        described = {name: own[name] for name in sorted(own.keys() - _NOT_COMPUTED)}
+        described = {name: described[name] for name in sorted(described.keys() - _NOT_COMPUTED)}
         return f"{zlib.crc32(json.dumps(described, default=str).encode()):08x}"
 
     def rope_init(self) -> None:
@@ -255,12 +259,11 @@ class Tail(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        name = decoder_name(model)
-        shell = copy.copy(model)
+        name, shell = decoder_name(model), copy.copy(model)
         given: Any = _Given(model._modules[name])
         shell._modules = {**model._modules, name: given}
         self.shell: Any
-        object.__setattr__(self, "shell", shell)
+        object.__setattr__(self, "shell", shell)  # no module of its own
 
     @property
     def weight(self) -> Tensor:
@@ -297,12 +300,8 @@ class _Output(BaseModelOutputWithPast):
 
 def _attention_dropout(config: Any) -> float:
     """Returns the largest probability with which attention drops a key, under any name of transformers."""
-    rates = [
-        value
-        for name, value in vars(config).items()
-        if "att" in name and "drop" in name and isinstance(value, (int, float))
-    ]
-    return float(max(rates, default=0.0))
+    rates = [value for name, value in vars(config).items() if "att" in name and "drop" in name]
+    return float(max((rate for rate in rates if isinstance(rate, (int, float))), default=0.0))
 
 
 def max_seq_len_of(config: Any) -> int:
@@ -314,17 +313,11 @@ def max_seq_len_of(config: Any) -> int:
     names = ("max_position_embeddings", "max_seq_len")
     length: int = next((v for n in names if (v := getattr(config, n, None))), 2**31 - 1)
     rope = getattr(config, "rope_parameters", None) or {}
-    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        if each.get("rope_type") in ("longrope", "dynamic"):
-            own = getattr(config, "original_max_position_embeddings", None)
-            length = min(length, each.get("original_max_position_embeddings") or own or length)
+    key = "original_max_position_embeddings"
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if part.get("rope_type") in ("longrope", "dynamic"):
+            length = min(length, part.get(key) or getattr(config, key, None) or length)
     return length
-
-
-def hidden_of(output: Any) -> Tensor:
-    """Returns the last hidden states [b, s, d] of a decoder's output."""
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
-    return hidden
 
 
 def decoder_name(model: PreTrainedModel) -> str:
@@ -335,23 +328,20 @@ def decoder_name(model: PreTrainedModel) -> str:
     name = model.base_model_prefix
     if name not in model._modules:
         children = model._modules.items()
-        decoder = model.get_decoder()
-        found = [n for n, child in children if child is decoder]
-        found += [n for n, child in children if isinstance(child, PreTrainedModel)]
-        if not found:
+        names = [n for n, child in children if child is model.get_decoder()]
+        names += [n for n, child in children if isinstance(child, PreTrainedModel)]
+        if not names:
             raise ValueError(f"model: {type(model).__name__} has no decoder of its own")
-        name = found[0]
+        name = names[0]
     return name
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """Returns the layers of a decoder: the items of all lists of modules that must not be split."""
-    whole = set(model._no_split_modules or ())
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-    marked = [m for m in lists if type(m[0]).__name__ in whole]
-    if not marked:
-        marked = [max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
-    return [layer for each in marked for layer in each]
+    marked = [m for m in lists if type(m[0]).__name__ in (model._no_split_modules or ())]
+    marked = marked or [max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
+    return [layer for layers in marked for layer in layers]
 
 
 def _drop_ties(model: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
@@ -364,6 +354,5 @@ def _share_ties(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) ->
     for name, first in model._ties.items():
         if prefix + first in state_dict:
             weight = state_dict[prefix + first]
-            if not isinstance(weight, nn.Parameter):
-                weight = nn.Parameter(weight)
+            weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
             state_dict[prefix + first] = state_dict[prefix + name] = weight

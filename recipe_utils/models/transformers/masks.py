@@ -162,23 +162,23 @@ def _attend(
         calls |= {(key.size(-1), value.size(-1))}
         calls |= {name for name in _NOT_IN_FLASH if kwargs.get(name) is not None}
         calls |= {"other masks"} if isinstance(mask, Tensor) else set()
+    # A part of a row: this rank computes the whole row for a part of the heads.
     if exchange is not None:
-        q, k, v = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
-        q, k, v = (e.transpose(0, 1).unsqueeze(0) for e in exchange.heads_of_row(q, k, v))
+        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in exchange.heads_of_row(q, k, v))
         with forward_of(rows._replace(exchange=None)):
             attended, _ = _attend(base, module, q, k, v, mask, **kwargs)
         return exchange.tokens_of_part(attended.squeeze(0)).unsqueeze(0), None
+    # One kernel for all documents, or else one for each.
     if isinstance(mask, BlockMask):
-        flex = ALL_ATTENTION_FUNCTIONS["flex_attention"]
-        return flex(module, query, key, value, mask, **kwargs)
+        return ALL_ATTENTION_FUNCTIONS["flex_attention"](module, query, key, value, mask, **kwargs)
     if kernel == "dense":
         return attend(module, query, key, value, mask, **kwargs)
     if kernel == "varlen":
         if kwargs.get("dropout"):
             raise ValueError("FlashAttention does not support dropout; set packed_attention=by_document")
-        flat = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-        window = None if mask is None else mask.length
-        attended = attend_by_varlen(*flat, documents, window, kwargs.get("scaling"))
+        flat = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+        attended = attend_by_varlen(*flat, documents, None if mask is None else mask.length, kwargs.get("scaling"))
         return attended.unflatten(0, (len(query), -1)), None
     return _attend_by_document(attend, base, module, query, key, value, mask, documents, kwargs), None
 
@@ -203,12 +203,12 @@ def _attend_by_document(
         raise ValueError("a bias of positions is not split")
     rows = []
     for index, (row, q, k, v) in enumerate(zip(documents, query.split(1), key.split(1), value.split(1), strict=True)):
-        of_row = mask[index % len(mask), None] if isinstance(mask, Tensor) else None
+        row_mask = mask[index % len(mask), None] if isinstance(mask, Tensor) else None
         outputs = []
-        for *part, of_chain in parts_of_chains(row, q, k, v, of_row):
+        for *part, chain_mask in parts_of_chains(row, q, k, v, row_mask):
             if not isinstance(mask, Tensor):
-                of_chain = _mask_of_chain(part[0], part[1], mask, base)
-            outputs.append(attend(module, *part, of_chain, **kwargs)[0])
+                chain_mask = _mask_of_chain(part[0], part[1], mask, base)
+            outputs.append(attend(module, *part, chain_mask, **kwargs)[0])
         rows.append(torch.cat(outputs, dim=1))
     return torch.cat(rows)
 
@@ -220,8 +220,7 @@ def _mask_of_chain(query: Tensor, key: Tensor, window: Window | None, base: str)
         return None
     seen = mask_of_chain(query, key, length)
     if base == "eager":  # its masks are added
-        lowest = torch.finfo(query.dtype).min
-        return torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, lowest)
+        return torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
     return seen
 
 
@@ -245,7 +244,7 @@ def run_by_document(module: nn.Module, axes: Axes) -> None:
         if rows.documents is None or len(rows.documents.cu_seqlens) < 3:
             return whole(module, *args, **kwargs)
         (row,) = rows.documents
-        found = list(chains(row))
+        row_chains = list(chains(row))
 
         def cut(path: Any, value: Any, chain: Chain) -> Any:
             if isinstance(value, Tensor):
@@ -255,19 +254,18 @@ def run_by_document(module: nn.Module, axes: Axes) -> None:
             return value
 
         def join(path: Any, *values: Any) -> Any:
-            if (of_output := axes.get(f"[2]{keystr(path)}")) is None:
+            if (output_axes := axes.get(f"[2]{keystr(path)}")) is None:
                 return values[-1]  # a state after the last document
-            axis, sizes = of_output[0], [chain.stop - chain.start for chain in found]
-            of_chains = [
-                value.narrow(axis, value.size(axis) - size, size) for value, size in zip(values, sizes, strict=True)
-            ]
-            return torch.cat(of_chains, dim=axis)
+            axis, sizes = output_axes[0], [chain.stop - chain.start for chain in row_chains]
+            # Without the ancestors, which a chain computes again.
+            parts = [v.narrow(axis, v.size(axis) - size, size) for v, size in zip(values, sizes, strict=True)]
+            return torch.cat(parts, dim=axis)
 
         def computed(chain: Chain) -> Any:
-            args_of_chain, own = tree_map_with_path(partial(cut, chain=chain), (args, kwargs))
-            return whole(module, *args_of_chain, **own)
+            chain_args, chain_kwargs = tree_map_with_path(partial(cut, chain=chain), (args, kwargs))
+            return whole(module, *chain_args, **chain_kwargs)
 
-        return tree_map_with_path(join, *map(computed, found))
+        return tree_map_with_path(join, *map(computed, row_chains))
 
     # Compiled, it would be compiled again for each length. A method, so that a copy of the module calls its own.
     module.forward = MethodType(torch.compiler.disable(forward), module)

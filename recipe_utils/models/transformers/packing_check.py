@@ -143,9 +143,11 @@ def error_on_device(
 def paths_of_code() -> list[Path]:
     """Returns the files of this package that the check depends on."""
     package = Path(__file__).parents[2]
-    folders = ("models", "text", "parallel", "long_rows")
-    paths = [path for folder in folders for path in sorted((package / folder).rglob("*.py"))]
-    return [*paths, package / "checkpoint" / "transformers.py"]
+    folders = [package / name for name in ("models", "text", "parallel", "long_rows")]
+    return [
+        *(path for folder in folders for path in sorted(folder.rglob("*.py"))),
+        package / "checkpoint/transformers.py",
+    ]
 
 
 def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -155,11 +157,10 @@ def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dic
     """
     described = made_from[0].to_diff_dict() | {"model_type": made_from[0].model_type}
     code = [torch.__version__, transformers.__version__, *map(Path.read_text, paths_of_code())]
-    text = json.dumps([described, *made_from[1:], *code], default=str)
-    key = hashlib.sha256(text.encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([described, *made_from[1:], *code], default=str).encode()).hexdigest()
     home = os.environ.get("HOME") or tempfile.gettempdir()
-    folder = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"))
-    path = folder / "torchtune_update_step" / f"proof_{key[:32]}.json"
+    caches = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache")
+    path = Path(caches, "torchtune_update_step", f"proof_{key[:32]}.json")
     result: dict[str, Any] = {}
     try:
         if not path.exists():
@@ -185,8 +186,7 @@ def check_packing(config: Any, attention: str | None = None) -> PackingCheck:
     """
     with torch.device("cpu"), set_default_dtype(torch.float64), torch.random.fork_rng(devices=[]), DoublePrecision():
         copied = cut(config)
-        make = _copies(copied, attention, torch.float64)
-        return _compare(_Comparison(make, _drawn(copied, _LENGTHS)))
+        return _compare(_Comparison(_copies(copied, attention, torch.float64), _drawn(copied, _LENGTHS)))
 
 
 def _drawn(config: Any, lengths: Sequence[int]) -> list[Tensor]:
@@ -248,8 +248,7 @@ class _Comparison:
 
     def row_by_stages(self, check: PackingCheck) -> float:
         """Pipeline stages of one layer each."""
-        num_layers = len(layers_of(self.make()))
-        stages = [Decoder(self.make(), check) for _ in range(num_layers)]
+        stages = [Decoder(self.make(), check) for _ in layers_of(self.make())]
         return self._row_error(stages, self._lengths, self._expected)
 
     def row_in_parts(self, check: PackingCheck) -> float:
@@ -346,8 +345,7 @@ def gradients(
 def difference(computed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Returns the largest difference of a gradient, over the largest element of the expected one.
 
-    A gradient that is zero but for rounding, as a key's bias has, is compared with 1e-6 of the
-    largest of all.
+    A gradient that is zero but for rounding, as a key's bias has, is compared with 1e-6 of the largest of all.
     """
     if computed.keys() != expected.keys():
         return float("inf")
@@ -358,14 +356,14 @@ def difference(computed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 def distance(computed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Returns the norm of the difference of all gradients, over that of the expected ones."""
-    squares = [(computed[n].double() - g).square().sum() for n, g in expected.items()]
-    norms = [g.double().square().sum() for g in expected.values()]
-    return (torch.stack(squares).sum() / torch.stack(norms).sum()).sqrt().item()
+    errors = [(computed[n].double() - g).square().sum() for n, g in expected.items()]
+    squares = [g.double().square().sum() for g in expected.values()]
+    return (torch.stack(errors).sum() / torch.stack(squares).sum()).sqrt().item()
 
 
 def _places(row: Sequence[Document]) -> list[Tensor]:
     """Returns the positions in a row of each sequence."""
-    return [torch.cat([torch.arange(*each) for each in chain.ranges]) for chain in chains(row)]
+    return [torch.cat([torch.arange(*positions) for positions in chain.ranges]) for chain in chains(row)]
 
 
 def _error(
@@ -393,8 +391,7 @@ def logits_of_row(
     """Returns logits [n, v] of each sequence of a row, the first of tokens.
 
     The row passes through ``stages`` of one layer each, or a whole decoder. The parts of ``num_ranks`` are
-    concatenated; only attention gets the order of the row, so all other modules must compute token by
-    token.
+    concatenated; only attention gets the order of the row, so all other modules must compute token by token.
     """
     places = _places(row)
     tokens = tokens[: sum(map(length_of, row))]
@@ -403,9 +400,8 @@ def logits_of_row(
     for place in places:
         positions[place] = torch.arange(len(place))
     if num_ranks > 1:
-        stages[0].exchanges[num_ranks] = Exchange(
-            lambda *heads: tuple(each[back] for each in heads), lambda attended: attended[order]
-        )
+        heads_of_row: Any = lambda *heads: tuple(tensor[back] for tensor in heads)  # noqa: E731
+        stages[0].exchanges[num_ranks] = Exchange(heads_of_row, lambda attended: attended[order])
     hidden = tokens[order][None]
     for index, stage in enumerate(stages):
         if len(stages) > 1:
@@ -427,8 +423,7 @@ def _modules_that_mix(
     decoder, calls = Decoder(make(), check), defaultdict[str, list[dict[str, Tensor]]](list)
 
     def record(name: str, _: Any, *values: Any) -> None:  # args, kwargs, output
-        flat = tree_leaves_with_path(values)
-        calls[name].append({keystr(p): t.clone() for p, t in flat if isinstance(t, Tensor)})
+        calls[name].append({keystr(p): t.clone() for p, t in tree_leaves_with_path(values) if isinstance(t, Tensor)})
 
     # The same second document is computed as part of the row, and alone.
     for name, module in decoder.model.named_modules():
@@ -471,8 +466,7 @@ def cut(config: Any) -> Any:
         needed = _num_layers_with_all_kinds(build(config, "eager"))
     for part in {id(config): config, id(text): text}.values():
         for name, value in list(vars(part).items()):
-            is_pattern = isinstance(value, str) and "pattern" in name
-            is_by_layer = isinstance(value, (list, tuple)) or is_pattern
+            is_by_layer = isinstance(value, (list, tuple)) or (isinstance(value, str) and "pattern" in name)
             if is_by_layer and len(value) == num_layers > needed:
                 setattr(part, name, value[:needed])
             elif type(value) is int:

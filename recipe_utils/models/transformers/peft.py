@@ -70,31 +70,34 @@ def _targets(model: PreTrainedModel, targets: str | list[str]) -> dict[str, nn.L
     """Returns the layers to adapt by name. Raises ValueError for one that cannot be adapted."""
     modules: dict[str, Any] = dict(model.named_modules())
     linear = [name for name, module in modules.items() if _is_linear(module)]
-    found = {
+    names_of = {
         target: [name for name in modules if f".{name}".endswith(f".{target}")]
         for target in ([targets] if isinstance(targets, str) else targets)
     }
     if targets == "all-linear":
         output = model.get_output_embeddings()
-        found = {targets: [name for name in linear if modules[name] is not output]}
+        names_of = {targets: [name for name in linear if modules[name] is not output]}
+    targeted = list(chain(*names_of.values()))
+
+    # An adapter beside a weight that is shared, or that its parent reads, would have no or half an effect.
     ties = [[first, *others] for first, others in names_of_weights(model).items() if others]
     tied = {name.rpartition(".")[0] for name in chain(*ties)}
-    refused = {name: _refusal(modules, tied, name) for name in {*linear, *chain(*found.values())}}
-    problems = [f"{target} fits no layer" for target in found if not found[target]]
-    problems += {refused[n]: None for n in chain(*found.values()) if refused[n]}  # each once
-    if problems or not found:
+    refused = {name: _refusal(modules, tied, name) for name in {*linear, *targeted}}
+    problems = [f"{target} fits no layer" for target, names in names_of.items() if not names]
+    problems += {refused[name]: None for name in targeted if refused[name]}  # each once
+    if problems or not names_of:
         others = {_last(name) for name in refused if refused[name]}
         names = sorted({*map(_last, linear)} - others)
         which = f"set it to some of [{', '.join(names)}]" if names else "no nn.Linear can have them"
         text = "; ".join(problems[:5]) or "it is empty"
         raise ValueError(f"model.target_modules={targets}: {text}; {which}")
-    taken = _OF_EXPERTS & {*map(_last, chain(*found.values()))}
+    taken = _OF_EXPERTS & {*map(_last, targeted)}
     if taken and any("expert" in name and p.dim() == 3 for name, p in model.named_parameters()):
         log_once(
             f"model.target_modules: PEFT takes adapters of {', '.join(sorted(taken))} for those of the experts in "
             "some models, and then computes other logits with exported adapters; use the merged model"
         )
-    return {name: modules[name] for name in chain(*found.values())}
+    return {name: modules[name] for name in targeted}
 
 
 def _last(name: str) -> str:
@@ -107,21 +110,21 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _refusal(modules: dict[str, Any], tied: set[str], name: str) -> str:
-    """Returns why a module cannot be adapted; empty if it can."""
+    """Returns the reason that a module cannot be adapted; empty if it can."""
     cls: Any = type(modules[name.rpartition(".")[0]])
-    own_name = _last(name)
+    child = _last(name)
     if not _is_linear(modules[name]):
-        return f"{own_name} is a {type(modules[name]).__name__}, not an nn.Linear"
+        return f"{child} is a {type(modules[name]).__name__}, not an nn.Linear"
     if name in tied:
-        return f"{own_name} shares its weight with another layer"
-    if _reads_weight(cls, own_name):
-        return f"{cls.__name__} reads {own_name}.weight itself, without the adapter"
+        return f"{child} shares its weight with another layer"
+    if _reads_weight(cls, child):
+        return f"{cls.__name__} reads {child}.weight itself, without the adapter"
     return ""
 
 
 @cache
 def _reads_weight(cls: Any, name: str) -> bool:
     """Returns True if a class multiplies with a child's weight, as the kernels of Mamba do on CUDA."""
-    classes = [each for each in cls.__mro__ if each.__module__.startswith("transformers.")]
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("transformers.")]
     read = re.compile(rf"\bself\.{re.escape(name)}\.weight\b(?!\.(dtype|device|shape))")
-    return any(read.search(inspect.getsource(each)) for each in classes)
+    return any(read.search(inspect.getsource(base)) for base in bases)

@@ -59,17 +59,14 @@ def test_overrides_may_refer_to_keys_of_the_config(read):
 
 def test_baselines_share_what_derives_from_output_dir_and_write_to_their_own_folder(read, tmp_path):
     checkpointer = tiny_config(tmp_path)["checkpointer"] | {"checkpoint_dir": "${my_folder}"}
-    base = {"my_folder": "${output_dir}/fresh", "checkpointer": checkpointer}
-    config = config_of(read, base)
+    config = config_of(read, {"my_folder": "${output_dir}/fresh", "checkpointer": checkpointer})
     assert config["checkpointer"]["checkpoint_dir"] == f"{tmp_path}/out/fresh"
-    own = f"{tmp_path}/out/baselines/mine"
-    assert config["output_dir"] == config["checkpointer"]["output_dir"] == own
+    assert config["output_dir"] == config["checkpointer"]["output_dir"] == f"{tmp_path}/out/baselines/mine"
     assert "my_folder" not in config, "the recipe refuses a key that nothing refers to"
 
 
 def test_stock_gets_a_loss_of_torchtune_unless_it_is_overridden(read):
-    stock = "torchtune.modules.loss.CEWithChunkedOutputLoss"
-    assert config_of(read, kind="stock")["loss"]["_component_"] == stock
+    assert config_of(read, kind="stock")["loss"]["_component_"] == "torchtune.modules.loss.CEWithChunkedOutputLoss"
     own = {"_component_": "torch.nn.CrossEntropyLoss"}
     assert config_of(read, kind="stock", loss=own)["loss"] == own
     assert config_of(read)["loss"]["_component_"].startswith("recipe_utils.")
@@ -78,8 +75,7 @@ def test_stock_gets_a_loss_of_torchtune_unless_it_is_overridden(read):
 def test_a_global_batch_is_divided_over_the_ranks(read):
     base = {"global_batch_size": 8, "gradient_accumulation_steps": None}
     assert read(base, num_ranks=2)[0]["ours"].config["gradient_accumulation_steps"] == 2
-    found = problems(read, base, num_ranks=3)
-    assert any("global_batch_size=8: it is not a multiple" in text for text in found)
+    assert any("global_batch_size=8: it is not a multiple" in text for text in problems(read, base, num_ranks=3))
 
 
 def test_baselines_of_one_model_start_from_the_same_adapters(read, tmp_path):
@@ -115,8 +111,7 @@ def test_an_override_that_names_a_component_replaces_it_whole(tmp_path):
     ],
 )
 def test_baselines_are_skipped_where_they_cannot_run(recipe, kind, changes, num_ranks, reason, read):
-    baselines = {"ours": OURS, "other": {"kind": kind}}
-    baselines, skipped = read(changes, recipe, baselines=baselines, num_ranks=num_ranks)
+    baselines, skipped = read(changes, recipe, baselines={"ours": OURS, "other": {"kind": kind}}, num_ranks=num_ranks)
     assert list(baselines) == ["ours"]
     assert skipped == {"other": f"skipped: {reason}"}
 
@@ -149,8 +144,7 @@ def test_a_problem_of_a_baseline_names_it_and_its_key(read, key, value):
 
 def test_pairs_have_kinds_and_keys_of_their_own(read):
     baselines = {"hf": {"kind": "hf_trainer"}, "stock": {"kind": "stock", "train_sampling_strategy": 9}}
-    base = {"ref_checkpointer": None, "sft_loss_weight": 1.0}
-    (found,) = problems(read, base, "pairs", baselines=baselines)
+    (found,) = problems(read, {"ref_checkpointer": None, "sft_loss_weight": 1.0}, "pairs", baselines=baselines)
     assert found.startswith("overrides.sft_loss_weight=1.0: only kind=update_step adds it")
     first, second = problems(read, {"ref_checkpointer": None}, "pairs", baselines=baselines)
     assert first == "baselines.hf: kind=hf_trainer: set it to one of stock, update_step"
@@ -214,8 +208,7 @@ def own_recipe(path, *changes):
 
 def test_a_baseline_may_run_a_recipe_file_with_keys_of_its_own(read, tmp_path):
     path = own_recipe(tmp_path / "my_recipe.py")
-    mine = {**OURS, "recipe": path, "my_key": 3}
-    baselines, _ = read(baselines={"ours": OURS, "mine": mine})
+    baselines, _ = read(baselines={"ours": OURS, "mine": {**OURS, "recipe": path, "my_key": 3}})
     assert [each.recipe_file for each in baselines.values()] == ["full_finetune_update_step", path]
     assert baselines["mine"].config["my_key"] == 3
     assert "my_key" not in baselines["ours"].config

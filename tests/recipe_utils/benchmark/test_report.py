@@ -68,8 +68,7 @@ def test_losses_are_compared_only_where_the_samples_are_the_same():
 
 
 def test_a_nan_loss_is_no_small_deviation():
-    losses = {"stock": [[9.0, 8.0]], "fast": [[float("nan"), 8.0]]}
-    deviation = summarize(STEPS, losses, "stock")[1].loss_deviation
+    deviation = summarize(STEPS, {"stock": [[9.0, 8.0]], "fast": [[float("nan"), 8.0]]}, "stock")[1].loss_deviation
     assert deviation != deviation
 
 
@@ -79,8 +78,7 @@ def test_samples_other_than_the_data_order_s_are_reported():
 
 
 def test_tables_name_baselines_without_figures():
-    summaries = summarize(STEPS, LOSSES, "stock")
-    table = report.throughput_table(summaries, "stock", {"limit": "skipped: one process only"})
+    table = report.throughput_table(summarize(STEPS, LOSSES, "stock"), "stock", {"limit": "skipped: one process only"})
     assert "| fast | **200** (150-250) | **2.50** (2.25-2.75) |" in table
     assert "| -1.500 (-1.750 to -1.250) |" in table
     assert "| limit | skipped: one process only |" in table

@@ -34,8 +34,7 @@ def test_tokens_are_counted_while_gradients_are_recorded(fed_tokens):
     embedding(tokens)
     with torch.no_grad():
         embedding(tokens)
-    expected = contents_of(SAMPLES, pad_id=1).fingerprint
-    assert fed_tokens.read_and_restart() == (8, expected)
+    assert fed_tokens.read_and_restart() == (8, contents_of(SAMPLES, pad_id=1).fingerprint)
     assert fed_tokens.read_and_restart() == (0, 0)
     embedding(torch.tensor([[5]]))  # a dummy microbatch is a position and no sample
     assert fed_tokens.read_and_restart() == (1, 0)

@@ -46,8 +46,7 @@ def test_an_export_replaces_the_one_before_whole(tmp_path):
     doubled = {name: 2 * weight for name, weight in weights.items()}
     export(checkpointer, {"model": doubled}, "epoch_0")
     assert not (tmp_path / "out/epoch_0/left_over.txt").exists()
-    exported = load_file(tmp_path / "out/epoch_0/model-00001-of-00001.safetensors")
-    embeddings = exported["model.embed_tokens.weight"]
+    embeddings = load_file(tmp_path / "out/epoch_0/model-00001-of-00001.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(embeddings, doubled["tok_embeddings.weight"])
 
 

@@ -145,8 +145,7 @@ def test_only_folders_with_our_temporary_names_are_removed(folder):
     (folder / "step_5.tmp").write_text("a file")
     (folder / "step_6.tmp").symlink_to(folder / "step_3")
     remove_leftovers(folder)
-    left = {path.name for path in folder.iterdir()}
-    assert left == {*kept, "step_1", "step_2", "step_5.tmp", "step_6.tmp"}
+    assert {path.name for path in folder.iterdir()} == {*kept, "step_1", "step_2", "step_5.tmp", "step_6.tmp"}
 
 
 def test_a_checkpoint_that_was_about_to_be_replaced_gets_its_name_back(folder):

@@ -261,8 +261,7 @@ def test_how_the_optimizer_computes_is_the_resumed_runs_choice_and_the_rest_is_n
 def adamw_of(model, of_vectors):
     """Returns an optimizer with options of vectors; None for one group."""
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    groups = [{"params": matrices}, {"params": vectors, **(of_vectors or {})}]
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": vectors, **(of_vectors or {})}]
     return torch.optim.AdamW(model.parameters() if of_vectors is None else groups, lr=0.01)
 
 

@@ -94,8 +94,7 @@ def exported(request, tmp_path):
         nn.init.normal_(parameter, std=0.1, generator=generator)
     model.load_state_dict(base.state_dict(), strict=False)
     for name, parameter in get_adapter_params(model).items():
-        middle = 1.0 if "magnitude" in name else 0.0
-        nn.init.normal_(parameter, middle, 0.2, generator=generator)
+        nn.init.normal_(parameter, 1.0 if "magnitude" in name else 0.0, 0.2, generator=generator)
 
     write_base(tmp_path / "base", base.state_dict(), sizes, kind)
     checkpointer = FullModelHFCheckpointer(
@@ -108,8 +107,7 @@ def exported(request, tmp_path):
     trained = {name: p.detach() for name, p in model.state_dict().items()}
     contents, lost = contents_of_export(dict(trained), adapters, None)
     assert lost < 1e-6
-    folder = export(checkpointer, contents, "epoch_0")
-    return model, tmp_path / "base", folder
+    return model, tmp_path / "base", export(checkpointer, contents, "epoch_0")
 
 
 load = AutoModelForCausalLM.from_pretrained
@@ -174,8 +172,7 @@ def test_an_exported_folder_is_opened_as_it_is(kind, tiny_config, tiny_dpo_confi
     quantized = {name: p.get_original_weight() for name, p in model.named_parameters() if isinstance(p, NF4Tensor)}
     write_base(tmp_path / "as_multiplied", {**base, **quantized}, sizes)
     plain, with_peft = logits_of_export(tmp_path / "as_multiplied", folder, tokens)
-    without = load(tmp_path / "as_multiplied")(tokens).logits
-    assert (plain - without).abs().max() > 1e-2
+    assert (plain - load(tmp_path / "as_multiplied")(tokens).logits).abs().max() > 1e-2
     own = model(tokens)
     assert (plain - own).abs().max() < 1e-5 * own.abs().max()
     assert (with_peft - own).abs().max() < 1e-5 * own.abs().max()

@@ -59,8 +59,7 @@ def test_ranks_read_what_transformers_reads(model_type, tiny_config, tmp_path):
 )
 def test_an_export_is_the_folder_that_came_in_with_other_weights(model_type, extra, tiny_config, tmp_path):
     folder, exported = tmp_path / "in", tmp_path / "out" / "epoch_0"
-    keys = save_published(folder, model_type, extra)
-    config = tiny_config(**keys, dtype="bf16", max_steps_per_epoch=1)
+    config = tiny_config(**save_published(folder, model_type, extra), dtype="bf16", max_steps_per_epoch=1)
     run_recipe(config)
     files = {str(each.relative_to(exported)) for each in exported.rglob("*") if each.is_file()}
     weight_files = {"model-0.safetensors", "model-1.safetensors", "model.safetensors.index.json"}
@@ -132,8 +131,7 @@ def test_a_trained_policy_and_a_student_keep_the_files_beside_the_weights(tiny_d
     for recipe, config in ((DPO, dpo), (KD, tiny_kd_config(**keys, **teacher, dtype="bf16"))):
         run_recipe({**writing_to(tmp_path / recipe, config), "max_steps_per_epoch": 1}, recipe)
         for name in ("config.json", *FILES):
-            content = (tmp_path / "in" / name).read_bytes()
-            assert (tmp_path / recipe / "epoch_0" / name).read_bytes() == content
+            assert (tmp_path / recipe / "epoch_0" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
 
 
 def test_names_and_ties_of_the_files_stay(tiny_config, tmp_path):
@@ -162,8 +160,7 @@ def test_an_export_of_quantized_weights_is_not_described_as_quantized(tiny_confi
         weights[name] = torch.full_like(weights[name], 448).to(torch.float8_e4m3fn)
         weights[f"{name}_scale_inv"] = torch.full((1, 1), 1 / 448)
     save_file(weights, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
-    described = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    change_config(tmp_path / "in", quantization_config=described)
+    change_config(tmp_path / "in", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     read_weights = read(config)[0]
     assert all((w == 1).all() for n, w in read_weights.items() if "proj" in n)
     _, warnings = run_recipe_keeping_warnings(config)
@@ -254,14 +251,12 @@ def test_weights_that_are_not_there_yet_are_described(tiny_config, tmp_path):
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
     assert f"it is a pointer of Git LFS; run `git lfs pull` in {tmp_path}/in" in refusal(config)
     weights.rename(tmp_path / "in" / "pytorch_model.bin")
-    text = "no *.safetensors; convert pytorch_model.bin: from_pretrained(...).save_pretrained(...)"
-    assert text in refusal(config)
+    assert "no *.safetensors; convert pytorch_model.bin: from_pretrained(...).save_pretrained(...)" in refusal(config)
 
 
 def test_fresh_weights_come_from_a_config_and_a_seed(tiny_config, tmp_path):
     config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
-    described = json.loads((tmp_path / "in" / "config.json").read_text())
-    config["model"] = {**config["model"], "config": described}
+    config["model"] = {**config["model"], "config": json.loads((tmp_path / "in" / "config.json").read_text())}
     assert "has weights and a config.json; remove this key" in refusal(config)
     shutil.rmtree(tmp_path / "in")
     assert "it has no *.safetensors; set another folder, or checkpointer.seed" in refusal(config)

@@ -56,8 +56,7 @@ def run(program, *folders):
 
 def test_importing_torch_alone_imports_nothing_of_a_checkout(installed):
     names = ("recipe_utils", "torchtune", "torchao", "transformers")
-    program = f"import torch; print([m for m in sys.modules if m.startswith({names})])"
-    done = run(program, installed, ROOT)
+    done = run(f"import torch; print([m for m in sys.modules if m.startswith({names})])", installed, ROOT)
     assert done.stdout.strip() == "['torchtune_update_step_registration']", done.stderr
     assert done.stderr == ""
 

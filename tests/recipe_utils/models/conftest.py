@@ -45,14 +45,12 @@ def flash_attention_on_a_cpu():
         return sizes.tolist()
 
     def forward(q, k, v, cu_q, cu_k, max_q, max_k, _, scale=None, window_size=(-1, -1), *__, **___):
-        sizes = check(cu_q, cu_k, max_q, max_k, window_size)
-        (attended,) = flash_attention(q, k, v, sizes, window_size, scale)
+        (attended,) = flash_attention(q, k, v, check(cu_q, cu_k, max_q, max_k, window_size), window_size, scale)
         return attended, torch.zeros(q.size(1), q.size(0)), torch.zeros(2, dtype=torch.uint64)
 
     def backward(grad, q, k, v, _, __, *bounds_and_options):
         *bounds, _, _, scale, window_size = bounds_and_options[:8]
-        sizes = check(*bounds, window_size)
-        return flash_attention(q, k, v, sizes, window_size, scale, grad)
+        return flash_attention(q, k, v, check(*bounds, window_size), window_size, scale, grad)
 
     varlen_module._varlen_attn.register_kernel("cpu", forward)
     varlen_module._varlen_attn_backward.register_kernel("cpu", backward)
@@ -62,5 +60,4 @@ def flash_attention_on_a_cpu():
 def flex_attention_on_a_cpu(monkeypatch):
     """Allows flex attention with a backward on a CPU, where PyTorch has none."""
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
-    triton = "recipe_utils.models.attention.packed_attention.missing_for_triton"
-    monkeypatch.setattr(triton, lambda: None)
+    monkeypatch.setattr("recipe_utils.models.attention.packed_attention.missing_for_triton", lambda: None)

@@ -82,8 +82,7 @@ def build_on_two_ranks(layouts):
         for index in (1, 2):
             meta_model.layers[index].attn.requires_grad_(False)
         meta_model.value_head = torch.nn.Linear(8, 1, device="meta")
-        pipeline = PipelineSettings(pipeline_parallel_schedule=schedule)
-        model, stages = build_stages(meta_model, pipeline, ranks), []
+        model, stages = build_stages(meta_model, PipelineSettings(pipeline_parallel_schedule=schedule), ranks), []
         for stage in local_stages(model):
             layers = {i: layer for i, layer in enumerate(stage.layers) if not isinstance(layer, NotOnThisStage)}
             trained = [i for i, layer in layers.items() if all(p.requires_grad for p in layer.parameters())]
@@ -91,7 +90,7 @@ def build_on_two_ranks(layouts):
             stages.append(([*layers], has_output(stage), trained))
             parallelize(stage, ModelSettings(), ranks)
         if isinstance(model, Stages):
-            assert len(model.whole.adapters.trained) == 39 - 2 * 4 + 2
+            assert len(model.adapters.trained) == 39 - 2 * 4 + 2
         assert isinstance(model, FSDPModule) == ("data_parallel_shard_dim" in dict(layout))
         described.append(stages)
     return described
@@ -128,8 +127,7 @@ OFFLOADING, RECOMPUTING = ({"enable_activation_offloading": True}, {"enable_acti
 )  # fmt: skip
 def test_keys_that_do_not_go_together_are_problems_by_name(settings, ranks, problem):
     model, ranks = ModelSettings(**settings), RankSettings(device="cpu", **ranks)
-    problems = [*model.problems(), *model_on_ranks(model, ranks)]
-    assert any(str(each).startswith(problem) for each in problems)
+    assert any(str(each).startswith(problem) for each in [*model.problems(), *model_on_ranks(model, ranks)])
     assert not [*model_on_ranks(ModelSettings(packed_attention="by_document"), RankSettings(device="cpu"))]
 
 

@@ -37,8 +37,7 @@ class Traffic(TorchDispatchMode):
         made = func(*args, **kwargs)
         is_empty = func in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
         if not (func.is_view or is_empty):
-            inputs = [value for name, value in kwargs.items() if name != "out"]
-            leaves = tree_leaves((args, inputs, made))
+            leaves = tree_leaves((args, [value for name, value in kwargs.items() if name != "out"], made))
             self.num_operations += 1
             self.num_bytes += sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor))
         return made
@@ -54,8 +53,7 @@ def traffic_of(num_layers):
             module.to(META)
     attach_loss(model, LinearCrossEntropyLoss())
     samples = [{"tokens": list(range(1, 1025)), "labels": list(range(1, 1025))}] * 8
-    microbatch = collate_packed_microbatch(samples, tiny.IGNORE, row_multiple=128)
-    (arrived,) = to_device_ahead([microbatch], META)
+    (arrived,) = to_device_ahead([collate_packed_microbatch(samples, tiny.IGNORE, row_multiple=128)], META)
     with Traffic() as traffic:
         (model(**arrived.inputs, targets=arrived.targets) * 0.5).sum().backward()
     return traffic.num_operations, traffic.num_bytes / 1e9
@@ -64,9 +62,8 @@ def traffic_of(num_layers):
 BOUNDS = (110, 12.04 * 1.004, 95, 68.71 * 1.004)
 """Forward and backward of 8192 positions, all targets (torch 2.13.0 and 2.14.1).
 
-One layer: 110 operations, 12.03 GB. One more fp32 copy of the activations [8192, 2048] is at least 0.8 %.
-All else (embeddings, last norm, four chunks of logits): 95 operations, 68.7 GB. One more pass over the logits in
-fp32 is 12 %.
+One layer: 110 operations, 12.03 GB. One more fp32 copy of the activations [8192, 2048] is at least 0.8 %. All else
+(embeddings, last norm, four chunks of logits): 95 operations, 68.7 GB. One more pass over the logits in fp32 is 12 %.
 """
 
 

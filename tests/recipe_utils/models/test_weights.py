@@ -82,8 +82,7 @@ def load_and_gather(layouts):
         for stage in local_stages(model):
             parallelize(stage, FP32, ranks)
         load_weights(model, {"model": saved}, FP32, CPU)
-        sends = ranks.dp_rank == 0
-        gathered = gather_weights(model, CPU, sends, ranks.cpu_group)
+        gathered = gather_weights(model, CPU, ranks.dp_rank == 0, ranks.cpu_group)
         # Tied weights occur in the state dict once, under the name of the embeddings.
         is_same = list(gathered) == list(saved) and all(
             torch.equal(weight, saved[name]) for name, weight in gathered.items()
@@ -112,8 +111,7 @@ def load_with_shards_on_the_cpu():
                 local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
             )  # fmt: skip
             module._parameters[name] = nn.Parameter(sharded)
-    settings = ModelSettings(fsdp_cpu_offload=True)
-    load_weights(model, {"model": whole}, settings, torch.device("cuda"))
+    load_weights(model, {"model": whole}, ModelSettings(fsdp_cpu_offload=True), torch.device("cuda"))
     found = {name: weight.to_local() for name, weight in model.state_dict().items()}
     for name, weight in whole.items():
         size = -(-len(weight) // 4)

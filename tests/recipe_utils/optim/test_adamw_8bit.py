@@ -25,8 +25,7 @@ def make(mesh=None, **options):
     generator = torch.Generator().manual_seed(0)
     model = nn.Module()
     for name, shape in SHAPES.items():
-        values = torch.randn(shape, generator=generator) / 10
-        model.register_parameter(name, nn.Parameter(values))
+        model.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator) / 10))
     if mesh is not None:
         fully_shard(model, mesh=mesh)
     return model, AdamW8bit(model.parameters(), lr=0.01, **options)
@@ -205,7 +204,6 @@ def test_rows_that_are_sharded_and_arguments_out_of_bounds_are_refused():
     for name, value in (("lr", -1.0), ("betas", (0.9, 1.0)), ("eps", -1.0), ("weight_decay", -0.1)):
         with pytest.raises(ValueError, match=f"optimizer.{name}=.*: it is out of bounds"):
             AdamW8bit([nn.Parameter(torch.ones(1))], **{name: value})
-    component = {"_component_": "recipe_utils.optim.AdamW8bit"}
-    settings = OptimizerSettings(optimizer=component), DataSettings()
+    settings = OptimizerSettings(optimizer={"_component_": "recipe_utils.optim.AdamW8bit"}), DataSettings()
     (problem,) = optimizer_on_ranks(*settings, RankSettings(tensor_parallel_dim=2))
     assert str(problem).startswith("optimizer._component_=recipe_utils.optim.AdamW8bit: its blocks")

@@ -14,8 +14,7 @@ NUM_LAYERS = 4
 
 
 def whole():
-    sizes = {"patch_size": 4, "embed_dim": 8, "num_heads": 2, "num_registers": 1}
-    return dinov3_vit(num_layers=NUM_LAYERS, **sizes)
+    return dinov3_vit(num_layers=NUM_LAYERS, patch_size=4, embed_dim=8, num_heads=2, num_registers=1)
 
 
 def groups_of(settings, parameters, **optimizer):
@@ -60,14 +59,12 @@ def test_matrices_decay_and_vectors_do_not():
         assert group["params"]
         assert all((p.dim() > 1) == is_matrix for p in group["params"])
     assert sum(len(group["params"]) for group in groups) == len([*model.parameters()])
-    without = groups_of(ScheduleSettings(), dict(model.named_parameters()))
-    assert not any("weight_decay" in group for group in without)
+    assert not any("weight_decay" in group for group in groups_of(ScheduleSettings(), dict(model.named_parameters())))
 
 
 def test_each_layer_has_the_learning_rate_of_the_next_one_times_the_decay():
     model = whole()
-    settings = ScheduleSettings(layerwise_lr_decay=0.5)
-    groups = groups_of(settings, dict(model.named_parameters()))
+    groups = groups_of(ScheduleSettings(layerwise_lr_decay=0.5), dict(model.named_parameters()))
     rates = {id(p): group["lr"] for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         depth = layer_of(name, NUM_LAYERS)
@@ -97,8 +94,7 @@ def test_groups_are_alike_whatever_parameters_a_stage_has(decay):
 
 def test_weight_decay_follows_the_schedule_only_where_there_is_some():
     settings = ScheduleSettings(weight_decay_end=0.4)
-    groups = groups_of(settings, dict(whole().named_parameters()), weight_decay=0.04)
-    optimizer = torch.optim.AdamW(groups)
+    optimizer = torch.optim.AdamW(groups_of(settings, dict(whole().named_parameters()), weight_decay=0.04))
     for step, expected in ((0, 0.04), (5, 0.22), (10, 0.4), (0, 0.04)):
         settings.set_weight_decay(optimizer, step, 10)
         assert [g["weight_decay"] for g in optimizer.param_groups] == [0, pytest.approx(expected)]
@@ -110,8 +106,7 @@ def test_weight_decay_follows_the_schedule_only_where_there_is_some():
 
 
 def test_prototypes_stay_for_so_many_update_steps():
-    heads = nn.ModuleDict({"prototypes": nn.Linear(2, 2), "mlp": nn.Linear(2, 2)})
-    model = nn.ModuleDict({"output": heads})
+    model = nn.ModuleDict({"output": nn.ModuleDict({"prototypes": nn.Linear(2, 2), "mlp": nn.Linear(2, 2)})})
     settings = ScheduleSettings(freeze_last_layer_steps=2)
     for step, is_frozen in ((0, True), (1, True), (2, False)):
         for parameter in model.parameters():

@@ -136,5 +136,4 @@ def test_ranks_of_one_model_copy_have_the_same_data_and_one_counts_it(
 ):
     found = list(zip(*(rank[layout] for rank in four_ranks), strict=True))
     is_leader = [rank in leaders for rank in range(4)]
-    expected = [coordinates, peers, is_leader, pipelines or [(0, None)] * 4]
-    assert [list(each) for each in found] == expected
+    assert [list(each) for each in found] == [coordinates, peers, is_leader, pipelines or [(0, None)] * 4]

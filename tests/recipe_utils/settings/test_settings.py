@@ -56,8 +56,7 @@ class Settings(Oven):
 
     def problems(self):
         if self.guests > 4 * self.num_trays:
-            text = f"{self.num_trays} trays are too few; set num_trays"
-            yield Problem("guests", text, self.guests)
+            yield Problem("guests", f"{self.num_trays} trays are too few; set num_trays", self.guests)
 
 
 BREAD = {"_component_": "bakery.bake", "minutes": 30}

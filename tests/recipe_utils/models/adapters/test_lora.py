@@ -110,8 +110,7 @@ def test_another_base_is_known_by_its_fingerprint():
     assert same["layers.0.mlp.w1.weight"].endswith(" NF4")
     assert not same["norm.scale"].endswith(" NF4")
     for name in ("layers.1.mlp.w1.weight", "norm.scale"):
-        other = {**base, name: base[name] * 1.001}
-        found = fingerprint_of_frozen(find_adapters(model), other)
+        found = fingerprint_of_frozen(find_adapters(model), {**base, name: base[name] * 1.001})
         assert {key for key in same if same[key] != found[key]} == {name}
 
 

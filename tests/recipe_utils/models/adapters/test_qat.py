@@ -28,13 +28,11 @@ def test_all_weights_are_trained_as_by_torchao(sizes):
     model = tiny.on_meta(sizes, quantizer=QUANTIZER)
     load_weights(model, {"model": plain.state_dict()}, ModelSettings(), torch.device("cpu"))
     attach_loss(model, LinearCrossEntropyLoss())
-    targets = Targets(TOKENS + 1, torch.arange(TOKENS.numel()))
-    found = gradients(model(TOKENS, targets=targets).squeeze(), model)
+    found = gradients(model(TOKENS, targets=Targets(TOKENS + 1, torch.arange(TOKENS.numel()))).squeeze(), model)
 
-    quantized = Int8DynActInt4WeightQATQuantizer(groupsize=16).prepare(tiny.tiny_model(sizes))
     expected, exact = (
         gradients(F.cross_entropy(each(TOKENS).flatten(0, 1), TOKENS.flatten() + 1, reduction="sum"), each)
-        for each in (quantized, plain)
+        for each in (Int8DynActInt4WeightQATQuantizer(groupsize=16).prepare(tiny.tiny_model(sizes)), plain)
     )  # fmt: skip
     assert found.keys() == expected.keys() == exact.keys()
     for name, gradient in expected.items():

@@ -73,15 +73,13 @@ def test_windows_have_the_mask_of_all_pairs(row, window):
     rows = torch.zeros((), dtype=torch.long)
     seen = sees(Documents([row]), window)(rows, rows, positions[:, None], positions)
     ends = torch.tensor(row).cumsum(0)
-    first = torch.searchsorted(ends, positions, right=True)
-    starts = (ends - torch.tensor(row))[first]
+    starts = (ends - torch.tensor(row))[torch.searchsorted(ends, positions, right=True)]
     assert torch.equal(seen.sum(1), (positions - starts + 1).clamp(max=window))
 
 
 def test_a_dense_mask_is_torchtune_s():
     rows = [[3, 9, 1], [7, 6], [13]]
-    theirs = create_block_causal_mask([torch.tensor(row) for row in rows])
-    assert torch.equal(dense_mask(Documents(rows)), theirs)
+    assert torch.equal(dense_mask(Documents(rows)), create_block_causal_mask([torch.tensor(row) for row in rows]))
 
 
 class Largest(TorchDispatchMode):
@@ -93,8 +91,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-        self.numel = max([self.numel, *sizes])
+        self.numel = max([self.numel, *[leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]])
         return made
 
 

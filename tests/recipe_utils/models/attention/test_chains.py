@@ -12,8 +12,7 @@ ROW = (7, tree(5, tree(3, 4, 2), 6, tree(1, tree(2, 1, 1), 3)), 4, tree(10, 3, 2
 
 def outputs_and_gradients(attend, dtype=torch.float64):
     torch.manual_seed(0)
-    size = Documents([ROW]).shape[1]
-    inputs = [torch.randn(1, 3, size, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
+    inputs = [torch.randn(1, 3, Documents([ROW]).shape[1], 16, dtype=dtype, requires_grad=True) for _ in range(3)]
     out = attend(*inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, torch.randn(out.shape, dtype=dtype))]
 

@@ -75,8 +75,7 @@ def test_a_row_gives_the_logits_and_gradients_of_its_documents_alone(name, lengt
         expected = [alone(row["tokens"][:, sequence])[0] for sequence in sequences]
         logits = model(**row)[0]
         of_mixed = model(**{**row, "document_lengths": Documents([mixed])})[0]
-        found = [logits[sequence] for sequence in sequences]
-        assert_close_with_gradients(model, found, alone, expected)
+        assert_close_with_gradients(model, [logits[sequence] for sequence in sequences], alone, expected)
     assert not torch.allclose(of_mixed, logits, rtol=1e-2)
 
 

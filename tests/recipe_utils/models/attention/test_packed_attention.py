@@ -19,8 +19,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def with_heads(num_heads, width):
-    heads = {"num_heads": num_heads, "num_kv_heads": num_heads}
-    return {**tiny.MODEL, **heads, "embed_dim": num_heads * width}
+    return {**tiny.MODEL, "num_heads": num_heads, "num_kv_heads": num_heads, "embed_dim": num_heads * width}
 
 
 @pytest.mark.parametrize(
@@ -90,8 +89,7 @@ def test_a_teacher_in_fp32_beside_a_student_in_bf16_has_rows_of_few_lengths(monk
     student = on_meta(dtype="bf16")
     for teacher, multiple in ((None, 128), ("bf16", 128), ("fp32", 2048)):
         teacher = teacher and on_meta(sizes, dtype=teacher)
-        limits = limits_of(student, CUDA, False, teacher=teacher)
-        assert limits.multiple_of_packed_rows(8192) == multiple
+        assert limits_of(student, CUDA, False, teacher=teacher).multiple_of_packed_rows(8192) == multiple
 
 
 def test_what_triton_needs_is_named(monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 
 from recipe_utils.models.pipeline.microbatches import Pipeline
-from recipe_utils.models.pipeline.schedule import SCHEDULES, num_microbatches_to_run, stages_of_rank
+from recipe_utils.models.pipeline.schedule import SCHEDULES, num_microbatches_to_run
 from recipe_utils.update_steps.step import Microbatch, Targets
 
 DIM = 8
@@ -48,8 +48,7 @@ def microbatches(num, shapes=((2, 3), (1, 5))):
         # Different numbers of targets.
         targets = Targets(tokens + 1, torch.arange(0, tokens.numel(), 1 + i % 2))
         input_pos = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
-        inputs = {"tokens": tokens, "input_pos": input_pos}
-        made.append(Microbatch(inputs, targets))
+        made.append(Microbatch({"tokens": tokens, "input_pos": input_pos}, targets))
     return made
 
 
@@ -68,7 +67,7 @@ def second(sums):
 
 def make_pipeline(schedule, num_stages, make_stage=CountingStage, num_sums=3):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    stages = {i: make_stage(i, num_stages) for i in stages_of_rank(rank, num_ranks, num_stages)}
+    stages = {i: make_stage(i, num_stages) for i in range(rank, num_stages, num_ranks)}
     pipeline = Pipeline(
         stages,
         num_stages=num_stages,
@@ -140,8 +139,7 @@ def results_of(schedule, num_stages, num):
     again = pipeline.forward(microbatches(num))
     assert not validated.requires_grad
     assert not trained.requires_grad
-    grads = {i: stage.linear.weight.grad for i, stage in stages.items()}
-    return validated, trained, again, grads
+    return validated, trained, again, {i: stage.linear.weight.grad for i, stage in stages.items()}
 
 
 results = on_two_ranks(results_by_number)

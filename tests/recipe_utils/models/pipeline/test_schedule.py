@@ -51,8 +51,7 @@ def test_split_points_of_another_number_of_stages_are_refused(schedule, split_po
         pipeline.num_stages(4)
     for part in parts:
         assert part in str(raised.value)
-    found = problems(pipeline, monkeypatch, num_ranks=4)
-    assert found == [str(problem) for problem in raised.value.problems]
+    assert problems(pipeline, monkeypatch, num_ranks=4) == [str(problem) for problem in raised.value.problems]
 
 
 def fill_on_two_ranks():

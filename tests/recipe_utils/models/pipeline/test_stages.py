@@ -30,8 +30,7 @@ def test_no_other_cut_has_a_cheaper_costliest_stage(costs, output_cost, num_stag
 
 
 def test_the_output_layer_counts_and_the_embedding_does_not():
-    layer = 9_000
-    sizes = {**tiny.DEEP_UNTIED_MODEL, "vocab_size": 2 * layer // 32}
+    sizes = {**tiny.DEEP_UNTIED_MODEL, "vocab_size": 2 * 9_000 // 32}
     assert layers_of_stages(tiny.tiny_model(sizes), 2) == [range(3), range(3, 4)]
     assert layers_of_stages(tiny.tiny_model(tiny.DEEP_UNTIED_MODEL), 2) == [range(2), range(2, 4)]
 

@@ -165,8 +165,7 @@ def test_a_tensor_is_not_cut_because_its_size_is_that_of_the_row():
     documents.run_by_document(mixer, axes["Mixer"])
     with documents.forward_of(documents.Rows(Documents([[40, 24]]))):
         found = mixer(row, matrix)
-    expected = [Mixer()(part, matrix) for part in row.split([40, 24], dim=1)]
-    torch.testing.assert_close(found, torch.cat(expected, dim=1))
+    torch.testing.assert_close(found, torch.cat([Mixer()(part, matrix) for part in row.split([40, 24], dim=1)], dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -187,8 +186,7 @@ def test_a_kernel_is_compared_on_the_device_in_the_dtype_of_training(dtype, monk
 
 def test_a_kernel_that_is_not_exact_on_the_device_is_replaced_or_rows_are_refused(with_triton, caplog):
     decoder = Decoder(build(tiny_config_of("qwen3")), packing_check.cached_packing_check(tiny_config_of("qwen3")))
-    needs = decoder.attention_needs
-    decoder.attention_needs = needs._replace(dtype=torch.bfloat16)
+    decoder.attention_needs = decoder.attention_needs._replace(dtype=torch.bfloat16)
     decoder.error_on = lambda _, kernel: "0.3" if kernel == "varlen" else None
     replaced = attention_of(decoder, CUDA)
     assert (replaced.kernel, replaced.reason_against("packed")) == ("by_document", None)

@@ -66,8 +66,7 @@ def config_of(folder_of, tmp_path):
 
     def make(model_type, lora, **changes):
         folder, given = str(folder_of(model_type)), tmp_path / "given"
-        base = AutoModelForCausalLM.from_pretrained(folder)
-        adapted = peft.get_peft_model(base, peft.LoraConfig(**lora))
+        adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(**lora))
         generator = torch.Generator().manual_seed(0)
         for name, parameter in adapted.named_parameters():
             if parameter.requires_grad:
@@ -223,8 +222,7 @@ def test_a_stopped_training_resumes(model_type, lora, world_size, config_of, tmp
     del config["checkpointer"]["adapter_checkpoint"]  # fresh ones, with DoRA's norms of the base
     uninterrupted = losses(run_distributed(run_recipe, 1, config)[0])
     shutil.copytree(tmp_path / "out" / "step_2", tmp_path / "again" / "step_2")
-    again = resuming_in(tmp_path / "again", config)
-    resumed = losses(run_distributed(run_recipe, world_size, again)[0])
+    resumed = losses(run_distributed(run_recipe, world_size, resuming_in(tmp_path / "again", config))[0])
     assert resumed == pytest.approx(uninterrupted[2:], abs=3e-6 if world_size > 1 else 0)
 
 
