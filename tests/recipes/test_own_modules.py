@@ -1,12 +1,10 @@
 """A module that a recipe adds to the decoder is initialized, sharded, trained, saved, resumed and exported."""
 
-from pathlib import Path
-
 import pytest
 import tiny
 import torch
 from distributed_runs import run_distributed
-from recipe_runs import exported_model, keep_messages, losses, run_recipe, writing_to
+from recipe_runs import changed_recipe, exported_model, keep_messages, losses, run_recipe, writing_to
 from safetensors.torch import load_file
 
 from recipe_utils.checkpoint.own_modules import fresh_weights
@@ -41,17 +39,6 @@ class WithValues:
 FROZEN = """        meta_model.tok_embeddings.requires_grad_(False)
         meta_model.layers[0].attn.requires_grad_(False)
 """
-
-
-def changed_recipe(folder, changes):
-    """Returns the path of a changed copy of the recipe for fine-tuning."""
-    text = (Path(__file__).parents[2] / "recipes" / "full_finetune_update_step.py").read_text()
-    for before, after in changes.items():
-        assert text.count(before) == 1
-        text = text.replace(before, after)
-    path = folder / "my_recipe.py"
-    path.write_text(text)
-    return str(path)
 
 
 @pytest.fixture

@@ -15,10 +15,9 @@ from arrays import LAYOUTS
 from big_batch import MIXED, STEP_OF_16
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DINO, DPO, KD, SFT, slow, with_adapters
+from recipe_runs import DINO, DPO, KD, SFT, changed_recipe, slow, with_adapters
 
 from recipe_utils.check_gradient import __main__ as prove
-from recipe_utils.cli.registry import recipe_path
 
 PACKED = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
 TEXTS = {"model": tiny.DEEP_UNTIED_MODEL, **STEP_OF_16, **PACKED}
@@ -50,17 +49,6 @@ def groups_of(lines):
     """Returns difference and rounding by group."""
     rows = [re.fullmatch(r"  (\w+) +(\S+e\S+) +(\S+e\S+)", line) for line in lines]
     return {row[1]: (float(row[2]), float(row[3])) for row in rows if row}
-
-
-def edited(recipe, folder, *changes):
-    """Returns a copy of a recipe file with changes, each an old and a new text."""
-    text = recipe_path(recipe).read_text()
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert old in text
-        text = text.replace(old, new)
-    path = folder / "my_recipe.py"
-    path.write_text(text)
-    return path
 
 
 def assert_equal(found, groups=GROUPS, bound=1e-5):
@@ -160,10 +148,10 @@ IN_FAST_TIER = list(MUTANTS)[:2]
 
 @pytest.mark.parametrize("name", [*IN_FAST_TIER, *map(slow, list(MUTANTS)[2:])])
 def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path):
-    recipe, *change = MUTANTS[name]
+    recipe, right, wrong = MUTANTS[name]
     make = {SFT: tiny_config, KD: tiny_kd_config}.get(recipe)
     config = make(**TEXTS, batch_size=2) if make else tiny_dpo_config(**PACKED)
-    code, lines = run(edited(recipe, tmp_path, *change), config)
+    code, lines = run(changed_recipe(tmp_path, {right: wrong}, recipe), config)
     assert code == 1, lines
     wrong = {group for group, (difference, rounding) in groups_of(lines).items() if difference > 1e-3}
     assert wrong
@@ -176,13 +164,10 @@ WEIGHTED = [
     {**PLAIN_WEIGHTED, "name": "a", "weight": 1},
     {"_component_": "tiny.tiny_dataset", "num_samples": 12, "seed": 3, "name": "b", "weight": 1, "loss_weight": 2},
 ]
-HIDDEN_LOSS = (
-    'SUMS = ("loss",)\n',
-    'SUMS = "loss", "hidden_loss"\n',
-    "attach_loss(stage, loss_fn,",
-    "attach_loss(stage, WithHiddenLoss(loss_fn, stage.layers[0]),",
-    "\n\n@entry_point",
-    '''
+HIDDEN_LOSS = {
+    'SUMS = ("loss",)\n': 'SUMS = "loss", "hidden_loss"\n',
+    "attach_loss(stage, loss_fn,": "attach_loss(stage, WithHiddenLoss(loss_fn, stage.layers[0]),",
+    "\n\n@entry_point": '''
 
 class WithHiddenLoss:
     """Adds 0.1 times the mean square of the first layer's hidden states at each target to its cross-entropy."""
@@ -203,17 +188,17 @@ class WithHiddenLoss:
 
 
 @entry_point''',
-)
+}
 """A term on a middle layer's hidden states, as a user adds it: 20 lines."""
 WRONG_BESIDE_OWN_SUMS = {
-    "scale 1 % off": (SCALE, f"0.99 * {SCALE}"),
-    "documents leak": (FORWARD, FORWARD.replace("microbatch.inputs", LEAK)),
-    "mean over padded rows": ("square().mean(1).sum()", "square().mean(1).mean()"),
+    "scale 1 % off": {SCALE: f"0.99 * {SCALE}"},
+    "documents leak": {FORWARD: FORWARD.replace("microbatch.inputs", LEAK)},
+    "mean over a row": {"square().mean(1).sum()": "square().mean(1).mean()"},
 }
 
 
 def test_a_term_on_hidden_states_equals_single_samples(run, tiny_config, tmp_path):
-    recipe, config = edited(SFT, tmp_path, *HIDDEN_LOSS), tiny_config(**TEXTS)
+    recipe, config = changed_recipe(tmp_path, HIDDEN_LOSS), tiny_config(**TEXTS)
     _, lines = found = run(recipe, config)
     assert_equal(found)
     assert "Single samples are those of the recipe's own sums: loss, hidden_loss" in lines
@@ -224,7 +209,7 @@ def test_a_term_on_hidden_states_equals_single_samples(run, tiny_config, tmp_pat
 
 @pytest.mark.parametrize("name", ["scale 1 % off", *map(slow, list(WRONG_BESIDE_OWN_SUMS)[1:])])
 def test_a_wrong_recipe_with_a_term_on_hidden_states_is_named(name, run, tiny_config, tmp_path):
-    recipe = edited(SFT, tmp_path, *HIDDEN_LOSS, *WRONG_BESIDE_OWN_SUMS[name])
+    recipe = changed_recipe(tmp_path, HIDDEN_LOSS | WRONG_BESIDE_OWN_SUMS[name])
     code, lines = run(recipe, tiny_config(**TEXTS, batch_size=2))
     assert code == 1, lines
     wrong = {group for group, (difference, _) in groups_of(lines).items() if difference > 1e-3}
@@ -264,7 +249,7 @@ def test_two_ranks_equal_single_samples(layout, tiny_config, tmp_path):
 
 
 def test_a_term_on_hidden_states_of_two_ranks_equals_single_samples(tiny_config, tmp_path):
-    recipe, path = edited(SFT, tmp_path, *HIDDEN_LOSS), tmp_path / "my.yaml"
+    recipe, path = changed_recipe(tmp_path, HIDDEN_LOSS), tmp_path / "my.yaml"
     OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS)), path)
     argv = ["prove", str(recipe), "--config", str(path)]
     first, second = run_distributed(prove_on_this_rank, 2, argv, str(tmp_path / "prove"), False)
@@ -274,7 +259,7 @@ def test_a_term_on_hidden_states_of_two_ranks_equals_single_samples(tiny_config,
 
 @pytest.mark.slow
 def test_launcher_exits_with_1_if_ranks_scale_wrong(tiny_config, tmp_path):
-    recipe = edited(SFT, tmp_path, SCALE, '1 / step.totals["target_tokens"]')
+    recipe = changed_recipe(tmp_path, {SCALE: '1 / step.totals["target_tokens"]'})
     OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS)), tmp_path / "my.yaml")
     command = [sys.executable, "-m", "recipe_utils.check_gradient", "--nproc_per_node", "2"]
     command += [str(recipe), "--config", str(tmp_path / "my.yaml")]
