@@ -182,17 +182,17 @@ def objective_of(recipe: str, recipe_class: Any, keys: Collection[str], cfg: Dic
     """
     if "mask_ratio" in keys:
         raise ConfigError(f"recipe={recipe}: losses of images are not compared; give one of texts")
-    if "prefix_sharing" in keys and not is_own:
-        return plain.losses_of_pairs
     loss, names = OmegaConf.select(cfg, "loss._component_", default=""), plain.CROSS_ENTROPIES
-    has_frozen = "prefix_sharing" in keys or "kd_ratio" in keys
-    is_stock = loss.rpartition(".")[2] in names
-    if has_frozen and (is_own or not is_stock):
-        text = f"not compared beside a frozen model; set it to one of {', '.join(names)}, without --own_sums"
-        raise ConfigError(Problem("loss", text, loss))
-    if has_frozen or (is_stock and not is_own and own_sums.names_of(recipe_class) == ("loss",)):
-        return plain.losses_of_texts
-    return None
+    is_stock, is_distillation = loss.rpartition(".")[2] in names, "kd_ratio" in keys
+    if "prefix_sharing" in keys or is_distillation:  # sums need the outputs of a frozen model
+        if is_own:
+            raise ConfigError("--own_sums: not beside a teacher or reference; leave it out")
+        if is_distillation and not is_stock:
+            text = f"not compared beside a teacher; set it to one of {', '.join(names)}"
+            raise ConfigError(Problem("loss", text, loss))
+        return plain.losses_of_texts if is_distillation else plain.losses_of_pairs
+    is_stock &= own_sums.names_of(recipe_class) == ("loss",)
+    return None if is_own or not is_stock else plain.losses_of_texts
 
 
 def refuse(cfg: DictConfig) -> None:
@@ -311,7 +311,8 @@ def compare(recipe: str, cfg: DictConfig, folder: Path, name: str, num_samples: 
     else:
         try:
             if objective is None:
-                print(f"Single samples are those of the recipe's own sums: {', '.join(own_sums.names_of(recipe_class))}")
+                names = ", ".join(own_sums.names_of(recipe_class))
+                print(f"Single samples are those of the recipe's own sums: {names}")
             code = report(step, *references(compute, step, bool(cuts)), name, cuts)
         finally:
             store.set(_FOLDER, str(code))

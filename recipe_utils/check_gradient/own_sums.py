@@ -51,7 +51,8 @@ def gradients_of(step: Step, recipe_class: Any, precision: Precision) -> dict[st
         with recipe.run:
             recipe.setup(cfg)
             if not hasattr(recipe, "divisor"):
-                raise ConfigError("--own_sums: set self.divisor in setup to the count that the recipe's sums are divided by")
+                text = "set self.divisor in setup to the name of the count that sums are divided by"
+                raise ConfigError(f"check_gradient: {text}")
             remove_dropout(recipe.model)
             parameters = parameters_by_name(recipe.model)
             with torch.no_grad():
@@ -59,7 +60,8 @@ def gradients_of(step: Step, recipe_class: Any, precision: Precision) -> dict[st
                     local(parameter).copy_(step.weights[name])
             with recipe.loader.epoch(0) as steps:
                 single = next(iter(steps))
-            recipe.by_sample.start(single, recipe.loader, 0)  # weights of named datasets
+            if hasattr(recipe, "by_sample"):
+                recipe.by_sample.start(single, recipe.loader, 0)  # weights of named datasets
             total = sum(microbatch.counts[recipe.divisor] for microbatch in single.microbatches)
             for microbatch in to_device_ahead(single.microbatches, recipe.ranks.device):
                 (recipe.sums(microbatch)[0] / total).backward()

@@ -1,6 +1,7 @@
 """An order of one's own, by length: the same update steps on any number of ranks, and an exact resume."""
 
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import by_length
@@ -61,8 +62,8 @@ def test_samples_grow_over_the_update_steps_of_an_epoch_on_any_number_of_ranks(r
     samples = sorted(tuple(sample["tokens"]) for sample in tiny.make_samples(NUM_SAMPLES))
     for epoch in (steps[:6], steps[6:]):
         lengths = [sorted(map(len, step)) for step in epoch]
-        assert sum(lengths, []) == sorted(map(len, samples))
-        assert sorted(sum(epoch, [])) == samples  # each once
+        assert [*chain(*lengths)] == sorted(map(len, samples))
+        assert sorted(chain(*epoch)) == samples  # each once
     assert steps[:6] != steps[6:]
     ranks = run_distributed(train, 2, config, recipe)
     assert [sorted(a + b) for a, b in zip(ranks[0][0], ranks[1][0], strict=True)] == [sorted(step) for step in steps]

@@ -276,7 +276,7 @@ NO_TARGETS = {"_component_": "tiny.tiny_dataset", "num_samples": 4, "replace": {
 @pytest.mark.parametrize(
     ("recipe", "changes", "text"),
     [
-        (KD, {"loss": {"_component_": "tiny.SquaredLoss"}}, "loss=tiny.SquaredLoss: not compared beside a frozen model"),
+        (KD, {"loss": {"_component_": "tiny.SquaredLoss"}}, "loss=tiny.SquaredLoss: not compared beside a teacher"),
         (SFT, {"dataset": NO_TARGETS, "shuffle": False}, "set a larger --num_samples"),
         (DINO, {}, "losses of images are not compared"),
     ],
