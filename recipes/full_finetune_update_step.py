@@ -207,7 +207,7 @@ class FullFinetuneRecipe:
         self.optimizer.zero_grad(set_to_none=True)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        sums = self.by_sample.by_dataset() * step.scale("target_tokens")
+        sums = self.by_sample.stop() * step.scale("target_tokens")
         of_datasets = dataset_weights.losses_by_dataset(sums, step.totals)
         return {**dict(zip(SUMS, metrics, strict=True)), **of_datasets}, grad_norm
 

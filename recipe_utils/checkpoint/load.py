@@ -22,6 +22,7 @@ from recipe_utils.checkpoint.tensors import AnyOptimizer, describe_mismatch, in_
 from recipe_utils.files import CheckpointError, TensorFile
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.random_state import set_random_state
+from recipe_utils.settings.words import with_new_names
 
 MODEL, OPTIMIZER, PART, RANDOM = "model.", "optimizer.", "part.", "random."
 """Prefixes of the names of tensors in a checkpoint."""
@@ -73,6 +74,7 @@ class TrainingState:
         if self.token_budget:
             self.parts.setdefault("budget", self.token_budget)
         self.best_val_loss, self.token_budget = None, {}
+        self.config, self.data_fingerprint = with_new_names(self.config), with_new_names(self.data_fingerprint)
 
 
 TEACHER = "teacher_checkpointer"

@@ -68,7 +68,7 @@ def attach_loss(
     """
     if compiles:
         compile_loss(loss_fn)
-    decoder = text_decoder(model)
+    # Targets are an argument of the model's forward, because FSDP2 has the output weight gathered only there.
     targets_in_forward: list[Targets] = []
 
     def take_targets(
@@ -80,37 +80,45 @@ def attach_loss(
         return args, kwargs
 
     model.register_forward_pre_hook(take_targets, with_kwargs=True)
-
-    if getattr(loss_fn, "takes_hidden_states", False):
-        if not hasattr(decoder, "unembed"):
-            raise ValueError(
-                f"loss: {type(loss_fn).__name__} needs a torchtune TransformerDecoder, "
-                f"{type(model).__name__} is none; use torchtune.modules.loss.CEWithChunkedOutputLoss"
-            )
-        logits_of = decoder.unembed
-
-        def unembed(hidden: Tensor) -> Any:
-            if not targets_in_forward:
-                return logits_of(hidden)
-            sums: Any = loss_fn(decoder.output, decoder.norm(hidden), targets_in_forward.pop(), backward_in_parts)
-            if isinstance(sums, Tensor) and sums.dim() == 0:
-                sums = torch.stack([sums])  # not a view, for which FSDP2 warns
-            if num_sums is not None:
-                _check_sums(loss_fn, sums, num_sums)
-            return sums
-
-        decoder.unembed = unembed
+    if not getattr(loss_fn, "takes_hidden_states", False):
+        _attach_to_logits(model, SummedLoss(loss_fn), loss_fn, targets_in_forward)
         return
+    decoder = text_decoder(model)
+    if not hasattr(decoder, "unembed"):
+        raise ValueError(
+            f"loss: {type(loss_fn).__name__} needs a torchtune TransformerDecoder, "
+            f"{type(model).__name__} is none; use torchtune.modules.loss.CEWithChunkedOutputLoss"
+        )
+    logits_of = decoder.unembed
 
-    summed_loss = SummedLoss(loss_fn)
+    # The loss stands in the place of the output projection, so that logits never exist as a whole.
+    def unembed(hidden: Tensor) -> Any:
+        if not targets_in_forward:
+            return logits_of(hidden)
+        sums: Any = loss_fn(decoder.output, decoder.norm(hidden), targets_in_forward.pop(), backward_in_parts)
+        if isinstance(sums, Tensor) and sums.dim() == 0:
+            sums = torch.stack([sums])  # not a view, for which FSDP2 warns
+        if num_sums is not None:
+            _check_sums(loss_fn, sums, num_sums)
+        return sums
+
+    decoder.unembed = unembed
+
+
+def _attach_to_logits(
+    model: nn.Module, summed_loss: "SummedLoss", loss_fn: Any, targets_in_forward: list[Targets]
+) -> None:
+    """Makes a model's forward end in a stock loss of its logits, if it was called with targets."""
+    decoder = text_decoder(model)
     if hasattr(decoder, "output"):
         summed_loss.check(getattr(decoder.output, "tied_module", decoder.output).weight.size(0))
-    if hasattr(loss_fn, "num_output_chunks") and not hasattr(model, "set_num_output_chunks"):
-        raise ValueError(
-            f"loss: {type(loss_fn).__name__} needs a torchtune TransformerDecoder, {type(model).__name__} is "
-            "none; use recipe_utils.losses.LinearCrossEntropyLoss"
-        )
+    # A chunked loss takes a list of logits, which only a torchtune decoder makes.
     if hasattr(loss_fn, "num_output_chunks"):
+        if not hasattr(model, "set_num_output_chunks"):
+            raise ValueError(
+                f"loss: {type(loss_fn).__name__} needs a torchtune TransformerDecoder, {type(model).__name__} is "
+                "none; use recipe_utils.losses.LinearCrossEntropyLoss"
+            )
         num_chunks: int = loss_fn.num_output_chunks
         model.set_num_output_chunks(num_chunks)  # type: ignore[operator]
 

@@ -73,11 +73,16 @@ class LossesBySample:
         self.sums.index_add_(0, samples, losses.detach().double())
         self.numbers.index_add_(0, samples, torch.ones_like(self.numbers[:1]).expand(len(samples)))
 
-    def by_dataset(self) -> Tensor:
-        """Returns this rank's sums of losses of each named dataset, [k] fp64; [0] if there is none.
+    def stop(self) -> Tensor:
+        """Ends the record of an update step, so that other forwards are not in it.
 
-        Times the number of pipeline stages, of which one has losses: their mean over stages is the sums.
+        Returns this rank's sums of losses of each named dataset, [k] fp64; [0] if there is none. Times the number of
+        pipeline stages, of which one has losses: their mean over stages is the sums.
         """
+        if hasattr(self._loss_module, "record"):
+            self._loss_module.record = None
+        if self.has_weights:
+            self._loss_module.weights = None
         sums = torch.zeros(self._num_datasets, dtype=torch.float64, device=self._ranks.device)
         if not self._num_datasets:
             return sums

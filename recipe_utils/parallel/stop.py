@@ -1,7 +1,7 @@
 """Requests to stop a training, and booleans that all ranks agree on while the device computes.
 
 Rank 1 of 2 gets SIGTERM in update step 7, and by rank 0's clock a checkpoint is due: the ranks pass (False, True) and
-(True, False) to :func:`start_any`, and after update step 7 both get (True, True).
+(True, False) to :func:`all_reduce_any`, and after update step 7 both get (True, True).
 """
 
 import signal
@@ -61,7 +61,7 @@ def set_on_signals(event: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def start_any(mine: Sequence[bool], group: dist.ProcessGroup) -> Callable[[], list[bool]]:
+def all_reduce_any(mine: Sequence[bool], group: dist.ProcessGroup) -> Callable[[], list[bool]]:
     """Starts an all-reduce of booleans [n].
 
     The function that it returns waits for it, and returns [n]: True where any rank passed True.

@@ -103,6 +103,15 @@ MOVED: Mapping[str, str] = {
 """Components of 0.5 -> 0.6"""
 
 
+def with_new_names(value: Any) -> Any:
+    """Returns a value of a checkpoint of 0.5 with the new names of components, in any nesting."""
+    if isinstance(value, Mapping):
+        return {key: with_new_names(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [with_new_names(part) for part in value]
+    return MOVED.get(value, value) if isinstance(value, str) else value
+
+
 def problem_with_word(key: str, value: Any) -> Problem | None:
     """Returns the problem of a key, or a dotted argument, that is removed or must keep its value."""
     name = re.sub(r"\.\d+", "", key)

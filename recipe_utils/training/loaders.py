@@ -166,13 +166,14 @@ class SkippedSteps:
     """
 
     def __init__(self, loader: UpdateStepLoader, counted: str, log: Log) -> None:
-        self._loader, self._counted, self._log = loader, counted, log
+        self._loader, self._log = loader, log
+        self._counted = "target tokens" if counted == "weights" else counted.replace("_", " ")
         self.num_bad_in_a_row = 0
 
     def add(self, step: UpdateStep, epoch: int) -> None:
         """Warns of a skipped update step. Raises SampleError at the third in a row without a good sample."""
         self._log.warn(
-            f"epoch {epoch + 1}, update step {step.index + 1}: it has no {self._counted.replace('_', ' ')}; skipped, "
+            f"epoch {epoch + 1}, update step {step.index + 1}: it has no {self._counted}; skipped, "
             "weights and schedule are unchanged"
         )
         num_samples = len(self._loader.order.samples(epoch, step.index))
@@ -187,6 +188,6 @@ class SkippedSteps:
         """Raises SampleError at the end of an epoch if nothing was trained yet."""
         if state.global_step == 0:
             raise SampleError(
-                f"no update step of epoch {state.epoch + 1} had {self._counted.replace('_', ' ')}: nothing was trained, "
+                f"no update step of epoch {state.epoch + 1} had {self._counted}: nothing was trained, "
                 "and nothing is exported; look at the samples that are skipped (on_bad_sample=raise ends at the first)"
             )

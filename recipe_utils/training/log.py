@@ -139,14 +139,14 @@ class MetricsFile:
 
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
         """Extends the last line if it is of the same update step, else appends a line."""
-        found = {
+        finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in payload.items()
         }
         if step == self._last.get("step"):
-            self._last = {**self._last, **found}
+            self._last = {**self._last, **finite}
         else:
-            self._last = {"step": step, "time": round(time.time(), 3), **found}
+            self._last = {"step": step, "time": round(time.time(), 3), **finite}
             self._last_offset = self._file.seek(0, os.SEEK_END)
         self._file.seek(self._last_offset)
         self._file.write(_as_line(self._last).encode())

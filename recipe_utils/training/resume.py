@@ -133,13 +133,13 @@ class Resume:
 
     def _check_that_ranks_have_the_same_data(self, fingerprint: Mapping[str, Any]) -> None:
         fingerprints = gather_objects(fingerprint, self.group)
-        others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
+        others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
         if others:
-            found = differences(fingerprints[0], fingerprints[others[0]])
-            key, (first, own) = next(iter(found.items()))
+            changed = differences(fingerprints[0], fingerprints[others[0]])
+            key, (of_rank_zero, of_other) = next(iter(changed.items()))
             raise ConfigError(
                 f"dataset: ranks {', '.join(map(str, others))} have other samples than rank 0 "
-                f"({key}: {own} instead of {first}); give all ranks the same files and "
+                f"({key}: {of_other} instead of {of_rank_zero}); give all ranks the same files and "
                 "the same tokenizer"
             )
 
@@ -266,10 +266,10 @@ def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
     adapters = adapters_of(model).modules
     if settings.save_adapter_weights_only and not adapters:
         yield "save_adapter_weights_only=True: the model has no adapters; exports all weights"
-    rates, of_modules = dict[str, float](), "lora_dropout" if adapters else "dropout"
+    rates, name_of_dropout = dict[str, float](), "lora_dropout" if adapters else "dropout"
     for module in model.modules():
-        own = {of_modules: module.p} if type(module) is nn.Dropout else vars(module)
-        for name, rate in own.items():
+        attributes = {name_of_dropout: module.p} if type(module) is nn.Dropout else vars(module)
+        for name, rate in attributes.items():
             if isinstance(rate, float) and ("dropout" in name or name in _NOISES):
                 rates[name] = max(rate, rates.get(name, 0))
     for name, rate in rates.items():

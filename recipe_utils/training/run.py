@@ -31,8 +31,9 @@ from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.models.construct import count_trained, describe_model
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.parallel.stop import Stop, start_any
+from recipe_utils.parallel.stop import Stop, all_reduce_any
 from recipe_utils.settings.problems import naming
+from recipe_utils.training.checkpointing import Checkpointing, log_end
 from recipe_utils.training.inspect_samples import log_data
 from recipe_utils.training.loaders import SkippedSteps
 from recipe_utils.training.lock import lock_folder
@@ -40,7 +41,6 @@ from recipe_utils.training.log import Log, progress_bar
 from recipe_utils.training.metrics import Metrics, build_profiler
 from recipe_utils.training.parts.protocol import Metric, Parts
 from recipe_utils.training.resume import Trained, norms_of_frozen_rows, warnings_of
-from recipe_utils.training.saves import Saves, log_end
 from recipe_utils.training.settings import RunSettings
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.step import UpdateStep
@@ -70,7 +70,7 @@ class Run:
         self.parts = Parts()
         """Parts of the training; add them before :meth:`resume`."""
         config_of_run: Any = OmegaConf.to_container(cfg, resolve=True)
-        self.saves = Saves(recipe, settings, config_of_run, ranks, self.log, self.parts)
+        self.checkpointing = Checkpointing(recipe, settings, config_of_run, ranks, self.log, self.parts)
         self._at_exit = ExitStack()
 
     def __enter__(self) -> "Run":
@@ -81,13 +81,13 @@ class Run:
         try:
             # First the lock, because the writer removes files of killed runs.
             self._at_exit.enter_context(lock_folder(self.settings, self.ranks, self.log))
-            self.saves.open()  # raises before anything is built
-            if self.settings.seed is None and (saved := self.saves.resume.saved) is not None:
+            self.checkpointing.open()  # raises before anything is built
+            if self.settings.seed is None and (saved := self.checkpointing.resume.saved) is not None:
                 self.seed = training.set_seed(saved.seed)
         except BaseException:
             self._at_exit.close()
             raise
-        self._at_exit.callback(self.saves.close)
+        self._at_exit.callback(self.checkpointing.close)
         self._at_exit.callback(self.metrics.close)
         self._at_exit.push(lambda _, error, __: self.parts.close(error))
         return self
@@ -104,7 +104,7 @@ class Run:
         """
         with naming("profiler"):
             self.profiler = build_profiler(self.settings, self.ranks)
-        self.log.open(self.saves.resume.recipe, cfg, self.settings)
+        self.log.open(self.checkpointing.resume.recipe, cfg, self.settings)
         num_trained = count_trained(model, self.ranks.cpu_group)
         self.log.info(describe_model(meta_model, num_trained, cfg, self.ranks.device))
         log_data(loader, self.settings.epochs, cfg.get("microbatching", "in_order"))
@@ -114,14 +114,14 @@ class Run:
 
         Returns the update steps of the whole training, and the completed ones.
         """
-        self.saves.trained, loader = trained, trained.loader
+        self.checkpointing.trained, loader = trained, trained.loader
         self.num_steps = sum(map(loader.order.num_steps, range(self.settings.epochs)))
         for text in (*self.settings.warnings(self.num_steps), *warnings_of(trained.model, self.settings)):
             self.log.warn(text)
         stops = getattr(loader.budget.collator(), "stop_tokens", ())
         for text in norms_of_frozen_rows(trained.model, stops, self.ranks.device):
             self.log.info(text)
-        self.state = self.saves.resume.restore(trained, self.seed)
+        self.state = self.checkpointing.resume.restore(trained, self.seed)
         return self.num_steps, self.global_step
 
     @property
@@ -164,7 +164,7 @@ class Run:
                         else:
                             skipped.num_bad_in_a_row = 0
                             # Now, because the recipe's schedule steps with the optimizer.
-                            self.metrics.start(steps.wait_seconds, self.saves.trained.optimizer.param_groups)
+                            self.metrics.start(steps.wait_seconds, self.checkpointing.trained.optimizer.param_groups)
                             for part in self.parts.due(0, is_last=False) if self.global_step == 0 else ():
                                 self.metrics.measure(self.state, part, step)
                             self.parts.before(step)
@@ -174,7 +174,7 @@ class Run:
                         advance_bar(epoch)
                 skipped.check(self.state)
                 self._finish_epoch()
-        log_end(first, self.state, time.perf_counter() - began, self.saves, self.metrics.most_spanning_samples)
+        log_end(first, self.state, time.perf_counter() - began, self.checkpointing, self.metrics.most_spanning_samples)
 
     def finish(
         self, step: UpdateStep, sums: Mapping[str, Tensor], grad_norm: Tensor | None, **more: Metric | None
@@ -191,11 +191,11 @@ class Run:
             NonfiniteError: too many gradients were not finite. A checkpoint is saved first.
             ConfigError: after the first update step, if checkpoints cannot hold the optimizer's state.
         """
-        settings, guard = self.settings, self.saves.trained.nonfinite
+        settings, guard = self.settings, self.checkpointing.trained.nonfinite
         # The device computes while the host counts, and logs what it read late.
         wait, of_parts = self.advance(step)
         if self.global_step == 1 and settings.saves_checkpoints:
-            self.saves.check()  # before more than one update step is lost
+            self.checkpointing.check()  # before more than one update step is lost
         if self.global_step % (settings.log_every_n_steps or 1) == 0:
             metrics = {"grad_norm": grad_norm, **more, **of_parts}
             self.metrics.hold(self.state, step, sums, guard, metrics, settings.log_peak_memory_stats)
@@ -231,7 +231,7 @@ class Run:
         state, totals = self.state, step.totals
         self.metrics.stop(step)
         # Not earlier: a request during the update step would cost another one.
-        wait = start_any([self.stop.is_set(), self.saves.is_due_by_clock()], self.ranks.cpu_group)
+        wait = all_reduce_any([self.stop.is_set(), self.checkpointing.is_due_by_clock()], self.ranks.cpu_group)
         of_parts = self.parts.after(step)
         self.state = replace(
             state,
@@ -248,13 +248,13 @@ class Run:
     def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
-        self.saves.save(self.state)
+        self.checkpointing.save(self.state)
 
     def export(self, name: str) -> str | None:
-        """Exports the model with the weights of :attr:`.Parts.weights`; see :meth:`.Saves.export`."""
+        """Exports the model with the weights of :attr:`.Parts.weights`; see :meth:`.Checkpointing.export`."""
         self.metrics.write_held()
         with self.parts.weights():
-            return self.saves.export(name)
+            return self.checkpointing.export(name)
 
     def _finish_epoch(self) -> None:
         """Exports the model and saves a checkpoint.
@@ -267,8 +267,8 @@ class Run:
         is_last = state.epoch + 1 == settings.epochs
         if problem is not None and is_last:
             self.save()
-            self.saves.wait()
-            raise ExportError(f"{problem}. {self.saves.way_out}")
+            self.checkpointing.wait()
+            raise ExportError(f"{problem}. {self.checkpointing.way_out}")
         self.state = replace(state, epoch=state.epoch + 1, samples_consumed=0)
         if settings.save_every_n_steps or settings.save_every_n_minutes or not is_last:
             self.save()

@@ -194,7 +194,7 @@ def group_samples(samples: Sequence[Sample], length_of: LengthOf, plan: Plan) ->
     """Returns the microbatches, planned for this rank alone."""
     with record_function("plan"):
         (microbatches,) = plan([length_of(sample) for sample in samples], 1)
-    return [Row([samples[position] for position in each]) for each in microbatches]
+    return [Row([samples[position] for position in positions]) for positions in microbatches]
 
 
 def _plain(number: float) -> float:

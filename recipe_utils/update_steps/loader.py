@@ -103,30 +103,28 @@ class UpdateStepLoader:
         dummy: Microbatch | None = None
         for number, step in enumerate(steps):
             collator = budget.collator()
-            max_samples = None
-            if ranks.dp_degree > 1 and collator.moves_samples:
-                max_samples = indices.most_on_a_rank(number)
+            moves = ranks.dp_degree > 1 and collator.moves_samples
+            max_samples = indices.most_on_a_rank(number) if moves else None
+            # An error in this block reaches all ranks: none starts an update step that another one lacks.
             with agreement(together, collator.length, collator.plan, max_samples) as agree:
                 with record_function("load"):
                     samples = next(loaded)
-                # A rank without a microbatch runs a dummy one. It is made before the ranks agree to start:
-                # nothing may fail after that.
+                # A rank with fewer microbatches runs dummy ones, so that FSDP's collectives match. They are made
+                # before the ranks agree to start, because nothing may fail after that.
                 if dummy is None and may_lack_microbatches:
-                    dummy = collator.dummy(
-                        samples[0] if samples else self.dataset.unread()[self.dataset.report.example]
-                    )
+                    example = samples[0] if samples else self.dataset.unread()[self.dataset.report.example]
+                    dummy = collator.dummy(example)
+                # Every rank computes the plan of all, from their lengths, and keeps its own rows.
                 rows = agree.exchange(samples)
                 with record_function("collate"):
                     made = [microbatch for row in rows for microbatch in _collate(collator, row, dummy)]
                 counts = {name: sum(m.counts.get(name, 0) for m in made) for name in first.counts}
                 counts["skipped_samples"] = len(indices[number]) - len(samples)
                 agreed = agree.count(RankCounts(counts, len(made), budget.proposal()))
+            # From here on all ranks do the same.
             budget.take(agreed.max_tokens)
-            num_to_run = agreed.max_microbatches
-            if self.num_to_run is not None:
-                num_to_run = self.num_to_run(num_to_run)
             if dummy is not None:
-                made += [dummy] * (num_to_run - len(made))
+                made += [dummy] * ((self.num_to_run or int)(agreed.max_microbatches) - len(made))
             if ranks.device.type == "cuda":  # else copies to the device block the host
                 made = [microbatch.pin_memory() for microbatch in made]
             is_last = step + 1 == order.num_steps(epoch)

@@ -45,10 +45,10 @@ class LazyPermutation:
 
     def __getitem__(self, window: slice) -> np.ndarray:
         """Returns the integers at consecutive positions, [n] int64."""
-        found = self._encrypted(np.arange(*window.indices(self._num)).astype(_U64))
-        while (is_outside := found >= self._num).any():
-            found[is_outside] = self._encrypted(found[is_outside])
-        return found.astype(np.int64)
+        indices = self._encrypted(np.arange(*window.indices(self._num)).astype(_U64))
+        while (is_outside := indices >= self._num).any():
+            indices[is_outside] = self._encrypted(indices[is_outside])
+        return indices.astype(np.int64)
 
     def _encrypted(self, values: np.ndarray) -> np.ndarray:
         mask = (_U64(1) << self._half) - _U64(1)

@@ -120,7 +120,7 @@ class CheckedDataset(Dataset[Sample]):
     def parts(self) -> NamedParts | None:
         """Named datasets that the dataset consists of, or whose samples it transforms."""
         candidates: tuple[Any, ...] = (self.dataset, getattr(self.dataset, "dataset", None))
-        return next((each for each in candidates if hasattr(each, "dataset_of")), None)
+        return next((dataset for dataset in candidates if hasattr(dataset, "dataset_of")), None)
 
     def unread(self) -> "CheckedDataset":
         """Returns a copy for one thread or process, see :func:`unread`."""

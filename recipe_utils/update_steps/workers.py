@@ -83,8 +83,8 @@ def _end_with_parent(_: int) -> None:
 
 def _how_they_died(error: RuntimeError, workers: Mapping[int | None, BaseProcess]) -> str | None:
     """Returns how the workers died that an error reports; None for another error."""
-    found = _DIED.match(str(error))
-    pids = [int(pid) for pid in found[1].split(",")] if found else []
+    died = _DIED.match(str(error))
+    pids = [int(pid) for pid in died[1].split(",")] if died else []
     if not pids or not workers.keys() >= set(pids):
         return None
     ends = []

@@ -32,7 +32,7 @@ from recipe_runs import (
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.training import saves
+from recipe_utils.training import checkpointing
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38}
 
@@ -218,7 +218,7 @@ def run_with_clock(config, seconds_per_step):
     """Runs with a clock of rank 0 that advances by so much per update step; others' are faster."""
     speed = 1 if dist.get_rank() == 0 else 10
     readings = itertools.count(10**6)
-    saves.time = SimpleNamespace(monotonic=lambda: speed * next(readings) * seconds_per_step)
+    checkpointing.time = SimpleNamespace(monotonic=lambda: speed * next(readings) * seconds_per_step)
     return run_recipe(config)
 
 
@@ -249,7 +249,7 @@ def run_with_full_disk(config, method, at_step, rank, num_bytes):
                 return unlimited(*args)
             resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, -1))
             result = unlimited(*args)
-            recipe.run.saves.wait()
+            recipe.run.checkpointing.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
             return result
 

@@ -156,9 +156,9 @@ def test_validation_answers_and_exports_are_with_the_weights_of_the_context(tiny
     config = tiny_config(**{**VALIDATING, "max_steps_per_epoch": 2}, **every_step)
     monkeypatch.setattr(answers, "generate", lambda *_: done.append("answer") or ["b"])
     with with_parts(config, lambda run, _: setattr(run.parts, "weights", others)) as made:
-        update, export = made.update, made.run.saves.export
+        update, export = made.update, made.run.checkpointing.export
         made.update = lambda step: done.append("train") or update(step)
-        made.run.saves.export = lambda name: done.append(name) or export(name)
+        made.run.checkpointing.export = lambda name: done.append(name) or export(name)
         made.train()
     found = " ".join(name for name in done)
     assert found == "[ ] train [ answer ] [ export_step_1 ] train [ ] [ answer ] [ epoch_0 ]"

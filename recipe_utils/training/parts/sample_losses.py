@@ -70,6 +70,7 @@ class SampleLosses(Part):
     def after(self, step: UpdateStep) -> dict[str, float]:
         """Sums an enqueued update step over the ranks, and writes the one before. Returns no metrics."""
         self.write_held()
+        self._by_sample.stop()
         epoch = self._run.state.epoch
         # All ranks of a pipeline have samples, and one of them has their losses.
         means = mean_over_ranks(torch.cat([self._by_sample.sums, self._by_sample.numbers])).view(2, -1)

@@ -87,7 +87,7 @@ def sum_over(
                     for microbatch in to_device_ahead(microbatches, device):
                         total += sums(microbatch)
             if by_sample is not None:
-                of_datasets = of_datasets + by_sample.by_dataset()
+                of_datasets = of_datasets + by_sample.stop()
             totals.update(step.totals)
     model.train()
     return torch.cat([total, of_datasets.view(-1)]) if by_sample is not None else total, totals

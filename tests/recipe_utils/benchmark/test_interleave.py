@@ -19,7 +19,7 @@ from recipe_utils.benchmark.lineup import Baseline
 def started(folder, timeout_seconds=60.0):
     logger = {"_component_": "recipe_utils.benchmark.interleave.LossLogger"}
     config = tiny_config(folder, metric_logger=logger, max_steps_per_epoch=8)
-    baseline = Baseline("mine", "limit", TEXT, config, contents=[], draws_adapters=False)
+    baseline = Baseline("mine", "limit", TEXT, "", config, contents=[], draws_adapters=False)
     write_spec(folder / "spec.json", baseline, pad_id=0)
     return Processes("mine", folder / "spec.json", 1, folder / "{rank}.log", timeout_seconds)
 

@@ -1,6 +1,7 @@
 """A training that is loaded from a checkpoint continues as if it had never stopped."""
 
 import random
+from dataclasses import replace
 
 import checkpoint_runs
 import pytest
@@ -386,3 +387,9 @@ def test_the_config_of_a_frozen_model_is_compared_unless_the_checkpoint_is_older
     _check_frozen({**crc, described: "2a"}, {}, tmp_path)  # kd_ratio=0
     with pytest.raises(CheckpointError, match=f"^teacher_checkpointer: .*weights: {described}"):
         _check_frozen({**crc, described: "2a"}, {**crc, described: "2b"}, tmp_path)
+
+
+def test_components_that_have_moved_are_compared_by_their_new_names(tmp_path):
+    old, new = {"_component_": "recipe_utils.data.images.MultiCrop"}, {"_component_": "recipe_utils.dinov3.MultiCrop"}
+    saved = replace(state(1), data_fingerprint={"transform": [old]}, config={"model": {"inner": old}})
+    assert (saved.data_fingerprint, saved.config) == ({"transform": [new]}, {"model": {"inner": new}})

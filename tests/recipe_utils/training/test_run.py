@@ -70,13 +70,13 @@ def test_on_every_way_out_everything_is_closed_and_signals_are_restored(way_out,
     assert not [t for t in threading.enumerate() if t.name.startswith(("checkpoint", "prefetch"))]
 
 
-def test_saves_and_exports_are_due_within_an_epoch_but_not_at_its_end(start):
+def test_checkpointing_and_exports_are_due_within_an_epoch_but_not_at_its_end(start):
     """By the clock a save is due after update steps 5 and 6, the last one of the epoch."""
     recipe, cfg = start(save_every_n_steps=2, save_every_n_minutes=1, export_every_n_steps=3, max_steps_per_epoch=6)
     done = []
     with recipe.run as run:
         recipe.setup(cfg)
-        run.saves.is_due_by_clock = lambda: run.global_step + 1 >= 5
+        run.checkpointing.is_due_by_clock = lambda: run.global_step + 1 >= 5
         run.save = lambda: done.append(("save", run.global_step, run.state.epoch))
         run.export = lambda name: done.append((name, run.global_step, run.state.epoch))
         recipe.train()

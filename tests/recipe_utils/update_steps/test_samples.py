@@ -88,7 +88,7 @@ def test_a_message_without_text_does_not_train_the_one_before(content, chat_toke
 def test_samples_come_in_the_order_of_the_indices_with_and_without_workers():
     samples = tiny.make_samples(12)
     indices_per_step = [[3, 0, 7], [], [11], [5, 5, 2, 1], [4]]
-    expected = [[samples[i] for i in step] for step in indices_per_step]
+    expected = [[{**samples[i], "step_position": 0} for i in step] for step in indices_per_step]
     for num_workers in (0, 2):
         assert list(load_samples(checked(samples), indices_per_step, num_workers)) == expected
 
@@ -106,7 +106,10 @@ def test_samples_without_targets_are_skipped_and_named_once_up_to_twenty(num_wor
     dataset = CheckedDataset(tiny.Samples(samples), "dataset", skip_without_targets)
     for _ in range(2):
         steps = [list(range(9)), list(range(9, 27))]
-        assert list(load_samples(dataset, steps, num_workers)) == [samples[3:5], []]
+        assert list(load_samples(dataset, steps, num_workers)) == [
+            [{**sample, "step_position": 0} for sample in samples[3:5]],
+            [],
+        ]
     named = [text for text in caplog.messages if "it has no target (skipped)" in text]
     assert len(named) == len(set(named)) == 20
     assert caplog.messages[-1] == "dataset: further skipped samples are not logged"

@@ -180,6 +180,24 @@ def write(tmp_path):
     return write
 
 
+@pytest.mark.parametrize("split_turns", [False, True, "shared"])
+def test_a_weight_of_a_message_is_that_of_its_targets(split_turns, chatml, write):
+    chat = [TWO[0], {**TWO[1], "weight": 0.5}, *TWO[2:]]
+    dataset = conversation_dataset(chatml, write({"messages": chat}), split_turns=split_turns)
+    if split_turns == "shared":
+        with pytest.raises(SampleError, match=r"weight=0.5: split_turns=shared keeps no weights"):
+            dataset[0]
+        return
+    plain = conversation_dataset(chatml, write({"messages": TWO}, name="plain.jsonl"), split_turns=split_turns)
+    for sample, other in zip(dataset, plain, strict=True):
+        assert (sample["tokens"], sample["labels"]) == (other["tokens"], other["labels"])
+        is_target = np.array(sample["labels"]) != -100
+        of_targets = sample.get("weights", np.ones(len(is_target)))[is_target].tolist()
+        first = targets(chatml, sample)[0] == "It is 4.<|im_end|>"
+        assert of_targets[0] == (0.5 if first else 1)
+        assert of_targets[-1] == (0.5 if first and split_turns else 1)
+
+
 def test_a_conversation_dataset_keeps_tool_calls_and_weights(qwen3, write):
     """Arguments are OpenAI's JSON strings; a row's arguments do not get the keys of another row's."""
     as_json = {**USE[1], "tool_calls": [call(city="Paris")]}

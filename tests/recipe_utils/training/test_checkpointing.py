@@ -4,8 +4,8 @@ import os
 from dataclasses import replace
 
 from recipe_utils.checkpoint.load import TrainingState
+from recipe_utils.training.checkpointing import remove_old_exports, summary_of_training, summary_of_validation
 from recipe_utils.training.log import Log, bar_text
-from recipe_utils.training.saves import remove_old_exports, summary_of_training, summary_of_validation
 
 
 def test_the_summary_counts_tokens_or_images():

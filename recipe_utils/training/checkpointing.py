@@ -32,7 +32,7 @@ from recipe_utils.training.settings import RunSettings
 _EXPORT = re.compile(r"(epoch|export_step)_\d+")
 
 
-class Saves:
+class Checkpointing:
     """Checkpoints and exports of a run. All ranks call its methods together.
 
     ``config`` is resolved; ``group`` is a CPU group of all ranks.
@@ -167,33 +167,41 @@ class Saves:
 
 def remove_old_exports(folder: Path, keep_last_n: int, log: Log) -> None:
     """Removes all but the newest exports of epochs and update steps in a folder; ``best`` is kept."""
-    exports = [each for each in folder.iterdir() if _EXPORT.fullmatch(each.name)]
-    for each in sorted(exports, key=lambda path: path.stat().st_mtime_ns)[:-keep_last_n]:
+    exports = [path for path in folder.iterdir() if _EXPORT.fullmatch(path.name)]
+    for path in sorted(exports, key=lambda path: path.stat().st_mtime_ns)[:-keep_last_n]:
         try:
-            shutil.rmtree(each)
+            shutil.rmtree(path)
         except OSError as error:
             log.warn(f"keep_last_n_exports={keep_last_n}: {error}")
 
 
-def log_end(first: TrainingState, last: TrainingState, seconds: float, saves: Saves, most_spanning: int) -> None:
+def log_end(
+    first: TrainingState, last: TrainingState, seconds: float, checkpointing: Checkpointing, most_spanning: int
+) -> None:
     """Logs what a complete training has done from state ``first`` to ``last``, and how to sample from the model.
 
     ``most_spanning`` is the largest number of samples of an update step that several ranks computed together.
     """
-    log = saves.log
+    log = checkpointing.log
     if last.global_step > first.global_step:
         log.info(summary_of_training(first, last, seconds))
         if most_spanning:
             log.info(f"Up to {most_spanning} samples of an update step were computed by several ranks each")
-    elif saves.last_export is None:
+    elif checkpointing.last_export is None:
         log.info(f"All {last.epoch} epochs are complete; set epochs={last.epoch + 1} to train longer")
-    for line in saves.parts.summary():
+    for line in checkpointing.parts.summary():
         log.info(line)
-    if saves.num_failed:
-        many = "1 checkpoint" if saves.num_failed == 1 else f"{saves.num_failed} checkpoints"
+    if checkpointing.num_failed:
+        many = "1 checkpoint" if checkpointing.num_failed == 1 else f"{checkpointing.num_failed} checkpoints"
         log.warn(f"{many} could not be saved, see above")
-    if saves.last_export is not None:  # on rank 0
-        log_model(saves.last_export, saves.settings.output_dir, last.config, saves.ranks.device.type, log)
+    if checkpointing.last_export is not None:  # on rank 0
+        log_model(
+            checkpointing.last_export,
+            checkpointing.settings.output_dir,
+            last.config,
+            checkpointing.ranks.device.type,
+            log,
+        )
 
 
 def log_model(folder: Path, output_dir: Path, config: Mapping[str, Any], device: str, log: Log) -> None:
@@ -233,10 +241,10 @@ def summary_of_training(first: TrainingState, last: TrainingState, seconds: floa
 def summary_of_validation(metrics: Sequence[Mapping[str, Any]]) -> str:
     """Returns first, last and best ``val_loss`` or ``knn_accuracy`` as text, empty without any."""
     for name, best_of in (("val_loss", min), ("knn_accuracy", max)):
-        found = {line["step"]: line[name] for line in metrics if line.get(name) is not None}
-        if found:
-            values = list(found.values())
-            step = best_of(found, key=found.__getitem__)
-            best = f"{found[step]:.3f} (update step {step})"
+        values_by_step = {line["step"]: line[name] for line in metrics if line.get(name) is not None}
+        if values_by_step:
+            values = list(values_by_step.values())
+            step = best_of(values_by_step, key=values_by_step.__getitem__)
+            best = f"{values_by_step[step]:.3f} (update step {step})"
             return f"{name}: first {values[0]:.3f}, last {values[-1]:.3f}, best {best}"
     return ""
