@@ -31,7 +31,7 @@ from recipe_utils.text.collator import RowCollator, TextCollator
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.documents import chains
 from recipe_utils.text.limits import NO_LIMITS
-from recipe_utils.text.mixture import problems_with_list
+from recipe_utils.text.mixture import MixtureOrder, problems_with_list
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.training.loaders import build_order
 from recipe_utils.update_steps.samples import CheckedDataset, SampleError
@@ -83,7 +83,8 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip")
     yield from _statistics(checked, collator)
     order = build_order(checked, settings, dp_degree=1)
-    yield from order.log_lines(cfg.get("epochs", 1))
+    if isinstance(order, MixtureOrder):
+        yield from order.log_lines(cfg.get("epochs", 1))
     first_samples = chain.from_iterable(order.samples(0, step) for step in range(order.num_steps(0)))
     for index in map(int, build("num_samples", islice, first_samples, num_samples)):
         try:

@@ -15,6 +15,7 @@ import torch
 from torchtune.utils import get_logger
 
 from recipe_utils.parallel.random_state import get_random_state, set_random_state
+from recipe_utils.text.mixture import MixtureOrder
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.order import ShuffledOrder
@@ -137,9 +138,10 @@ def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
     )
     for remark, number in Counter(report.remarks).most_common():
         _log.info(f"{dataset.name}: {number} of {report.num_remarked} samples read: {remark}")
-    for line in order.log_lines(epochs):
-        _log.info(line)
-    if isinstance(order, ShuffledOrder) and order.drop_last and (num_left_over := len(dataset) % size):
+    if isinstance(order, MixtureOrder):
+        for line in order.log_lines(epochs):
+            _log.info(line)
+    elif isinstance(order, ShuffledOrder) and order.drop_last and (num_left_over := len(dataset) % size):
         _log.warning(f"last_update_step=drop: {num_left_over} of {len(dataset)} samples are skipped in every epoch")
 
 

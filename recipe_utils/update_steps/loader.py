@@ -85,12 +85,9 @@ class UpdateStepLoader:
         other ranks :class:`.OtherRankFailedError`: all ranks stop before the same update step.
         """
         closed = threading.Event()  # set when the caller stops early: no wait for other ranks outlasts it
-        steps = range(self.num_completed(epoch, samples_consumed), self.order.num_steps(epoch))
-        return Prefetched(self._prepare(epoch, steps, closed), self.num_prefetched, closed)
-
-    def num_completed(self, epoch: int, samples_consumed: int) -> int:
-        """Returns the number of whole update steps in the first ``samples_consumed`` samples of an epoch."""
-        return bisect_right(range(self.order.num_steps(epoch)), samples_consumed, key=partial(self.order.end, epoch))
+        num_steps = self.order.num_steps(epoch)
+        first = bisect_right(range(num_steps), samples_consumed, key=partial(self.order.end, epoch))
+        return Prefetched(self._prepare(epoch, range(first, num_steps), closed), self.num_prefetched, closed)
 
     def _prepare(self, epoch: int, steps: range, closed: threading.Event) -> Iterator[UpdateStep]:
         """Yields update steps. The queue runs this in its thread."""

@@ -7,7 +7,7 @@ samples are consumed: (epoch 0, 4 samples) is all that a checkpoint keeps, and o
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -56,10 +56,6 @@ class Order(Protocol):
     def fingerprint(self) -> Mapping[str, Any]:
         """Returns JSON values that must be equal on resume for update steps to contain the same samples."""
         return {}
-
-    def log_lines(self, num_epochs: int) -> Iterator[str]:
-        """Yields lines for the log of a training of ``num_epochs``."""
-        yield from ()
 
 
 @dataclass(frozen=True)
