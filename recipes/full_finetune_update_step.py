@@ -67,6 +67,8 @@ from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 RECIPE_NAME = "full_finetune_update_step"
 recipe_utils.check_version("0.6", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
+SUMS = ("loss",)
+"""Names of the loss module's sums over target tokens; the first is differentiated, all are metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -142,11 +144,11 @@ class FullFinetuneRecipe:
             for stage in local_stages(self.model):
                 attend_within_documents(stage, ranks.device, collator.longest_row, groups)
                 if has_output(stage):
-                    attach_loss(stage, loss_fn, settings.splits_backward, settings.compile, num_sums=1)
+                    attach_loss(stage, loss_fn, settings.splits_backward, settings.compile, num_sums=len(SUMS))
                 parallelize(stage, settings, ranks)
         run.open_log(cfg, meta_model, self.model, self.loader)
         frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
-        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks)
+        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(SUMS))
         self.offloading = settings.offloading(self.model)
 
         # ---- Optimizer, parts of the training, and resume
@@ -166,7 +168,7 @@ class FullFinetuneRecipe:
     # ---- Objective and update -------------------------------------------------------------------
 
     def sums(self, microbatch: Microbatch) -> Tensor:
-        """Returns the cross-entropy summed over the microbatch's target tokens [nats], shape [1].
+        """Returns ``SUMS`` over the microbatch's target tokens, [1]: the cross-entropy [nats].
 
         Of named datasets, each target has the weight of its dataset.
         ``attach_loss`` makes the loss a part of the model, where FSDP2 gathers the output weight.
@@ -177,18 +179,18 @@ class FullFinetuneRecipe:
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """Computes gradients and makes one optimizer step.
 
-        Returns this rank's part of the loss and of each dataset's, whose means over ranks are means
-        per target token [nats], and the gradient norm before clipping, None with
+        Returns this rank's part of ``SUMS`` and of the loss of each dataset, whose means over ranks
+        are means per target token [nats], and the gradient norm before clipping, None with
         ``optimizer_in_bwd``.
         """
         # dp_degree / target tokens (their weights) on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale(self.divisor)
         self.by_sample.start(step, self.loader, self.run.state.epoch)  # sets the weights of named datasets
-        loss = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
+        metrics = torch.zeros(len(SUMS), dtype=torch.float64, device=self.ranks.device)
         if self.pipeline is not None:
             # One schedule per update step pays the pipeline bubble once.
             sums = self.pipeline.forward_backward(step.microbatches, lambda sums: sums[0] * scale)
-            loss += sums * scale
+            metrics += sums * scale
         else:
             microbatches = mark_last(step.microbatches)
             for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
@@ -196,7 +198,7 @@ class FullFinetuneRecipe:
                     scaled = self.sums(microbatch) * scale
                     with record_function("backward"):
                         scaled[0].backward()
-                loss += scaled.detach()
+                metrics += scaled.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)
         # Fused optimizers skip non-finite gradients without a device synchronization.
@@ -207,15 +209,16 @@ class FullFinetuneRecipe:
             self.lr_scheduler.step()
         sums = self.by_sample.stop() * step.scale("target_tokens")
         of_datasets = dataset_weights.losses_by_dataset(sums, step.totals)
-        return {"loss": loss[0], **of_datasets}, grad_norm
+        return {**dict(zip(SUMS, metrics, strict=True)), **of_datasets}, grad_norm
 
     def validate(self) -> dict[str, Tensor]:
-        """Returns mean losses per target token of ``dataset_val`` [nats], over all ranks."""
-        how = {"num_sums": 1, "pipeline": self.pipeline, "device": self.ranks.device, "by_sample": self.by_sample}
-        (sum_of_all, *of_datasets), totals = sum_over(self.val_loader, self.model, self.sums, **how)
-        losses = {"val_loss": sum_of_all, **dataset_weights.losses_by_dataset(of_datasets, totals, "val_")}
-        divisors = dict.fromkeys(losses, "target_tokens") | {"val_loss": self.divisor}
-        return means_over_ranks(losses, totals, divisors, self.ranks.dp_degree)
+        """Returns ``SUMS`` per target token of ``dataset_val``, over all ranks, and the loss of each dataset."""
+        how = {"pipeline": self.pipeline, "device": self.ranks.device, "by_sample": self.by_sample}
+        sums, totals = sum_over(self.val_loader, self.model, self.sums, len(SUMS), **how)
+        metrics = {f"val_{name}": value for name, value in zip(SUMS, sums, strict=False)}
+        of_datasets = dataset_weights.losses_by_dataset(sums[len(SUMS) :], totals, "val_")
+        divisors = dict.fromkeys(metrics, self.divisor) | dict.fromkeys(of_datasets, "target_tokens")
+        return means_over_ranks({**metrics, **of_datasets}, totals, divisors, self.ranks.dp_degree)
 
     # ---- Training loop --------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import textwrap
+from ast import literal_eval
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -114,6 +115,24 @@ def test_the_term_added_to_a_loss_is_a_mean_over_targets():
     targets = Targets(labels, (labels.flatten() >= 0).nonzero().squeeze(1))
     term = (summed(logits, targets) - plain(logits, targets)).item()
     assert term == pytest.approx(1e-4 * (z**2).sum().item(), rel=1e-2)
+
+
+def test_update_steps_in_a_notebook_take_ten_lines(capsys):
+    import tiny  # not in the path of this file's command
+
+    page = (ROOT / "recipes" / f"{FIRST}.md").read_text()
+    (block,) = re.findall(r"^### Update steps in a notebook.*?^```python\n(.*?)^```", page, re.M | re.S)
+    assert len([line for line in block.splitlines() if line]) <= 10
+    tokenizer, samples = tiny.tiny_tokenizer(), tiny.make_samples(40)
+    try:
+        exec(block, {"dataset": tiny.Samples(samples), "tokenizer": tokenizer})
+    finally:
+        torch.distributed.destroy_process_group()
+    steps = [literal_eval(line.replace("} [", "}, [")) for line in capsys.readouterr().out.splitlines()]
+    assert [len(shapes) > 1 for _, shapes in steps] == [True] * 3
+    assert all(totals["positions"] == sum(width for _, width in shapes) for totals, shapes in steps)
+    num_targets = sum(label != tiny.IGNORE for sample in samples for label in sample["labels"][1:])
+    assert sum(totals["target_tokens"] for totals, _ in steps) == num_targets
 
 
 def test_the_readme_is_short():

@@ -5,7 +5,8 @@
 
 The recipe file's own ``setup`` and ``update`` compute the gradient in the layout, precision and
 kernels of the config; :mod:`recipe_utils.check_gradient.plain` computes it one sample at a time in higher
-precision. Nothing is trained, and output goes to a temporary folder.
+precision, or :mod:`recipe_utils.check_gradient.own_sums` if the objective is not a stock one. Nothing is
+trained, and output goes to a temporary folder.
 
 The exit code is 0 if both are equal within the precision of the config's ``dtype``, 1 if not, and 2
 for a wrong config.
@@ -17,7 +18,7 @@ import re
 import sys
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -33,7 +34,7 @@ from torch.distributed.run import main as launch
 from torchtune import config
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
-from recipe_utils.check_gradient import cut_component, plain
+from recipe_utils.check_gradient import cut_component, own_sums, plain
 from recipe_utils.check_gradient.plain import Gradients, Precision, Step
 from recipe_utils.check_gradient.recipe_file import parser_of, paths_of
 from recipe_utils.checkpoint.tensors import parameters_by_name
@@ -174,11 +175,28 @@ def config_of(cfg: DictConfig, folder: Path, num_samples: int) -> DictConfig:
     return cfg
 
 
-def refuse(cfg: DictConfig, is_text: bool) -> None:
-    """Raises ConfigError for a config whose gradient cannot be compared."""
+def objective_of(recipe: str, recipe_class: Any, keys: Collection[str], cfg: DictConfig, is_own: bool) -> Any:
+    """Returns the function of :mod:`.plain` with a recipe's objective; None for the recipe's own ``sums``.
+
+    Raises ConfigError for one that cannot be compared.
+    """
+    if "mask_ratio" in keys:
+        raise ConfigError(f"recipe={recipe}: losses of images are not compared; give one of texts")
     loss, names = OmegaConf.select(cfg, "loss._component_", default=""), plain.CROSS_ENTROPIES
-    if is_text and loss.rpartition(".")[2] not in names:
-        raise ConfigError(Problem("loss", f"not compared; set it to one of {', '.join(names)}", loss))
+    is_stock, is_distillation = loss.rpartition(".")[2] in names, "kd_ratio" in keys
+    if "prefix_sharing" in keys or is_distillation:  # sums need the outputs of a frozen model
+        if is_own:
+            raise ConfigError("--own_sums: not beside a teacher or reference; leave it out")
+        if is_distillation and not is_stock:
+            text = f"not compared beside a teacher; set it to one of {', '.join(names)}"
+            raise ConfigError(Problem("loss", text, loss))
+        return plain.losses_of_texts if is_distillation else plain.losses_of_pairs
+    is_stock &= own_sums.names_of(recipe_class) == ("loss",)
+    return None if is_own or not is_stock else plain.losses_of_texts
+
+
+def refuse(cfg: DictConfig) -> None:
+    """Raises ConfigError for weights whose gradient cannot be compared."""
     if cfg.get("quantizer") is not None:
         raise ConfigError("quantizer: fake-quantized weights are not compared; remove it")
 
@@ -216,8 +234,11 @@ def cut(cfg: DictConfig, folder: Path) -> str:
 # ---- Comparison ----------------------------------------------------------------------------------
 
 
-def references(objective: Any, step: Step, is_cut: bool) -> tuple[Gradients, Gradients]:
-    """Returns the gradient in higher precision, and that in the precision of the config."""
+def references(compute: Callable[..., Gradients], step: Step, is_cut: bool) -> tuple[Gradients, Gradients]:
+    """Returns the gradient in higher precision, and that in the precision of the config.
+
+    ``compute`` maps an update step and a :class:`.Precision` to gradients.
+    """
     gc.collect()  # frees the recipe's model
     cfg, device = step.cfg, resolve_device(step.cfg.get("device"))
     keys = ("dtype", "weights_dtype", "teacher_dtype")
@@ -226,8 +247,8 @@ def references(objective: Any, step: Step, is_cut: bool) -> tuple[Gradients, Gra
     if is_cut:
         exact = Precision(device, *["fp32"] * 3)
     with nullcontext() if is_cut else DoublePrecision(only_casts=True):
-        expected = plain.gradients_of(step, objective, exact)
-    return expected, plain.gradients_of(step, objective, own)
+        expected = compute(step, precision=exact)
+    return expected, compute(step, precision=own)
 
 
 def differences(found: Gradients, expected: Gradients) -> dict[str, float]:
@@ -267,16 +288,16 @@ def report(step: Step, exact: Gradients, rounded: Gradients, name: str, cuts: st
     return int(bool(wrong))
 
 
-def compare(recipe: str, cfg: DictConfig, folder: Path, name: str, num_samples: int) -> int:
-    """Compares the gradient of a recipe. Returns the exit code, on all ranks."""
+def compare(recipe: str, cfg: DictConfig, folder: Path, name: str, num_samples: int, is_own: bool) -> int:
+    """Compares the gradient of a recipe, whose objective ``is_own``. Returns the exit code, on all ranks."""
     settings, recipe_class = build("recipe", load_recipe, recipe)
     if recipe_class is None:
         raise ConfigError(f"recipe={recipe}: it needs one class with setup() and update()")
-    keys = keys_of(settings)
-    if "mask_ratio" in keys:
-        raise ConfigError(f"recipe={recipe}: losses of images are not compared; give one of texts")
-    objective = plain.losses_of_pairs if "prefix_sharing" in keys else plain.losses_of_texts
-    refuse(cfg, objective is plain.losses_of_texts)
+    objective = objective_of(recipe, recipe_class, keys_of(settings), cfg, is_own)
+    refuse(cfg)
+    compute = partial(plain.gradients_of, objective=objective)
+    if objective is None:
+        compute = partial(own_sums.gradients_of, recipe_class=recipe_class)
     cfg = config_of(cfg, folder, num_samples)
     cuts = cut(cfg, folder)
     step = record(recipe_class, cfg)
@@ -289,7 +310,10 @@ def compare(recipe: str, cfg: DictConfig, folder: Path, name: str, num_samples: 
         store.set(f"{_FOLDER}/{rank}", "")
     else:
         try:
-            code = report(step, *references(objective, step, bool(cuts)), name, cuts)
+            if objective is None:
+                names = ", ".join(own_sums.names_of(recipe_class))
+                print(f"Single samples are those of the recipe's own sums: {names}")
+            code = report(step, *references(compute, step, bool(cuts)), name, cuts)
         finally:
             store.set(_FOLDER, str(code))
             # Without torchrun, the store ends with this process.
@@ -302,6 +326,7 @@ def main() -> None:
     parser = parser_of("python -m recipe_utils.check_gradient", __doc__)
     parser.add_argument("--nproc_per_node", type=int, default=1)
     parser.add_argument("--num_samples", type=int, default=64, help="most samples (default 64)")
+    parser.add_argument("--own_sums", action="store_true", help="compare with the recipe's sums of single samples")
     given, overrides = parser.parse_known_args()
     recipe, path = paths_of(parser, given)
     with ExitStack() as stack:
@@ -311,13 +336,14 @@ def main() -> None:
             wait_for_ranks()
             options = ["--standalone", "--nproc_per_node", str(given.nproc_per_node), "-m"]
             own = [given.recipe, "--config", given.config, "--num_samples", str(given.num_samples)]
+            own += ["--own_sums"] * given.own_sums
             launch([*options, "recipe_utils.check_gradient", *own, *overrides])
             return
 
         def prove(cfg: DictConfig) -> int:
             """Compares the gradient of a recipe with single samples."""
             name = given.config.removesuffix(".yaml")
-            return compare(recipe, cfg, Path(folder), name, given.num_samples)
+            return compare(recipe, cfg, Path(folder), name, given.num_samples, given.own_sums)
 
         sys.argv = [recipe, "--config", path, *overrides]
         sys.exit(entry_point(prove)())

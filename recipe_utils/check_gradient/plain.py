@@ -5,7 +5,6 @@ logits [s, v], and a loss is written out below: no padding, packing, plan, ranks
 module of this project.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -94,7 +93,7 @@ class Step(NamedTuple):
     """All weights before the update step, by exported names."""
     gradients: Gradients
     """On rank 0, those of the recipe, by exported names."""
-    totals: Mapping[str, int]
+    totals: Mapping[str, float]
     layout: Sequence[str]
     """Plan of microbatches, and the attention kernel of packed rows."""
 
@@ -133,20 +132,24 @@ def _frozen(cfg: DictConfig, key: str, component: Any, precision: Precision) -> 
 # ---- Objectives: yield the loss of each sample, a part of the update step's ----------------------
 
 
-def _documents(item: Mapping[str, Any], ignored: int, device: torch.device) -> Iterator[Any]:
-    """Yields tokens, labels of the next tokens and positions of an item's documents with targets."""
+def _documents(item: Mapping[str, Any], ignored: int, device: torch.device, has_weights: bool) -> Iterator[Any]:
+    """Yields tokens, labels and weights of the next tokens, and positions of an item's documents with targets."""
     tokens, labels = (torch.as_tensor(item[key], device=device) for key in ("tokens", "labels"))
+    weights = torch.ones(len(labels), dtype=torch.float64, device=device)
+    if has_weights and "weights" in item:
+        weights = torch.as_tensor(item["weights"]).to(weights)
     lengths = torch.as_tensor(item.get("seq_lens", [len(tokens)])).tolist()
     positions = [None] * len(lengths)
     if "input_pos" in item:  # a packed dataset, which may have cut a document in two
         positions = torch.as_tensor(item["input_pos"], device=device).split(lengths)
-    for of_tokens, of_labels, at in zip(tokens.split(lengths), labels.split(lengths), positions, strict=True):
+    columns = (tensor.split(lengths) for tensor in (tokens, labels, weights))
+    for of_tokens, of_labels, of_weights, at in zip(*columns, positions, strict=True):
         if (of_labels[1:] != ignored).any():
-            yield of_tokens, of_labels[1:], at
+            yield of_tokens, of_labels[1:], of_weights[1:], at
 
 
 def losses_of_texts(step: Step, model: Any, precision: Precision) -> Iterator[Tensor]:
-    """Yields each document's part of the loss per target token, with weights of datasets and a teacher."""
+    """Yields each document's part of the loss per target token, with weights of targets and datasets, and a teacher."""
     cfg, loss_fn = step.cfg, config.instantiate(step.cfg.loss)
     ignored, smoothing = loss_fn.ignore_index, getattr(loss_fn, "label_smoothing", 0.0)
     ratio = cfg.get("kd_ratio", 0.5) if "teacher_model" in cfg else 0.0
@@ -154,19 +157,20 @@ def losses_of_texts(step: Step, model: Any, precision: Precision) -> Iterator[Te
         in_dtype = precision._replace(forward=precision.teacher)
         teacher = _frozen(cfg, "teacher_checkpointer", cfg.teacher_model, in_dtype)
         divergence = _divergence(cfg.get("kd_loss") or {})
-    documents, counts, device = [], Counter[int](), precision.device
+    documents, counts, device = [], dict[int, float](), precision.device
     for which, item in step.items:
-        for document in _documents(item, ignored, device):
+        for document in _documents(item, ignored, device, "weights" in step.totals):
             documents.append((which, document))
-            counts[which] += int((document[1] != ignored).sum())
+            counts[which] = counts.get(which, 0) + document[2][document[1] != ignored].sum().item()
     factors = {which: step.loss_weights[which] if step.loss_weights else 1.0 for which in counts}
     if cfg.get("loss_weights") == "datasets":
-        factors = {which: factor / counts[which] for which, factor in factors.items()}
+        factors = {which: factor / (counts[which] or 1) for which, factor in factors.items()}
     total = sum(factors[which] * counts[which] for which in counts)
-    for which, (tokens, labels, positions) in documents:
+    for which, (tokens, labels, weights, positions) in documents:
         logits, is_target = logits_of(model, tokens, positions)[:-1], labels != ignored
         logits, labels = logits[is_target], labels[is_target]
-        loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+        losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        loss = (weights[is_target].to(losses) * losses).sum()
         if ratio:
             with torch.no_grad():
                 of_teacher = logits_of(teacher, tokens, positions)[:-1][is_target]

@@ -195,8 +195,9 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join_ranks(settings: RankSettings) -> Ranks:
-    """Joins the process group and builds the mesh; a collective of all ranks."""
+def join_ranks(settings: RankSettings | None = None) -> Ranks:
+    """Joins the process group and builds the mesh; a collective of all ranks. By default all are data-parallel."""
+    settings = settings or RankSettings()
     device, dims = resolve_device(settings.device), settings.dims
     timeout = settings.process_group_timeout_seconds
     owns_process_group = process_group.init_process_group(device, timeout)

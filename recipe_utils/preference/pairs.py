@@ -127,7 +127,7 @@ class PairCollator(RowCollator):
             self.layout += ", prefixes shared"
 
     def remarks(self, sample: Sample) -> Iterator[str]:
-        """Yields a text if a pair is probably truncated, or is not two answers to one prompt."""
+        """Yields a text if a pair is probably truncated, or its sides are no answers to one prompt."""
         lengths = {side: len(sample[f"{side}_input_ids"]) for side in SIDES}
         if self.max_seq_len in lengths.values():
             yield f"a side of tokenizer.max_seq_len={self.max_seq_len} tokens, probably truncated"
@@ -137,7 +137,7 @@ class PairCollator(RowCollator):
             first_target = int((labels != IGNORE_INDEX).argmax())
             prompts.append(sample[f"{side}_input_ids"][:first_target].tolist())
         if prompts[0] != prompts[1]:
-            yield "its two sides have different prompts"
+            yield "its two sides differ before their first target"
 
     def prepare(self, sample: Sample, name: str) -> Sample:
         """Returns the pair as arrays, with name, fingerprint and number of shared tokens; masks shared turns.

@@ -21,7 +21,6 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from recipe_utils.cli.registry import config_path
-from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.preference.pairs import PairCollator, PairSettings, check_is_pair
 from recipe_utils.preference.rows import SIDES
 from recipe_utils.settings.describe import settings_of
@@ -31,7 +30,7 @@ from recipe_utils.settings.read import check_keys, read_settings
 from recipe_utils.text.collator import RowCollator, TextCollator
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.documents import chains
-from recipe_utils.text.limits import ModelLimits
+from recipe_utils.text.limits import NO_LIMITS
 from recipe_utils.text.mixture import MixtureOrder, problems_with_list
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.training.loaders import build_order
@@ -77,13 +76,12 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     check = check_is_pair if are_pairs else None
     dataset = build("dataset", load_dataset, cfg.dataset, tokenizer, check)
     ignore_index = values["loss"].get("ignore_index", -100)
-    limits = ModelLimits(sys.maxsize, sys.maxsize, MicrobatchCost())
     has_trees = makes_trees(dataset)
     settings = replace(settings, microbatching="packed") if has_trees else settings
     if are_pairs:
-        collator: RowCollator = PairCollator(settings, tokenizer, limits)
+        collator: RowCollator = PairCollator(settings, tokenizer, NO_LIMITS)
     else:
-        collator = TextCollator(settings, tokenizer, ignore_index, limits, has_trees)
+        collator = TextCollator(settings, tokenizer, ignore_index, has_trees=has_trees)
     checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip")
     yield from _statistics(checked, collator)
     # The order that training has on any number of ranks.

@@ -15,7 +15,7 @@ import recipe_utils.text.torchtune_messages  # noqa: F401  corrects torchtune
 from recipe_utils.plans.rounds import Plan
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
-from recipe_utils.text.limits import ModelLimits
+from recipe_utils.text.limits import NO_LIMITS, ModelLimits
 from recipe_utils.text.rows import LOADER_KEYS, collate_dummy, collate_microbatch, collate_packed_microbatch
 from recipe_utils.text.trees import TREE_KEYS, merge, split_trees
 from recipe_utils.update_steps.objective import Collator
@@ -166,6 +166,7 @@ class TextCollator(RowCollator):
 
     Args:
         ignore_index: label of positions that are not targets.
+        limits: limits of the model; by default none.
         has_trees: accepts samples with ``sequences``.
         of_targets: names of values per target, [n] floats beside ``labels`` of a sample, that the loss takes: they
             are collated to ``targets.values[name]`` [n], and their sums counted. A target without one has 1.
@@ -183,8 +184,8 @@ class TextCollator(RowCollator):
         self,
         settings: DataSettings,
         tokenizer: Any,
-        ignore_index: int,
-        limits: ModelLimits,
+        ignore_index: int = CROSS_ENTROPY_IGNORE_IDX,
+        limits: ModelLimits = NO_LIMITS,
         has_trees: bool = False,
         of_targets: Sequence[str] = (),
     ) -> None:

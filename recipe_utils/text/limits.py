@@ -1,6 +1,7 @@
 """Samples and packed rows that a model computes."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -94,11 +95,11 @@ def _log_once(kernel: Kernel, why: str) -> None:
 class ModelLimits(NamedTuple):
     """Properties of the models of a recipe that samples, rows and their costs depend on."""
 
-    vocab_size: int
+    vocab_size: int = sys.maxsize
     """Number of token embeddings."""
-    max_seq_len: int
+    max_seq_len: int = sys.maxsize
     """Longest sequence that the models take [tokens]."""
-    cost: MicrobatchCost
+    cost: MicrobatchCost = MicrobatchCost()
     attentions: tuple[PackedAttention, ...] = (PackedAttention(),)
     """Attention of each model: the trained one and, if any, a teacher."""
     row_multiple: int | None = None
@@ -147,3 +148,7 @@ class ModelLimits(NamedTuple):
             return self.row_multiple
         multiple = self.row_multiple or 1
         return math.ceil(row_length / num_lengths / multiple) * multiple
+
+
+NO_LIMITS = ModelLimits()
+"""Limits of samples without a model."""

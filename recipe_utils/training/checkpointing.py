@@ -13,6 +13,7 @@ from typing import Any
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from tqdm import tqdm
 
+from recipe_utils.checkpoint import own_modules
 from recipe_utils.checkpoint.export import export, write_generation_config
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
@@ -209,7 +210,8 @@ def log_model(folder: Path, output_dir: Path, config: Mapping[str, Any], device:
     try:
         log.info(summary_of_validation(read_metrics(metrics) if metrics.exists() else []))
         log.info(f"Model: {folder}")
-        if write_generation_config(config, folder, path, device):
+        # A decoder with modules beside it, as a reward model, may not be trained to answer.
+        if not (folder / own_modules.FOLDER).is_dir() and write_generation_config(config, folder, path, device):
             log.info(f"Sample from it: tune run generate --config {path} prompt.user='...'")
     except OSError as error:
         log.warn(f"output_dir: {error}")

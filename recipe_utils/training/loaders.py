@@ -105,7 +105,7 @@ def build_loader(
             raise ValueError("it has 0 samples; at least 1 is needed")
         checked = _inspected(checked, collator, settings, ranks, is_training)
     order = build_order(checked, settings, ranks.dp_degree, is_training)
-    checked = replace(checked, fingerprint=_fingerprint_of(checked, order, settings, ranks.dp_degree))
+    checked = replace(checked, fingerprint=_fingerprint_of(checked, settings, ranks.dp_degree))
     numbers = settings.num_workers, settings.prefetch_update_steps
     return UpdateStepLoader(checked, order, budget, ranks, group, *numbers, num_to_run)
 
@@ -143,15 +143,14 @@ def _inspected(
     return replace(dataset, report=report)
 
 
-def _fingerprint_of(dataset: CheckedDataset, order: Order, settings: DataSettings, dp_degree: int) -> dict[str, Any]:
-    """Returns values that must be equal for update steps to contain the same samples."""
+def _fingerprint_of(dataset: CheckedDataset, settings: DataSettings, dp_degree: int) -> dict[str, Any]:
+    """Returns values that must be equal for update steps to contain the same samples, besides those of the order."""
     is_lazy = settings.shuffle and len(dataset) > NUM_IN_MEMORY
     hashes = content_hashes(dataset.dataset, dataset.name)
     return {
         "num_samples": len(dataset),
         "hash_of_samples": dataset.report.hash_of_samples,
         **({"content_hash": hashes} if hashes else {}),
-        **(order.fingerprint() if isinstance(order, MixtureOrder) else {}),
         **({"order": "feistel"} if is_lazy else {}),
         "global_batch_size": settings.samples_per_update_step(dp_degree),
         "shuffle": settings.shuffle,

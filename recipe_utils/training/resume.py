@@ -101,7 +101,7 @@ class Resume:
         """
         # The transform of images is a part of the data.
         transform = self.config.get("transform") or {}
-        fingerprint = dict(trained.loader.dataset.fingerprint)
+        fingerprint = {**trained.loader.dataset.fingerprint, **trained.loader.order.fingerprint()}
         fingerprint |= {f"transform.{key}": value for key, value in transform.items()}
         self._check_that_ranks_have_the_same_data(fingerprint)
         note_options(trained.optimizer, lr_scheduler=self.config.get("lr_scheduler"))

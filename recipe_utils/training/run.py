@@ -150,7 +150,8 @@ class Run:
         # A resumed run begins within an epoch, and its bar at the update steps that are done.
         first, began, skipped = self.state, time.perf_counter(), SkippedSteps(loader, counted, self.log)
         done = sum(map(loader.order.num_steps, range(first.epoch)))
-        done += first.samples_consumed // loader.order.end(first.epoch, 0)
+        ends = (loader.order.end(first.epoch, step) for step in range(loader.order.num_steps(first.epoch)))
+        done += sum(end <= first.samples_consumed for end in ends)
         bar = progress_bar(self.num_steps, done, self.settings.epochs, self.metrics.shown, self.ranks)
         with bar as advance_bar:
             for epoch in range(first.epoch, self.settings.epochs):

@@ -7,7 +7,7 @@ samples are consumed: (epoch 0, 4 samples) is all that a checkpoint keeps, and o
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -52,6 +52,10 @@ class Order(Protocol):
     @abstractmethod
     def end(self, epoch: int, step: int) -> int:
         """Returns the samples of the epoch that are consumed after an update step, more than after the one before."""
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Returns JSON values that must be equal on resume for update steps to contain the same samples."""
+        return {}
 
 
 @dataclass(frozen=True)

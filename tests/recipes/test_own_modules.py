@@ -1,16 +1,21 @@
 """A module that a recipe adds to the decoder is initialized, sharded, trained, saved, resumed and exported."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from distributed_runs import run_distributed
-from recipe_runs import exported_model, keep_messages, losses, run_recipe, writing_to
+from omegaconf import OmegaConf
+from recipe_runs import changed_recipe, exported_model, keep_messages, losses, run_recipe, writing_to
 from safetensors.torch import load_file
 
+from recipe_utils.check_gradient import __main__ as check_gradient
 from recipe_utils.checkpoint.own_modules import fresh_weights
 
+LOSS = {"_component_": "recipe_utils.losses.LinearCrossEntropyLoss"}
 UNTRAINED = {"_component_": "torch.optim.SGD", "lr": 0.0}
 CHANGES = {
     '        build("optimizer"': '''        from recipe_utils.checkpoint.own_modules import with_own_modules
@@ -41,17 +46,6 @@ class WithValues:
 FROZEN = """        meta_model.tok_embeddings.requires_grad_(False)
         meta_model.layers[0].attn.requires_grad_(False)
 """
-
-
-def changed_recipe(folder, changes):
-    """Returns the path of a changed copy of the recipe for fine-tuning."""
-    text = (Path(__file__).parents[2] / "recipes" / "full_finetune_update_step.py").read_text()
-    for before, after in changes.items():
-        assert text.count(before) == 1
-        text = text.replace(before, after)
-    path = folder / "my_recipe.py"
-    path.write_text(text)
-    return str(path)
 
 
 @pytest.fixture
@@ -117,3 +111,66 @@ def test_layers_that_setup_freezes_keep_their_weights_in_pipelines_too(num_ranks
 def run_recipe_keeping_messages(config, recipe):
     with keep_messages() as messages:
         return run_recipe(config, recipe), messages
+
+
+# ---- The reward model of the page ---------------------------------------------------------------
+
+
+def reward_recipe(folder):
+    page = (Path(__file__).parents[2] / "recipes" / "full_finetune_update_step.md").read_text()
+    page = page[page.index("### A reward model") :]
+    changes, code = (re.search(rf"```{kind}\n(.*?)```", page, re.S)[1] for kind in ("diff", "python"))
+    pairs = re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", changes, re.M)
+    replaced = {re.sub("^-", "", old, flags=re.M): re.sub(r"^\+", "", new, flags=re.M) for old, new in pairs}
+    replaced = {old: new.replace("2048", "32") for old, new in replaced.items()}
+    return changed_recipe(folder, {**replaced, "class FullFinetuneRecipe:": f"{code}\n\nclass FullFinetuneRecipe:"})
+
+
+def expected_reward_loss(pairs, seed):
+    model, hidden = tiny.tiny_model().double(), []
+    model.norm.register_forward_hook(lambda _, __, states: hidden.append(states))
+    weights = fresh_weights("value_head", torch.nn.Linear(32, 1, device="meta"), seed)
+    total = 0
+    for pair in pairs:
+        rewards = []
+        for side in ("chosen", "rejected"):
+            model(torch.tensor(pair[f"{side}_input_ids"])[None])
+            last = max(i for i, label in enumerate(pair[f"{side}_labels"]) if label != tiny.IGNORE) - 1
+            rewards.append(hidden[-1][0, last].double() @ weights["value_head.weight"][0].double())
+        total -= torch.nn.functional.logsigmoid(rewards[0] - rewards[1]).item()
+    return total / len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, {"microbatching": "packed", "max_tokens_per_microbatch": 64}),
+        (2, {"microbatching": "least_padding"}),
+        (2, {"pipeline_parallel_dim": 2}),
+    ],
+)
+def test_the_reward_model_of_the_page_is_exact_on_any_layout(world_size, layout, tiny_dpo_config, tmp_path):
+    data = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 12}
+    batch = {"batch_size": 2, "global_batch_size": 12, "gradient_accumulation_steps": ...}
+    config = tiny_dpo_config(dataset=data, loss=LOSS, ref_checkpointer=..., dtype="fp64", **batch, **layout)
+    args = config, reward_recipe(tmp_path)
+    (logged, messages), *_ = run_distributed(run_recipe_keeping_messages, world_size, *args)
+    with tiny.float64_throughout():
+        expected = expected_reward_loss(tiny.tiny_pair_dataset(tiny.tiny_tokenizer(), 12), config["seed"])
+    assert losses(logged) == pytest.approx([expected], rel=1e-6)
+    assert own_weights(config).keys() == {"value_head.weight", "value_head.bias"}
+    assert not any("Sample from it" in message for message in messages)
+
+
+def test_the_gradient_of_the_reward_model_equals_single_pairs(tiny_dpo_config, tmp_path, monkeypatch, capsys):
+    data = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 12}
+    packed = {"microbatching": "packed", "max_tokens_per_microbatch": 64, "global_batch_size": 12}
+    config = tiny_dpo_config(dataset=data, loss=LOSS, ref_checkpointer=..., gradient_accumulation_steps=..., **packed)
+    OmegaConf.save(OmegaConf.create(config), tmp_path / "my.yaml")
+    argv = ["check_gradient", reward_recipe(tmp_path), "--config", str(tmp_path / "my.yaml"), "--own_sums"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as end:
+        check_gradient.main()
+    screen = capsys.readouterr().out
+    assert end.value.code == 0, screen
+    assert re.search(r"\n  other +\d.*\nEqual to single samples", screen)  # the value head

@@ -102,7 +102,7 @@ def test_a_recomputation_has_the_documents_of_its_forward(keeps_documents, monke
     if not keeps_documents:
         wrap = decoder.checkpoint_wrapper
         monkeypatch.setattr(decoder, "checkpoint_wrapper", lambda module, context_fn: wrap(module))
-    model.recompute_layers()
+    model.recompute_layers(1)
     logits = torch.cat(of_row())
     if not keeps_documents:
         with pytest.raises(RuntimeError, match="Lfm2ShortConv runs by document, and documents"):

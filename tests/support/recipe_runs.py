@@ -21,6 +21,7 @@ from torchtune.utils import get_logger
 
 from recipe_utils.benchmark.baselines.stock import let_stock_recipe_run_on_cpu
 from recipe_utils.checkpoint.tensors import parameters_by_name
+from recipe_utils.cli.registry import recipe_path
 from recipe_utils.optim.optimizer import trained_parameters
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.settings.describe import load_recipe
@@ -105,6 +106,17 @@ def recipe_class(recipe=SFT):
 @cache  # by itself it tells recipe_class(SFT) from recipe_class(recipe=SFT)
 def _load(recipe):
     return load_recipe(recipe)[1]
+
+
+def changed_recipe(folder, changes, recipe=SFT):
+    """Returns the path of a copy of a recipe in which each key of ``changes``, found once, has become its value."""
+    text = recipe_path(recipe).read_text()
+    for before, after in changes.items():
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    path = folder / "my_recipe.py"
+    path.write_text(text)
+    return str(path)
 
 
 def tiny_config(folder, **changes):

@@ -104,7 +104,9 @@ class Pipeline:
 
         self._run(microbatches, begin_backward, has_backward=True)
         for weight in self._tied_weights:
-            if weight.grad is not None:  # frozen, on both ranks alike
+            if weight.requires_grad:  # on both ranks alike
+                if weight.grad is None:  # a loss of hidden states alone leaves the output without a gradient
+                    weight.grad = torch.zeros_like(weight)
                 dist.all_reduce(local(weight.grad), group=self._tied_group)
         return totals * self._num_ranks
 

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 import tiny
 import tiny_transformers
+import torch.distributed as dist
 from arrays import LAYOUTS
 from big_batch import MIXED, STEP_OF_16
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DINO, DPO, KD, SFT, slow, with_adapters
+from recipe_runs import DINO, DPO, KD, SFT, changed_recipe, slow, with_adapters
 
 from recipe_utils.check_gradient import __main__ as prove
-from recipe_utils.cli.registry import recipe_path
 
 PACKED = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
 TEXTS = {"model": tiny.DEEP_UNTIED_MODEL, **STEP_OF_16, **PACKED}
 DISTILLATION = {"_component_": "recipe_utils.distillation.LinearDistillationLoss", "temperature": 2.0}
 GROUPS = {"norms", "attention", "MLP", "embeddings", "output"}
-SCALE = 'step.scale("target_tokens")'
+SCALE = "step.scale(self.divisor)"
 FORWARD = "self.model(**microbatch.inputs, targets=microbatch.targets)"
 LEAK = "{k: v for k, v in microbatch.inputs.items() if k != 'document_lengths'}"
 
@@ -49,15 +49,6 @@ def groups_of(lines):
     """Returns difference and rounding by group."""
     rows = [re.fullmatch(r"  (\w+) +(\S+e\S+) +(\S+e\S+)", line) for line in lines]
     return {row[1]: (float(row[2]), float(row[3])) for row in rows if row}
-
-
-def edited(recipe, folder, old, new):
-    """Returns a copy of a recipe file with one change."""
-    text = recipe_path(recipe).read_text()
-    assert old in text
-    path = folder / "my_recipe.py"
-    path.write_text(text.replace(old, new))
-    return path
 
 
 def assert_equal(found, groups=GROUPS, bound=1e-5):
@@ -150,17 +141,17 @@ MUTANTS = {  # recipe, its line, the wrong one
     "documents leak": (SFT, FORWARD, FORWARD.replace("microbatch.inputs", LEAK)),
     "a microbatch left out": (SFT, "mark_last(step.microbatches)", "mark_last(step.microbatches[1:])"),
     "mean over sides": (DPO, 'step.scale("pairs")', 'step.scale("pairs") / 2'),
-    "divergence by samples": (KD, SCALE, 'step.dp_degree / len(step.microbatches)'),
+    "divergence by samples": (KD, 'step.scale("target_tokens")', "step.dp_degree / len(step.microbatches)"),
 }  # fmt: skip
 IN_FAST_TIER = list(MUTANTS)[:2]
 
 
 @pytest.mark.parametrize("name", [*IN_FAST_TIER, *map(slow, list(MUTANTS)[2:])])
 def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path):
-    recipe, *change = MUTANTS[name]
+    recipe, right, wrong = MUTANTS[name]
     make = {SFT: tiny_config, KD: tiny_kd_config}.get(recipe)
     config = make(**TEXTS, batch_size=2) if make else tiny_dpo_config(**PACKED)
-    code, lines = run(edited(recipe, tmp_path, *change), config)
+    code, lines = run(changed_recipe(tmp_path, {right: wrong}, recipe), config)
     assert code == 1, lines
     wrong = {group for group, (difference, rounding) in groups_of(lines).items() if difference > 1e-3}
     assert wrong
@@ -168,9 +159,76 @@ def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_k
     assert wrong == {group for group in GROUPS if group in lines[-1]}
 
 
-def prove_on_this_rank(argv, folder):
-    """Returns exit code and output of the command under a launcher."""
+PLAIN_WEIGHTED = {"_component_": "tiny.tiny_dataset", "num_samples": 12, "has_weights": True}
+WEIGHTED = [
+    {**PLAIN_WEIGHTED, "name": "a", "weight": 1},
+    {"_component_": "tiny.tiny_dataset", "num_samples": 12, "seed": 3, "name": "b", "weight": 1, "loss_weight": 2},
+]
+HIDDEN_LOSS = {
+    'SUMS = ("loss",)\n': 'SUMS = "loss", "hidden_loss"\n',
+    "attach_loss(stage, loss_fn,": "attach_loss(stage, WithHiddenLoss(loss_fn, stage.layers[0]),",
+    "\n\n@entry_point": '''
+
+class WithHiddenLoss:
+    """Adds 0.1 times the mean square of the first layer's hidden states at each target to its cross-entropy."""
+
+    takes_hidden_states = True
+
+    def __init__(self, loss_fn, layer):
+        self.loss_fn = loss_fn
+        layer.register_forward_hook(self.keep)
+
+    def keep(self, layer, args, hidden):
+        self.hidden = hidden
+
+    def __call__(self, output, hidden, targets, *parts):
+        first_hidden = self.hidden.flatten(0, 1).index_select(0, targets.positions)
+        hidden_loss = 0.1 * first_hidden.square().mean(1).sum()
+        return torch.stack([self.loss_fn(output, hidden, targets, *parts) + hidden_loss, hidden_loss.detach()])
+
+
+@entry_point''',
+}
+"""A term on a middle layer's hidden states, as a user adds it: 20 lines."""
+WRONG_BESIDE_OWN_SUMS = {
+    "scale 1 % off": {SCALE: f"0.99 * {SCALE}"},
+    "documents leak": {FORWARD: FORWARD.replace("microbatch.inputs", LEAK)},
+    "mean over a row": {"square().mean(1).sum()": "square().mean(1).mean()"},
+}
+
+
+def test_a_term_on_hidden_states_equals_single_samples(run, tiny_config, tmp_path):
+    recipe, config = changed_recipe(tmp_path, HIDDEN_LOSS), tiny_config(**TEXTS)
+    _, lines = found = run(recipe, config)
+    assert_equal(found)
+    assert "Single samples are those of the recipe's own sums: loss, hidden_loss" in lines
+    code, lines = run(SFT, config, "--own_sums")
+    assert_equal((code, lines))
+    assert "Single samples are those of the recipe's own sums: loss" in lines
+
+
+@pytest.mark.parametrize("name", ["scale 1 % off", *map(slow, list(WRONG_BESIDE_OWN_SUMS)[1:])])
+def test_a_wrong_recipe_with_a_term_on_hidden_states_is_named(name, run, tiny_config, tmp_path):
+    recipe = changed_recipe(tmp_path, HIDDEN_LOSS | WRONG_BESIDE_OWN_SUMS[name])
+    code, lines = run(recipe, tiny_config(**TEXTS, batch_size=2))
+    assert code == 1, lines
+    wrong = {group for group, (difference, _) in groups_of(lines).items() if difference > 1e-3}
+    assert wrong == {group for group in GROUPS if group in lines[-1]}, lines
+
+
+@pytest.mark.parametrize("changes", [{}, *map(slow, [{"loss_weights": "datasets"}, {"dataset": PLAIN_WEIGHTED}])])
+def test_weights_of_targets_equal_single_samples(changes, run, tiny_config):
+    assert_equal(run(SFT, tiny_config(**{**TEXTS, "dataset": WEIGHTED, **changes})))
+
+
+def prove_on_this_rank(argv, folder, has_group=True):
+    """Returns exit code and output of the command under a launcher.
+
+    Without ``has_group`` the recipe makes the process group, as users' recipes do, and ends it.
+    """
     screen = io.StringIO()
+    if not has_group:
+        dist.destroy_process_group()
     with pytest.MonkeyPatch.context() as patches, contextlib.redirect_stdout(screen):
         patches.setattr(sys, "argv", argv)
         patches.setenv("TORCHTUNE_UPDATE_STEP_PROVE", folder)
@@ -190,9 +248,18 @@ def test_two_ranks_equal_single_samples(layout, tiny_config, tmp_path):
     assert second == (0, [])
 
 
+def test_a_term_on_hidden_states_of_two_ranks_equals_single_samples(tiny_config, tmp_path):
+    recipe, path = changed_recipe(tmp_path, HIDDEN_LOSS), tmp_path / "my.yaml"
+    OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS)), path)
+    argv = ["prove", str(recipe), "--config", str(path)]
+    first, second = run_distributed(prove_on_this_rank, 2, argv, str(tmp_path / "prove"), False)
+    assert_equal(first)
+    assert second == (0, [])
+
+
 @pytest.mark.slow
 def test_launcher_exits_with_1_if_ranks_scale_wrong(tiny_config, tmp_path):
-    recipe = edited(SFT, tmp_path, SCALE, '1 / step.totals["target_tokens"]')
+    recipe = changed_recipe(tmp_path, {SCALE: '1 / step.totals["target_tokens"]'})
     OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS)), tmp_path / "my.yaml")
     command = [sys.executable, "-m", "recipe_utils.check_gradient", "--nproc_per_node", "2"]
     command += [str(recipe), "--config", str(tmp_path / "my.yaml")]
@@ -209,7 +276,7 @@ NO_TARGETS = {"_component_": "tiny.tiny_dataset", "num_samples": 4, "replace": {
 @pytest.mark.parametrize(
     ("recipe", "changes", "text"),
     [
-        (SFT, {"loss": {"_component_": "tiny.SquaredLoss"}}, "loss=tiny.SquaredLoss: "),
+        (KD, {"loss": {"_component_": "tiny.SquaredLoss"}}, "loss=tiny.SquaredLoss: not compared beside a teacher"),
         (SFT, {"dataset": NO_TARGETS, "shuffle": False}, "set a larger --num_samples"),
         (DINO, {}, "losses of images are not compared"),
     ],
