@@ -22,8 +22,8 @@ from torchtune.utils import get_logger
 
 from recipe_utils.files import CheckpointError, write_atomically
 from recipe_utils.parallel.process_group import gather_objects
+from recipe_utils.preference.log_probs import Pairs
 from recipe_utils.settings.problems import naming
-from recipe_utils.update_steps.step import Pairs
 
 _log = get_logger("INFO")
 

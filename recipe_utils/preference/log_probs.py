@@ -5,7 +5,7 @@ Shapes: d embedding width, v vocabulary, n target tokens, c of a chunk, p pairs.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,19 @@ from recipe_utils.losses.chunks import (
     plain_weight,
     sum_dtype,
 )
-from recipe_utils.update_steps.step import Pairs, Targets
+from recipe_utils.update_steps.step import Targets
+
+
+class Pairs(NamedTuple):
+    """Targets of each answer, for samples that are pairs of answers; p pairs."""
+
+    segment_lengths: Tensor
+    """[3 * p]: for each pair the number of shared targets, of further ones of the chosen answer,
+    and of the rejected one, in the order of the microbatch's targets."""
+    names: tuple[str, ...]
+    """Names of the pairs, for errors."""
+    fingerprints: tuple[bytes, ...] = ()
+    """Hashes of the pairs' tokens and labels, 16 bytes each, by which a reference is cached."""
 
 
 class LinearLogProbs(ChunkedLoss):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torchtune.data import padded_collate_sft
 
 import recipe_utils.preference.torchtune_pairs  # noqa: F401  corrects torchtune
+from recipe_utils.preference.log_probs import Pairs
 from recipe_utils.preference.rows import SIDES
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
@@ -31,7 +32,7 @@ from recipe_utils.text.rows import packed, padded, piece_of
 from recipe_utils.text.trees import Piece
 from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_keys, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
-from recipe_utils.update_steps.step import Microbatch, Pairs
+from recipe_utils.update_steps.step import Microbatch
 
 IGNORE_INDEX = -100
 """Label of positions without a target in torchtune's preference datasets."""

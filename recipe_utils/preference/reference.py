@@ -31,12 +31,13 @@ from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.preference.cache import LogProbs, ReferenceCache
+from recipe_utils.preference.log_probs import Pairs
 from recipe_utils.preference.losses import PreferenceLoss
 from recipe_utils.settings.keys import STRICT, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, problems_with_folder
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.order import Order
-from recipe_utils.update_steps.step import Microbatch, Pairs, UpdateStep
+from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 _log = get_logger("INFO")
 

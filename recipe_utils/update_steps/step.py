@@ -14,29 +14,17 @@ from torch.utils._pytree import register_dataclass, tree_map_only
 T = TypeVar("T")
 
 
-class Pairs(NamedTuple):
-    """Targets of each answer, for samples that are pairs of answers; p pairs."""
-
-    segment_lengths: Tensor
-    """[3 * p]: for each pair the number of shared targets, of further ones of the chosen answer,
-    and of the rejected one, in the order of the microbatch's targets."""
-    names: tuple[str, ...]
-    """Names of the pairs, for errors."""
-    fingerprints: tuple[bytes, ...] = ()
-    """Hashes of the pairs' tokens and labels, 16 bytes each, by which a reference is cached."""
-
-
 class Targets(NamedTuple):
     """Target tokens of a microbatch."""
 
     labels: Tensor
     """[b, s]: the label of the *next* position, ``ignore_index`` where there is no target."""
     positions: Tensor
-    """[n]: indices of the target tokens in the flattened [b * s] positions, ascending; computed on
-    the CPU, so that n needs no device synchronization."""
+    """[n]: indices of the targets in the flattened [b * s] positions, ascending; from the CPU, so that n is known."""
     teacher: Any = None
     """Outputs of a frozen model (teacher or reference) at these targets: tensors in any nesting."""
-    pairs: Pairs | None = None
+    pairs: Any = None
+    """Answers of pairs (:class:`recipe_utils.preference.log_probs.Pairs`), which have their targets."""
     samples: Tensor | None = None
     """[n], or [p] of pairs: position in the update step of each one's sample, for losses by sample."""
     values: Mapping[str, Tensor] = {}

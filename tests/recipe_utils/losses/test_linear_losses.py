@@ -12,8 +12,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
-from recipe_utils.preference.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
-from recipe_utils.update_steps.step import Pairs, Targets
+from recipe_utils.preference.log_probs import LinearLogProbs, Pairs, num_targets_of_answers, sums_of_answers
+from recipe_utils.update_steps.step import Targets
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 

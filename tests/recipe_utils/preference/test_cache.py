@@ -13,8 +13,8 @@ from recipe_utils.files import CheckpointError
 from recipe_utils.parallel.process_group import new_cpu_group
 from recipe_utils.preference import cache as cache_file
 from recipe_utils.preference.cache import ReferenceCache
+from recipe_utils.preference.log_probs import Pairs
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.update_steps.step import Pairs
 
 CONTEXT = {"weights": "1f", "layout": "packed"}
 

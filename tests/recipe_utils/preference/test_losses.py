@@ -9,6 +9,7 @@ import trl
 from torch import nn
 from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
+from recipe_utils.preference.log_probs import Pairs
 from recipe_utils.preference.losses import (
     METRICS,
     IPOLoss,
@@ -18,7 +19,7 @@ from recipe_utils.preference.losses import (
     SimPOLoss,
     make_preference_loss,
 )
-from recipe_utils.update_steps.step import Pairs, Targets
+from recipe_utils.update_steps.step import Targets
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
