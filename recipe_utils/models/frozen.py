@@ -110,6 +110,7 @@ def build_frozen_model(
     """
     # Without a backward there is nothing to interleave.
     pipeline = PipelineSettings(pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points)
+    # As the trained model in a recipe's setup: changed, then parallelized.
     with naming(keys[0]):
         model = build_stages(meta_model, pipeline, ranks)
         for stage in local_stages(model):

@@ -114,12 +114,14 @@ def _not_of_torchtune(words: Sequence[str]) -> list[str]:
 def with_overrides(cfg: DictConfig, words: Sequence[str], removed: Sequence[str] = ()) -> DictConfig:
     """Returns a copy of a config with overrides applied in order that torchtune's parser cannot merge.
 
-    ``KEY={...}`` replaces a component, ``KEY.INDEX.KEY=value`` sets a value in a list. Also takes out the paths ``removed``. Raises ConfigError if the config has no such entry or key.
+    ``KEY={...}`` replaces a component, ``KEY.INDEX.KEY=value`` sets a value in a list. Also takes out the paths
+    ``removed``. Raises ConfigError if the config has no such entry or key.
     """
     changed = copy.deepcopy(cfg)
     problems = []
     for word in words:
         path, _, value = word.partition("=")
+        # OmegaConf would add entries beyond the end of a list, and mappings where there is no list.
         in_list = re.match(r"(.+?)\.(\d+)(?=\.|$)", path)
         key, index = in_list.groups() if in_list else (path, 0)
         entries = OmegaConf.select(changed, key) if in_list else None

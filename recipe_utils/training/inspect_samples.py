@@ -114,11 +114,13 @@ def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
         return
     for text in loader.budget.collator().warnings():
         _log.warning(text)
+    # What a rank gets of an update step, which users of other trainers would compute by hand.
     size, num_ranks = order.end(0, 0), ranks.dp_degree
     *others, least = [len(range(rank, size, num_ranks)) for rank in range(num_ranks)]
     if is_uneven := size % num_ranks > 0:
         listed = f"{', '.join(map(str, others))} and" if len(others) < 8 else f"{others[0]} or"
         _log.info(f"global_batch_size={size}: {num_ranks} ranks take {listed} {least} samples")
+    # What was read, so that a wrong file or mask is seen before the first loss.
     text = f"Data: {len(dataset):,} samples"
     if lengths := report.lengths:
         mean, longest = sum(lengths) / len(lengths), max(lengths)
@@ -136,6 +138,7 @@ def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
         f"Update steps: {epochs * per_epoch} ({epochs} epoch{'s' * (epochs > 1)} of {per_epoch}), "
         f"{size} samples each{on_ranks}, {microbatching}"
     )
+    # What is skipped or doubtful, the most frequent first.
     for remark, number in Counter(report.remarks).most_common():
         _log.info(f"{dataset.name}: {number} of {report.num_remarked} samples read: {remark}")
     if isinstance(order, MixtureOrder):
@@ -197,6 +200,7 @@ def _with_remarks(
     dataset: CheckedDataset, collator: Collator, read: Mapping[int, Sample | SampleError], stops: bool
 ) -> SampleReport:
     """Returns what the log says about samples; no remarks if training ``stops`` at one of them."""
+    # By name of a dataset, because one without any target takes its share of each update step for nothing.
     remarks, lengths = Counter[str](), list[int]()
     num_read, num_without_targets, totals = Counter[str](), Counter[str](), Counter[str]()
     for index, sample in read.items():

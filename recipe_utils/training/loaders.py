@@ -63,12 +63,14 @@ def build_loaders(
 
     ``num_to_run`` is that of a pipeline's schedule. Raises ConfigError for problems of both datasets.
     """
+    # Each loader counts the target tokens of its own named datasets.
     collator_val = collator.for_validation().counting(names_of(dataset_val))
     collator = collator.counting(names_of(dataset))
     budget = SearchedBudget(collator) if collator.is_searched else RowBudget(collator)
     loader = build_loader(dataset, budget, settings, ranks, "dataset", num_to_run)
     if dataset_val is None:
         return loader, None
+    # Validation takes the budget that training has found so far; it searches for none.
     follow = (lambda: budget.tokens) if collator.is_searched else None
     budget_val = RowBudget(collator_val, follow)
     return loader, build_loader(dataset_val, budget_val, settings.of_validation(), ranks, "dataset_val", num_to_run)
@@ -100,6 +102,7 @@ def build_loader(
     is_training, collator = name == "dataset", budget.collator()
     group = ranks.prefetch_group if is_training else ranks.validation_group
     checked = CheckedDataset(dataset, name, collator.prepare, settings.on_bad_sample == "skip")
+    # First samples are read before weights load, because mistakes in data are the most frequent ones.
     with naming(name):
         if agree_on_length(len(checked), group) == 0:
             raise ValueError("it has 0 samples; at least 1 is needed")
@@ -136,6 +139,7 @@ def _inspected(
             "time, so no run could be repeated or resumed; set num_workers to 1 or more"
         )
         raise ConfigError(Problem("num_workers", text, 0))
+    # Of a mixture each part is recognized on resume; of a validation nothing is.
     dataset, part_lengths = replace(dataset, draws=draws), [len(dataset)]
     if isinstance(dataset.parts, Mixture) and dataset.parts.weights is not None:
         part_lengths = [*dataset.parts.lengths]

@@ -167,6 +167,7 @@ class Resume:
 
     def _load(self, trained: Trained, now: TrainingState) -> TrainingState:
         """Loads the checkpoint, or an older one if it is corrupt."""
+        # Nothing was changed by a checkpoint that cannot be read, so an older one can be tried.
         while True:
             assert self.path is not None
             try:
@@ -190,6 +191,7 @@ class Resume:
                         f"{error}; there is no older one. resume_from_checkpoint=False starts from scratch"
                     ) from error
                 self.log.warn(f"{error}; skipped")
+        # With resume_with_other_data, a shorter dataset may end before the position of the checkpoint.
         num_samples, order = len(trained.loader.dataset), trained.loader.order
         last_end = order.end(state.epoch, order.num_steps(state.epoch) - 1)
         if state.samples_consumed >= max(num_samples + order.end(state.epoch, 0), last_end + 1):

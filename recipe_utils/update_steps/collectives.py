@@ -122,12 +122,14 @@ class StepCollectives:
             return []
         _check_all_ready(table[:, 0])
 
+        # Of two ranks with samples of 5, 9 and of 3, 2 tokens each has lengths [5, 9, 3, 2], owner [0, 0, 1, 1].
         rows = [table[peer].tolist() for peer in self.dp_peers]
         num_samples = [row[0] - 1 for row in rows]
         lengths = [length for row in rows for length in row[1 : row[0]]]
         owner = [source for source, number in enumerate(num_samples) for _ in range(number)]
         with record_function("plan"):
             planned = plan(lengths, len(self.dp_peers))
+        # Rank 0 holds positions 0 and 1; if rank 1 is to compute [0, 2, 3], position 0 moves.
         me = list(self.dp_peers).index(dist.get_rank(self.group))
         held = dict(enumerate(samples, start=sum(num_samples[:me])))
 
@@ -135,6 +137,7 @@ class StepCollectives:
             [p for microbatch in microbatches for p in microbatch if owner[p] != to]
             for to, microbatches in enumerate(planned)
         ]
+        # All ranks know all moves, so they agree on whether there is anything to send.
         if any(moves):
             outgoing = [b""] * len(table)
             for peer, positions in zip(self.dp_peers, moves, strict=True):

@@ -1,4 +1,9 @@
-"""Interface between the loader and the samples of one objective."""
+"""Interface between the loader and the samples of one objective.
+
+A collator of text, with rows of at most 10 tokens, for samples of 5, 3, 9 and 2 tokens: ``prepare`` checks each one in
+a worker, ``length`` returns 5, 3, 9, 2, ``plan`` of one rank [[2], [0, 1, 3]], ``collate`` of samples 0, 1 and 3 a row
+of 10 tokens with ``counts`` of 7 target tokens, and ``dummy`` a row of one token without a target.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,8 @@
-"""A bounded queue filled by a background thread."""
+"""A bounded queue filled by a background thread.
+
+With a depth of 2 and update steps that take 10 ms to prepare and 100 ms to compute, the thread is two update steps
+ahead from the third on, and the loop never waits.
+"""
 
 import queue
 import threading

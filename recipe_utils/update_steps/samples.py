@@ -1,5 +1,9 @@
 """Samples, loaded and checked by DataLoader workers.
 
+Sample 17 of a file cannot be tokenized: the error is named ``sample 17 of dataset: ...`` in the worker, and ends the
+training when its update step is prepared, or is a warning with ``on_bad_sample: skip``; the loss is then a mean over
+the targets of the others.
+
 A sample is a mapping. Text has ``tokens`` and ``labels`` of one length, as torchtune's datasets
 return it; a sample of a packed dataset also has ``input_pos`` and ``seq_lens``.
 """

@@ -128,6 +128,7 @@ def report_of_run(output_dir: Path) -> Iterator[str]:
 def report_of(losses: np.ndarray, names: Mapping[str, int], dataset: Any, cfg: Any) -> Iterator[str]:
     """Yields lines with losses [epochs, samples], datasets, indices and beginnings of answers."""
     tokenizer = config.instantiate(OmegaConf.create(cfg)["tokenizer"])
+    # A sample may be trained in some epochs only: its first loss is compared with its last.
     is_trained = ~np.isnan(losses)
     epochs = np.arange(len(losses))[:, None]
     first = np.where(is_trained, epochs, len(losses)).min(0).clip(max=len(losses) - 1)
@@ -135,6 +136,7 @@ def report_of(losses: np.ndarray, names: Mapping[str, int], dataset: Any, cfg: A
     now, before = losses[last, every], losses[first, every]
     rise = np.where(last > first, now - before, np.nan)
 
+    # Lines name a sample as errors do: by its index in its own dataset.
     def lines(order: np.ndarray, of: np.ndarray) -> Iterator[str]:
         for index in order[~np.isnan(of[order])][:_NUM_SHOWN].tolist():
             name = max((n for n in names if names[n] <= index), key=names.__getitem__, default="")
