@@ -36,6 +36,8 @@ class SkippedSampleError(SampleError):
     """Raised for a valid sample without targets, which is skipped for any ``on_bad_sample``."""
 
 
+_MOST_PARTS = 1000
+"""Maximum number of datasets in a list; more are samples, which are not copied."""
 _NUM_NAMED = 20
 """Maximum number of skipped samples that are logged."""
 
@@ -231,7 +233,7 @@ def unread(dataset: Any) -> Any:
     for name, value in list(vars(dataset).items()):
         if _is_dataset(value):
             object.__setattr__(made, name, unread(value))
-        elif isinstance(value, (list, tuple)) and len(value) and _is_dataset(value[0]):
+        elif isinstance(value, (list, tuple)) and 0 < len(value) <= _MOST_PARTS and _is_dataset(value[0]):
             object.__setattr__(made, name, type(value)(map(unread, value)))
     return made
 

@@ -18,6 +18,7 @@ from recipe_utils.update_steps.samples import (
     SampleError,
     SkippedSampleError,
     load_samples,
+    unread,
 )
 from recipe_utils.update_steps.step import Microbatch
 
@@ -171,3 +172,31 @@ def test_the_hash_depends_on_three_samples_of_each_part_and_their_keys():
     assert hashed(changed, (2, 3)) != hashed(samples, (2, 3))
     everything = report_of(checked(samples), Checks(), (5,), has_remarks=True)
     assert everything.hash_of_samples == hashed(samples)
+
+
+class Opens:
+    """Opens its file, a list, at the first read."""
+
+    def __init__(self, parts=()):
+        self.parts, self.file = parts, None
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        self.file = self.file or [index]
+        return self.file
+
+
+def test_each_reader_has_what_it_opens_for_itself_and_shares_the_rest():
+    inner, rows = Opens(), [{"tokens": [1]}] * 3
+    outer = Opens((inner, Opens()))
+    outer.rows = rows
+    copies = [unread(outer) for _ in range(2)]
+    for copy in copies:
+        assert (copy[0], copy.parts[0][0]) == ([0], [0])
+        assert copy.rows is rows
+    assert copies[0].parts[0].file is not copies[1].parts[0].file
+    assert (outer.file, inner.file) == (None, None)
+    many = Opens([Opens()] * 1001)  # samples, not datasets
+    assert unread(many).parts is many.parts
