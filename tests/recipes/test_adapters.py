@@ -105,7 +105,7 @@ ADAPTERS = "recipe_utils.models.adapters"
 MUTANTS = {
     "dora's norm not detached": (f"{ADAPTERS}.adapted_linear._forward_dora", norm_in_the_graph),
     "dora's norm kept over steps": ("torch.optim.Optimizer.register_step_post_hook", lambda *_: None),
-    "adapters drawn by each rank": (f"{ADAPTERS}.adapters.fresh_adapters", adapters_of_each_rank),
+    "adapters drawn by each rank": (f"{ADAPTERS}.lora.fresh_adapters", adapters_of_each_rank),
     "base not frozen": ("recipe_utils.models.construct.freeze_base", lambda _: None),
 }
 

@@ -129,7 +129,10 @@ MUTANTS = {
     shared_targets_counted_for_chosen_alone: ONE._replace(objective="dpo + sft"),
     one_more_token_shared: ONE,
     pairs_of_one_rank: ONE._replace(layout="fsdp-2"),
-    dummy_counted_as_a_pair: ONE._replace(layout="fsdp-4", changes={**APART, "max_tokens_per_microbatch": 100}),
+    # Its sample is of another update step, so losses by sample have no place for it.
+    dummy_counted_as_a_pair: ONE._replace(
+        layout="fsdp-4", changes={**APART, "max_tokens_per_microbatch": 100, "sample_losses": False}
+    ),
     reference_that_follows: Row("pp-2", "tied lora", "in_order", 2, None, "robust"),
 }
 
