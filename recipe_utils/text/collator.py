@@ -366,13 +366,16 @@ def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimi
 
 
 def check_values(values: Any, key: str, num_labels: int, name: str) -> np.ndarray:
-    """Returns values per target [n] fp64; raises SampleError unless they are finite numbers of at least 0."""
+    """Returns values per target [n] fp64; raises SampleError unless they are finite, and ``weights`` at least 0."""
     try:
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise SampleError(f"{name}: its {key} are not a list of numbers ({error})") from None
     if numbers.shape != (num_labels,):
         raise SampleError(f"{name}: {numbers.shape} {key} for {num_labels} labels; each label needs one")
-    if not (np.isfinite(numbers) & (numbers >= 0)).all():
-        raise SampleError(f"{name}: its {key} contain {numbers[~(numbers >= 0)][:1]}; set them to 0 or more")
+    least = 0 if key == "weights" else -np.inf
+    if len(wrong := numbers[~(np.isfinite(numbers) & (numbers >= least))]):
+        raise SampleError(
+            f"{name}: its {key} contain {wrong[0]:g}; set them to finite numbers{' of at least 0' * (least == 0)}"
+        )
     return numbers
