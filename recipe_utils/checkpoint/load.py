@@ -72,13 +72,17 @@ class TrainingState:
     token_budget: dict[str, Any] = field(default_factory=dict)
     """State of a part in checkpoints of 0.5."""
 
-    def __post_init__(self) -> None:
-        if self.best_val_loss is not None:
-            self.parts.setdefault("validation", {"best_val_loss": self.best_val_loss})
-        if self.token_budget:
-            self.parts.setdefault("budget", self.token_budget)
-        self.best_val_loss, self.token_budget = None, {}
-        self.config, self.data_fingerprint = with_new_names(self.config), with_new_names(self.data_fingerprint)
+
+def read_state(path: Path) -> TrainingState:
+    """Returns the state of a checkpoint; names and parts of 0.5 become today's. Raises CheckpointError as read_as."""
+    state = read_as(TrainingState, path / "state.json")
+    if state.best_val_loss is not None:
+        state.parts.setdefault("validation", {"best_val_loss": state.best_val_loss})
+    if state.token_budget:
+        state.parts.setdefault("budget", state.token_budget)
+    state.best_val_loss, state.token_budget = None, {}
+    state.config, state.data_fingerprint = with_new_names(state.config), with_new_names(state.data_fingerprint)
+    return state
 
 
 TEACHER = "teacher_checkpointer"
@@ -204,8 +208,7 @@ def _check_bytes(path: Path, recipe: str, rank: int, world_size: int) -> Marker:
 
 
 def _read_descriptions(path: Path, marker: Marker) -> tuple[TrainingState, Metadata]:
-    state = read_as(TrainingState, path / "state.json")
-    return state, read_index(read_as(dict[str, Any], path / "tensors.json"), marker.files)
+    return read_state(path), read_index(read_as(dict[str, Any], path / "tensors.json"), marker.files)
 
 
 def _check_data(path: Path, state: TrainingState, data_fingerprint: Mapping[str, Any] | None) -> None:

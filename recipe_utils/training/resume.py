@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtune import training
 
-from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, read_as
-from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load
+from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup
+from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load, read_state
 from recipe_utils.checkpoint.tensors import AnyOptimizer, note_options
 from recipe_utils.files import CheckpointError
 from recipe_utils.model_kinds import text_decoder
@@ -86,7 +86,7 @@ class Resume:
             self._check_that_nothing_is_lost()
             return None
         with suppress(CheckpointError):  # a corrupt one is skipped when it is loaded
-            if used := ", ".join(removed_of_run(read_as(TrainingState, path / "state.json").config)):
+            if used := ", ".join(removed_of_run(read_state(path).config)):
                 raise ConfigError(
                     f"resume_from_checkpoint: the run of {path} had {used}, which is removed, so its losses "
                     "would change; end it with the version that it began with (0.5)"
@@ -128,7 +128,7 @@ class Resume:
     def saved(self) -> TrainingState | None:
         """State of the checkpoint; None without one, or if its file is corrupt."""
         with suppress(CheckpointError):
-            return read_as(TrainingState, self.path / "state.json") if self.path else None
+            return read_state(self.path) if self.path else None
         return None
 
     def _check_that_ranks_have_the_same_data(self, fingerprint: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """A training that is loaded from a checkpoint continues as if it had never stopped."""
 
+import json
 import random
-from dataclasses import replace
+from dataclasses import asdict
 
 import checkpoint_runs
 import pytest
@@ -14,7 +15,7 @@ from distributed_runs import run_distributed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from recipe_utils.checkpoint.load import _check_frozen, differences, load
+from recipe_utils.checkpoint.load import _check_frozen, differences, load, read_state
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.checkpoint.tensors import describe_mismatch, note_options, optimizer_contents, unwrapped
 from recipe_utils.files import CheckpointError
@@ -390,5 +391,7 @@ def test_the_config_of_a_frozen_model_is_compared_unless_the_checkpoint_is_older
 
 def test_components_that_have_moved_are_compared_by_their_new_names(tmp_path):
     old, new = {"_component_": "recipe_utils.data.images.MultiCrop"}, {"_component_": "recipe_utils.dinov3.MultiCrop"}
-    saved = replace(state(1), data_fingerprint={"transform": [old]}, config={"model": {"inner": old}})
+    written = state(1, data_fingerprint={"transform": [old]}, config={"model": {"inner": old}})
+    (tmp_path / "state.json").write_text(json.dumps(asdict(written)))
+    saved = read_state(tmp_path)
     assert (saved.data_fingerprint, saved.config) == ({"transform": [new]}, {"model": {"inner": new}})
