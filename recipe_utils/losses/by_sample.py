@@ -68,8 +68,14 @@ class LossesBySample:
         count = "weights" if "weights" in step.totals else "target_tokens"
         return [step.totals[f"{count}/{name}"] for name in mixture.names]
 
-    def _add(self, losses: Tensor, samples: Tensor) -> None:
-        """Adds losses of targets or pairs, [n], of the samples at ``samples`` [n], without gradients."""
+    def _add(self, losses: Tensor, samples: Tensor | None) -> None:
+        """Adds losses of targets or pairs, [n], of the samples at ``samples`` [n], without gradients.
+
+        Raises ValueError without ``samples``: a ``collate_fn`` made another number of rows.
+        """
+        if samples is None:
+            text = "it made another number of rows than samples, so losses have no sample"
+            raise ValueError(f"collate_fn: {text}; make one row of each sample, or set sample_losses=False")
         self.sums.index_add_(0, samples, losses.detach().double())
         self.numbers.index_add_(0, samples, torch.ones_like(self.numbers[:1]).expand(len(samples)))
 

@@ -24,7 +24,7 @@ ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 """Takes the logits of a chunk [c, v], at least fp32, which it may overwrite, the slice of its rows in all rows,
 and True if a gradient is needed. Returns sums [k], and the first one's gradient for the logits [c, v]."""
 
-Record = Callable[[Tensor, Tensor], None]
+Record = Callable[[Tensor, Tensor | None], None]
 
 _CHUNKS_IN_BF16 = 4
 """Chunks whose weight gradients are summed in bf16. The error of 32 chunks is 1.4 times that of one; 3.4 times if
@@ -69,7 +69,7 @@ class ChunkedLoss(nn.Module):
 
     def record_losses(self, losses: Tensor | None, targets: Targets) -> None:
         """Records losses [n], if there are any."""
-        if losses is not None and self.record is not None and targets.samples is not None:
+        if losses is not None and self.record is not None:
             self.record(losses, targets.samples)
 
     def at_targets(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:

@@ -157,7 +157,7 @@ class PreferenceLoss(nn.Module):
             # Per pair: the recipe still divides the loss by the number of pairs.
             log_probs = log_probs / num_targets_of_answers(targets.pairs).repeat(2, 1)
         losses, chosen, rejected = self.loss_fn(*log_probs)
-        if self.record is not None and targets.samples is not None:
+        if self.record is not None:
             self.record(losses, targets.samples)
         margins = chosen - rejected
         wins = (margins > 0).double()

@@ -321,8 +321,11 @@ class TextCollator(RowCollator):
         return self._with_counts_of_datasets(row, samples) if self._datasets else row
 
     def _with_counts_of_datasets(self, row: Microbatch, samples: Sequence[Sample]) -> Microbatch:
+        if row.targets.samples is None:
+            num_rows = len(row.targets.labels)
+            text = f"it made {num_rows} rows of {len(samples)} samples, so targets have no dataset"
+            raise ValueError(f"collate_fn: {text}; make one row of each sample, or set one dataset")
         dataset_of = {sample["step_position"]: sample["dataset_index"] for sample in samples}
-        assert row.targets.samples is not None
         datasets = torch.tensor([dataset_of[position] for position in row.targets.samples.tolist()]).long()
         counts: dict[str, float] = dict(row.counts)
         for count in (self.counts[0], *self._of_targets):

@@ -143,11 +143,12 @@ def _with_values(
 ) -> Microbatch:
     """Adds each target's sample, if samples have a position, its values by name, and the sum of each name.
 
-    ``lengths`` are the samples' positions in rows. Where a sample has no value, it is 1. Raises ValueError if a
-    ``collate_fn`` made other targets.
+    ``lengths`` are the samples' positions in rows; where a ``collate_fn`` made another number of rows than samples,
+    targets have no sample. Where a sample has no value, it is 1. Raises ValueError if a ``collate_fn`` made other
+    targets.
     """
     targets, values, num_targets = row.targets, {}, len(row.targets.positions)
-    if "step_position" in samples[0]:
+    if "step_position" in samples[0] and len(lengths) == len(samples):
         positions = torch.tensor([sample["step_position"] for sample in samples])
         samples_of_row = positions.repeat_interleave(torch.tensor(lengths))
         targets = targets._replace(samples=samples_of_row[targets.positions])

@@ -56,6 +56,17 @@ def test_a_dataset_that_opens_its_file_at_the_first_read_trains(num_workers, is_
     assert len(losses[0]) > 4
 
 
+@pytest.mark.parametrize("sample_losses", [False, True])
+def test_rows_of_joined_samples_train_but_have_no_losses_by_sample(sample_losses, tiny_config):
+    model = {**tiny.MODEL, "max_seq_len": 128}
+    config = tiny_config(collate_fn="tiny.collate_joined", model=model, sample_losses=sample_losses)
+    if sample_losses:
+        with pytest.raises(ValueError, match="collate_fn: it made another number of rows than samples"):
+            run_recipe(config)
+    else:
+        assert run_recipe(config)[0]["loss"] > 0
+
+
 @pytest.fixture
 def fusion_weights(weights_folder):
     path = weights_folder / "weights" / "fusion.pt"

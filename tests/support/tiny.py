@@ -421,6 +421,12 @@ def collate_images(batch, padding_idx, ignore_idx):
     return {**collated, "encoder_input": {"images": images}}
 
 
+def collate_joined(batch, padding_idx, ignore_idx):
+    """Custom ``collate_fn`` that makes one row of all samples."""
+    collated = padded_collate_sft(batch, padding_idx, ignore_idx)
+    return {key: rows.reshape(1, -1) for key, rows in collated.items()}
+
+
 class ImageEncoder(nn.Linear):
     def forward(self, images):
         return super().forward(images.to(self.weight.dtype))

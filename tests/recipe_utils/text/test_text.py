@@ -142,6 +142,17 @@ def test_every_target_has_the_position_of_its_sample():
         assert collate(rows).targets.samples is None
 
 
+def test_targets_have_no_sample_where_a_collate_function_joins_rows():
+    samples = [{**sample, "step_position": i} for i, sample in enumerate(tiny.make_samples(4))]
+    collator = TextCollator(DataSettings(collate_fn="tiny.collate_joined"), tiny.tiny_tokenizer(), IGNORE, LIMITS)
+    joined = collator.collate(samples)
+    assert joined.targets.labels.shape[0] == 1
+    assert joined.targets.samples is None
+    assert collate(samples).targets.samples is not None
+    with pytest.raises(ValueError, match="collate_fn: it made 1 rows of 4 samples, so targets have no dataset"):
+        collator.counting(["a", "b"]).collate([{**sample, "dataset_index": 0} for sample in samples])
+
+
 def test_samples_with_images_are_not_packed():
     with pytest.raises(ValueError, match="a sample has encoder_input"):
         collate_packed_microbatch([{**tiny.make_samples(1)[0], "encoder_input": 0}], IGNORE)
