@@ -50,11 +50,12 @@ class LossesBySample:
         """
         names = [name for name in step.totals if name.startswith(OF_DATASET)] if self.has_weights else []
         mixture, device = loader.dataset.parts, self._ranks.device
+        self._num_datasets = len(names)
         if not (names or self._keeps_samples):
             return
         indices = loader.order.samples(epoch, step.index)
         self.sums, self.numbers = torch.zeros(2, len(indices), dtype=torch.float64, device=device)
-        self._loss_module.record, self._num_datasets = self._add, len(names)
+        self._loss_module.record = self._add
         if names:
             assert isinstance(mixture, Mixture)
             assert self._weighing is not None
