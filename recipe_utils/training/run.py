@@ -43,6 +43,7 @@ from recipe_utils.training.parts.protocol import Metric, Parts
 from recipe_utils.training.resume import Trained, norms_of_frozen_rows, warnings_of
 from recipe_utils.training.settings import RunSettings
 from recipe_utils.update_steps.loader import UpdateStepLoader
+from recipe_utils.update_steps.order import num_done
 from recipe_utils.update_steps.step import UpdateStep
 
 
@@ -150,8 +151,7 @@ class Run:
         # A resumed run begins within an epoch, and its bar at the update steps that are done.
         first, began, skipped = self.state, time.perf_counter(), SkippedSteps(loader, counted, self.log)
         done = sum(map(loader.order.num_steps, range(first.epoch)))
-        ends = (loader.order.end(first.epoch, step) for step in range(loader.order.num_steps(first.epoch)))
-        done += sum(end <= first.samples_consumed for end in ends)
+        done += num_done(loader.order, first.epoch, first.samples_consumed)
         bar = progress_bar(self.num_steps, done, self.settings.epochs, self.metrics.shown, self.ranks)
         with bar as advance_bar:
             for epoch in range(first.epoch, self.settings.epochs):

@@ -16,10 +16,8 @@ queue      update steps that are prepared ahead of the loop       2 of them
 """
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch.distributed as dist
 from torch.profiler import record_function
@@ -27,7 +25,7 @@ from torch.profiler import record_function
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.update_steps.collectives import RankCounts, Row, StepCollectives, agreement
 from recipe_utils.update_steps.objective import Collator
-from recipe_utils.update_steps.order import OnRank, Order
+from recipe_utils.update_steps.order import OnRank, Order, num_done
 from recipe_utils.update_steps.prefetch import Prefetched
 from recipe_utils.update_steps.samples import CheckedDataset, load_samples
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
@@ -85,9 +83,8 @@ class UpdateStepLoader:
         other ranks :class:`.OtherRankFailedError`: all ranks stop before the same update step.
         """
         closed = threading.Event()  # set when the caller stops early: no wait for other ranks outlasts it
-        num_steps = self.order.num_steps(epoch)
-        first = bisect_right(range(num_steps), samples_consumed, key=partial(self.order.end, epoch))
-        return Prefetched(self._prepare(epoch, range(first, num_steps), closed), self.num_prefetched, closed)
+        steps = range(num_done(self.order, epoch, samples_consumed), self.order.num_steps(epoch))
+        return Prefetched(self._prepare(epoch, steps, closed), self.num_prefetched, closed)
 
     def _prepare(self, epoch: int, steps: range, closed: threading.Event) -> Iterator[UpdateStep]:
         """Yields update steps. The queue runs this in its thread."""

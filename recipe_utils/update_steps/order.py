@@ -7,6 +7,7 @@ samples are consumed: (epoch 0, 4 samples) is all that a checkpoint keeps, and o
 """
 
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -56,6 +57,11 @@ class Order(Protocol):
     def fingerprint(self) -> Mapping[str, Any]:
         """Returns JSON values that must be equal on resume for update steps to contain the same samples."""
         return {}
+
+
+def num_done(order: Order, epoch: int, samples_consumed: int) -> int:
+    """Returns how many update steps of an epoch end within its first ``samples_consumed`` samples."""
+    return bisect_right(range(order.num_steps(epoch)), samples_consumed, key=partial(order.end, epoch))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from recipe_utils.update_steps.order import OnRank, ShuffledOrder
+from recipe_utils.update_steps.order import OnRank, ShuffledOrder, num_done
 from recipe_utils.update_steps.permutation import epoch_permutation
 
 
@@ -45,6 +45,13 @@ def test_an_epoch_has_every_sample_once_in_update_steps_that_do_not_depend_on_th
         ]
         assert len(found) == num_samples
         assert set(found) == expected
+
+
+def test_done_update_steps_are_those_that_end_within_the_consumed_samples():
+    order = ShuffledOrder(31, 12)
+    for consumed in range(40):
+        assert num_done(order, 0, consumed) == sum(order.end(0, step) <= consumed for step in range(3))
+    assert num_done(ShuffledOrder(10**11, 10), 0, 10**10 + 9) == 10**9
 
 
 def on_ranks(order, epoch, step, dp_degree, block=1):
