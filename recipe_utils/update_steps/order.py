@@ -1,9 +1,9 @@
 """Which samples an update step consists of, over all ranks: arithmetic, without any state.
 
-12 samples, 4 in an update step, two ranks. The permutation of epoch 0 is 7 2 4 0 | 9 1 11 3 | ..., so update
-step 0 is [7, 2, 4, 0] on any number of ranks; rank 0 takes samples 7 and 4, rank 1 samples 2 and 0. After it 4
+12 samples, 4 in an update step, two ranks. The permutation of epoch 0 is 8 0 5 9 | 7 4 2 10 | ..., so update
+step 0 is [8, 0, 5, 9] on any number of ranks; rank 0 takes samples 8 and 5, rank 1 samples 0 and 9. After it 4
 samples are consumed: (epoch 0, 4 samples) is all that a checkpoint keeps, and on 3 ranks update step 1 is still
-[9, 1, 11, 3].
+[7, 4, 2, 10].
 """
 
 from abc import abstractmethod

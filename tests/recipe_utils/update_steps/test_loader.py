@@ -22,6 +22,7 @@ from recipe_utils.training.inspect_samples import log_data
 from recipe_utils.training.loaders import build_loader
 from recipe_utils.update_steps.collectives import OtherRankFailedError
 from recipe_utils.update_steps.loader import RowBudget
+from recipe_utils.update_steps.order import OnRank
 from recipe_utils.update_steps.samples import SampleError
 from recipe_utils.update_steps.settings import DataSettings
 
@@ -77,6 +78,25 @@ def describe_unequal_steps(depth):
             )
             for step in steps
         ]
+
+
+def describe_example():
+    """Returns the samples that this rank takes and the rows that it computes, in the example of the loader's head."""
+    lengths = {8: 5, 0: 3, 5: 9, 9: 2}
+    samples = [{"tokens": [i] * lengths.get(i, 4), "labels": [i] * lengths.get(i, 4)} for i in range(12)]
+    how = {"global_batch_size": 4, "microbatching": "packed", "max_tokens_per_microbatch": 10}
+    loader = make_loader(samples, **how)
+    ranks = loader.ranks
+    taken = [step.item for step in OnRank(loader.order, 0, range(1), ranks.dp_rank, ranks.dp_degree)[0]]
+    with loader.epoch(0) as steps:
+        step = next(iter(steps))
+    return taken, samples_of(step), step.totals["target_tokens"], len(step.microbatches), step.scale("target_tokens")
+
+
+def test_the_worked_example_is_what_two_ranks_do():
+    first, second = run_distributed(describe_example, 2)
+    assert first == ([8, 5], [[8] * 5 + [0] * 3 + [9] * 2], 15, 1, 2 / 15)
+    assert second == ([0, 9], [[5] * 9], 15, 1, 2 / 15)
 
 
 def test_totals_are_those_of_all_ranks_and_prefetching_changes_nothing():
