@@ -149,9 +149,9 @@ def _with_values(
     """
     targets, values, num_targets = row.targets, {}, len(row.targets.positions)
     if "step_position" in samples[0] and len(lengths) == len(samples):
-        positions = torch.tensor([sample["step_position"] for sample in samples])
-        samples_of_row = positions.repeat_interleave(torch.tensor(lengths))
-        targets = targets._replace(samples=samples_of_row[targets.positions])
+        # Not repeat_interleave: its OpenMP threads, beside the training's, would make both sleep between operations.
+        samples_of_row = np.repeat([sample["step_position"] for sample in samples], lengths)
+        targets = targets._replace(samples=torch.from_numpy(samples_of_row)[targets.positions])
     for name in names:
         if any(name in sample for sample in samples):
             values[name] = torch.cat([_values_of(sample, name, ignore_index) for sample in samples])

@@ -209,7 +209,7 @@ class ViewCollator(Collator):
             patch_positions=patches.flatten(),
             num_local_crops=len(samples[0]["local_crops"]),
             masked_positions=patches[is_masked],
-            masked_weights=(1 / num_masked.double()).repeat_interleave(num_masked),
+            masked_weights=torch.from_numpy(np.repeat(1 / num_masked.double().numpy(), num_masked.numpy())),
             koleo_groups=groups,
         )
         counts = {

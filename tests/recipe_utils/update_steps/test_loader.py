@@ -1,13 +1,16 @@
 """An update step is a value with counts over all ranks, determined before its first forward."""
 
 import math
+import os
 import sys
+import threading
 from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 import pytest
 import tiny
+import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
 from recipe_runs import keep_messages
@@ -78,6 +81,30 @@ def describe_unequal_steps(depth):
             )
             for step in steps
         ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts threads")
+@pytest.mark.parametrize("microbatching", ["in_order", "least_padding", "packed"])
+def test_preparing_update_steps_starts_no_threads_of_openmp(microbatching, one_process):
+    """A second team on the same cores makes both sleep between operations: a packed update step took 1.2 of its time."""
+    loader = make_loader(tiny.make_samples(40), microbatching=microbatching, prefetch_update_steps=0)
+    counted, num_threads = [], torch.get_num_threads()
+
+    def prepare():
+        torch.set_num_threads(3)
+        counted.append(len(os.listdir("/proc/self/task")))
+        with loader.epoch(0) as steps:
+            assert len(list(steps)) == 20
+        counted.append(len(os.listdir("/proc/self/task")))
+
+    try:
+        thread = threading.Thread(target=prepare)  # a new one has no team yet
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(num_threads)
+    before, after = counted
+    assert after == before
 
 
 def describe_example():
