@@ -1,32 +1,33 @@
-"""Documents: links resolve, key tables and commands are those of the program.
-
-``python tests/test_documents.py`` rewrites the key tables of ``recipes/*.md``.
-"""
+"""Documents: links resolve; keys, pictures, code and commands are those of the program."""
 
 import re
 import shlex
 import subprocess
-import textwrap
 from ast import literal_eval
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 import torchtune
 import yaml
+from decoder_types import tiny_config_of
 from omegaconf import OmegaConf
+from recipe_runs import run_recipe, section_of
 
-from recipe_utils.cli.registry import RECIPES, SAME_FILE, config_path
+from recipe_utils.cli.registry import RECIPES, SAME_FILE, TRAINING_RECIPES, config_path
 from recipe_utils.losses.attach import SummedLoss
-from recipe_utils.settings.describe import key_table, settings_of
+from recipe_utils.plans.__main__ import draw
+from recipe_utils.settings.describe import SECTIONS, key_page, settings_of
+from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.read import read_settings
 from recipe_utils.update_steps.step import Targets
 
 ROOT = Path(__file__).parents[1]
 FIRST = "full_finetune_update_step"
-PAGES = sorted(set(RECIPES) - set(SAME_FILE) - {"benchmark_tokens_per_second"})
+TUTORIAL = ROOT / "recipes" / "writing_a_recipe.md"
 DOCUMENTS = sorted(
     Path(line)
     for line in subprocess.run(
@@ -34,7 +35,6 @@ DOCUMENTS = sorted(
     ).stdout.splitlines()
     if (ROOT / line).is_file()
 )
-KEYS = re.compile(r"(?<=<!-- keys -->\n).*(?=<!-- end of keys -->)", re.DOTALL)
 STOCK = Path(torchtune.__file__).parents[1] / "recipes"
 
 
@@ -50,21 +50,8 @@ def anchors_of(path):
 
 
 @cache
-def rows_of(recipe):
-    return key_table(settings_of(recipe)).splitlines()
-
-
-def expected_keys(recipe):
-    """Returns the whole table for the first recipe; for others, rows that differ and missing keys."""
-    if recipe == FIRST:
-        return "\n".join(rows_of(recipe)) + "\n"
-    first, own = rows_of(FIRST), rows_of(recipe)
-    keys = [row.split("`")[1] for row in own[2:]]
-    gone = [row.split("`")[1] for row in first[2:] if row.split("`")[1] not in keys]
-    lines = [*own[:2], *(row for row in own[2:] if row not in first)]
-    if gone:
-        lines += ["", f"It does not have {', '.join(f'`{key}`' for key in gone)}."]
-    return "\n".join(lines) + "\n"
+def keys_of_recipe(recipe):
+    return set(keys_of(settings_of(recipe)))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
@@ -82,31 +69,71 @@ def test_links_and_anchors_resolve(document):
     assert not broken
 
 
-@pytest.mark.parametrize("recipe", PAGES)
-def test_key_tables_are_the_command_s_output(recipe):
-    (found,) = KEYS.findall((ROOT / "recipes" / f"{recipe}.md").read_text())
-    assert found == expected_keys(recipe), "run python tests/test_documents.py"
+def test_the_page_of_keys_is_the_command_s_output():
+    page = (ROOT / "recipes" / "keys.md").read_text()
+    found = page[page.index("## ") :]
+    expected = key_page({recipe: settings_of(recipe) for recipe in TRAINING_RECIPES})
+    assert found == expected, "replace it by the output of python -m recipe_utils.settings"
+
+
+def test_each_key_stands_once_on_the_page_of_keys():
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "recipes" / "keys.md").read_text(), re.M)
+    assert len(rows) == len(set(rows))
+    assert set(rows) == set().union(*map(keys_of_recipe, TRAINING_RECIPES))
+    assert len(SECTIONS["Set first"].split()) == 20
+
+
+def test_recipes_that_train_have_a_page():
+    assert set(TRAINING_RECIPES) == set(RECIPES) - set(SAME_FILE) - {"benchmark_tokens_per_second"}
+    assert all((ROOT / "recipes" / f"{recipe}.md").is_file() for recipe in TRAINING_RECIPES)
+
+
+def test_the_picture_is_the_command_s_output():
+    assert (ROOT / "recipe_utils" / "plans" / "four_samples.svg").read_text() == draw([5, 3, 9, 2], 2, 2) + "\n"
+    (caption,) = re.findall(r"!\[(.*)\]\(recipe_utils/plans/four_samples.svg\)", (ROOT / "README.md").read_text())
+    assert caption == "Four samples on two ranks: 24 positions padded, at most 18 on a rank; 19 packed, at most 10"
+    for title, numbers in (("in_order", (24, 5, 18)), ("packed", (19, 0, 10))):
+        text = "{}: {} positions, {} of them padding; at most {} on a rank".format(title, *numbers)
+        assert text in draw([5, 3, 9, 2], 2, 2)
 
 
 @pytest.mark.parametrize("recipe", [FIRST, "full_dpo_update_step", "dinov3_update_step"])
 def test_a_whole_config_for_own_data_is_accepted(recipe, tmp_path):
-    page = (ROOT / "recipes" / f"{recipe}.md").read_text()
-    (block,) = re.findall(r"^A whole config .*?^```yaml\n(.*?)^```", page, re.M | re.S)
+    page = ROOT / "README.md" if recipe == FIRST else ROOT / "recipes" / f"{recipe}.md"
+    (block,) = re.findall(r"^```yaml\n(# \w+\.yaml: .*?)^```", page.read_text(), re.M | re.S)
     own = {"output_dir": str(tmp_path)}
     if recipe == FIRST:
-        from decoder_types import tiny_config_of  # not in the path of this file's command
-
         tiny_config_of("qwen3").save_pretrained(tmp_path)
         own["folder"] = str(tmp_path)
     cfg = OmegaConf.create(yaml.safe_load(block))
     read_settings(OmegaConf.merge(cfg, own), settings_of(recipe))
 
 
+def test_the_dataset_with_weights_trains_their_mean(tiny_config, tmp_path, monkeypatch):
+    section = section_of(TUTORIAL, "## 1. Weigh targets")
+    (block,) = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+    encode = "lambda self, text: self(dict(messages=[Message('user', text)]), inference=True)['tokens']"
+    tokenizer = f"Tokenizer = type('Tokenizer', (tiny.TinyTokenizer,), dict(encode={encode}))"
+    head = "import tiny\nfrom torchtune.data import Message"
+    (tmp_path / "my_data.py").write_text("\n".join([head, tokenizer, block]))
+    monkeypatch.syspath_prepend(tmp_path)
+    components = {"tokenizer": {"_component_": "my_data.Tokenizer", "max_seq_len": 64}}
+    config = tiny_config(**components, dataset={"_component_": "my_data.dataset"}, batch_size=1)
+    (loss,) = [line["loss"] for line in run_recipe(config) if "loss" in line]
+    import my_data
+
+    (sample,) = my_data.dataset(my_data.Tokenizer(64))
+    tokens, weights = torch.tensor(sample["tokens"]), torch.tensor(sample["weights"])[1:]
+    losses = torch.nn.functional.cross_entropy(tiny.tiny_model()(tokens[None])[0, :-1], tokens[1:], reduction="none")
+    assert loss == pytest.approx((weights * losses).sum().item() / weights.sum().item(), rel=1e-5)
+    assert loss != pytest.approx(losses.mean().item(), rel=1e-3)
+
+
 def test_the_term_added_to_a_loss_is_a_mean_over_targets():
-    page = (ROOT / "recipes" / f"{FIRST}.md").read_text()
-    (block,) = re.findall(r"^   ```python\n(.*?)^   ```", page, re.M | re.S)
+    page = section_of(TUTORIAL, "## 4. Add a term to the loss")
+    block, _ = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     names = {"torch": torch}
-    exec(textwrap.dedent(block), names)
+    exec(block, names)
     logits, labels = torch.randn(2, 5, 11), torch.tensor([[3, -100, 4, -100, 1], [-100] * 4 + [7]])
     summed = SummedLoss(names["ZLoss"]())
     summed.check(11)
@@ -118,10 +145,7 @@ def test_the_term_added_to_a_loss_is_a_mean_over_targets():
 
 
 def test_update_steps_in_a_notebook_take_ten_lines(capsys):
-    import tiny  # not in the path of this file's command
-
-    page = (ROOT / "recipes" / f"{FIRST}.md").read_text()
-    (block,) = re.findall(r"^### Update steps in a notebook.*?^```python\n(.*?)^```", page, re.M | re.S)
+    (block,) = re.findall(r"^```python\n(.*?)^```", section_of(TUTORIAL, "## Update steps in a notebook"), re.M | re.S)
     assert len([line for line in block.splitlines() if line]) <= 10
     tokenizer, samples = tiny.tiny_tokenizer(), tiny.make_samples(40)
     try:
@@ -136,7 +160,7 @@ def test_update_steps_in_a_notebook_take_ten_lines(capsys):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_the_readme_shows_the_error_as_it_is(tmp_path):
@@ -181,9 +205,9 @@ def check_run(arguments):
     if "--config" in arguments:
         config = arguments[arguments.index("--config") + 1]
         assert config.endswith(".yaml") or has_config(config), config
-    if not recipes or recipes[0] not in PAGES:
+    if not recipes or recipes[0] not in TRAINING_RECIPES:
         return
-    known = {row.split("`")[1] for row in rows_of(recipes[0])[2:]}
+    known = keys_of_recipe(recipes[0])
     for word in arguments:
         key = word.removeprefix("~").partition("=")[0].partition(".")[0]
         if "=" in word and not word.startswith("-"):
@@ -192,9 +216,3 @@ def check_run(arguments):
                 path = ROOT / "configs" / f"{arguments[arguments.index('--config') + 1]}.yaml"
                 own = yaml.safe_load(path.read_text())
             assert key in known or key in own, word
-
-
-if __name__ == "__main__":
-    for name in PAGES:
-        page = ROOT / "recipes" / f"{name}.md"
-        page.write_text(KEYS.sub(lambda _: expected_keys(name), page.read_text()))  # noqa: B023

@@ -42,6 +42,14 @@ USER_SIGNALS = signal.SIGUSR1, signal.SIGUSR2
 RECIPES = _recipes()
 """Recipe name -> names of its configs (``configs/NAME.yaml``)."""
 
+TRAINING_RECIPES = (
+    "full_finetune_update_step",
+    "full_dpo_update_step",
+    "knowledge_distillation_update_step",
+    "dinov3_update_step",
+)
+"""Recipes that train, each with a file and a page of its own."""
+
 
 def register() -> bool:
     """Adds :data:`RECIPES` to torchtune's registry. Returns True for ``tune run`` of one of them.

@@ -1,18 +1,20 @@
-"""Prints all keys of a recipe: ``python -m recipe_utils.settings RECIPE``."""
+"""Prints the config keys of all recipes, or of one: ``python -m recipe_utils.settings [RECIPE]``."""
 
 import signal
 import sys
 
-from recipe_utils.settings.describe import key_table, settings_of
+from recipe_utils.settings.describe import key_page, settings_of
 
 
 def main() -> None:
-    """Prints the keys of the recipe given on the command line."""
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python -m recipe_utils.settings RECIPE")
+    """Prints the keys of the recipe given on the command line; without one, those of all."""
+    from recipe_utils.cli.registry import TRAINING_RECIPES
+
+    if len(sys.argv) > 2 or (sys.argv[1:2] and sys.argv[1].startswith("-")):
+        sys.exit("usage: python -m recipe_utils.settings [RECIPE]")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
     try:
-        print(key_table(settings_of(sys.argv[1])))  # noqa: T201
+        print(key_page({recipe: settings_of(recipe) for recipe in sys.argv[1:] or TRAINING_RECIPES}), end="")  # noqa: T201
     except ValueError as error:
         sys.exit(str(error))
 

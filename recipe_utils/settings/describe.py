@@ -1,6 +1,7 @@
-"""Formats the config keys of a recipe as a table."""
+"""Formats the config keys of recipes as tables, sorted by what a user wants to do."""
 
 import runpy
+from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -35,15 +36,73 @@ def settings_of(recipe: str) -> type:
     return load_recipe(recipe)[0]
 
 
-def key_table(recipe_settings: type) -> str:
-    """Returns a Markdown table of all keys of a recipe: key, type (also null if that is the default), default, meaning."""
-    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for key, spec in keys_of(recipe_settings).items():
-        default = "required" if spec.is_required() else "null" if spec.default is None else spec.default
-        words = type_in_words(spec).removesuffix(" or null" if spec.default is None else "")
-        meaning = " ".join((spec.description or "").split()).replace("``", "`")
-        lines.append(f"| `{key}` | {words} | {default} | {meaning} |")
+SECTIONS = {
+    "Set first": """model tokenizer checkpointer dataset loss optimizer output_dir epochs batch_size global_batch_size
+        microbatching max_tokens_per_microbatch dtype weights_dtype lr_scheduler clip_grad_norm compile
+        enable_activation_checkpointing save_every_n_steps resume_from_checkpoint""",
+    "Watch a training": """dataset_val run_val_every_n_steps batch_size_val sample_prompts sample_every_n_steps
+        sample_max_new_tokens sample_losses log_every_n_steps log_peak_memory_stats log_config metric_logger profiler""",
+    "Save, resume and export": """save_every_n_minutes enable_async_checkpointing keep_last_n_checkpoints
+        resume_with_other_data resume_with_other_model export_every_n_steps export_dtype keep_last_n_exports
+        keep_best_checkpoint save_adapter_weights_only""",
+    "Choose and load samples": """max_steps_per_epoch last_update_step gradient_accumulation_steps shuffle data_seed
+        mixture loss_weights on_bad_sample num_workers prefetch_update_steps balance_over_ranks collate_fn""",
+    "Fit a larger model or longer samples": """max_ranks_per_row ac_mode ac_option enable_activation_offloading
+        fsdp_cpu_offload fsdp fsdp_reshard_after_forward custom_sharded_layers optimizer_in_bwd""",
+    "Use many GPUs": """device data_parallel_replicate_dim data_parallel_shard_dim gradient_sync tensor_parallel_dim
+        tensor_parallel_plan pipeline_parallel_dim pipeline_parallel_schedule pipeline_parallel_split_points
+        process_group_timeout_seconds""",
+    "Tune optimizer and precision": """weight_decay_of_vectors loraplus_lr_ratio on_nonfinite max_nonfinite_steps
+        quantizer packed_attention seed cudnn_deterministic_mode""",
+}
+"""Purpose -> keys of several recipes; those of one recipe alone have a section of their own."""
+
+
+def key_page(settings_of_recipes: Mapping[str, type]) -> str:
+    """Returns Markdown tables of the keys of recipes: key, its values, meaning.
+
+    Each key stands once, with notes on recipes that lack it or describe it differently.
+    """
+    keys_of_recipes = {recipe: keys_of(settings) for recipe, settings in settings_of_recipes.items()}
+    sections = {title: names.split() for title, names in SECTIONS.items()}
+    listed = {name for names in sections.values() for name in names}
+    for recipe, keys in keys_of_recipes.items():
+        sections[f"Only `{recipe}`"] = [name for name in keys if name not in listed]
+    lines = []
+    for title, names in sections.items():
+        rows = [_row(name, keys_of_recipes) for name in names if any(name in keys for keys in keys_of_recipes.values())]
+        if rows:
+            lines += [f"## {title}", "", "| key | values | meaning |", "| --- | --- | --- |", *rows, ""]
     return "\n".join(lines)
+
+
+def _row(name: str, keys_of_recipes: Mapping[str, Mapping[str, FieldInfo]]) -> str:
+    specs = {recipe: keys[name] for recipe, keys in keys_of_recipes.items() if name in keys}
+    return f"| `{name}` | {_values(next(iter(specs.values())))} | {' '.join(_meanings(specs, list(keys_of_recipes)))} |"
+
+
+def _values(spec: FieldInfo) -> str:
+    """Returns the default, or "required", and what it does not show: other words, and types beside null."""
+    if spec.is_required():
+        return f"required {type_in_words(spec)}"
+    default = "null" if spec.default is None else str(spec.default)
+    others = type_in_words(spec).replace("bool", "False or True").split(" or ")
+    if isinstance(spec.default, int | float):  # a number shows that others are numbers
+        others = [words for words in others if not words.startswith(("int", "float"))]
+    return ", ".join(dict.fromkeys([default, *others]))
+
+
+def _meanings(specs: Mapping[str, FieldInfo], recipes: list[str]) -> Iterator[str]:
+    """Yields the description of a key in the first recipe that has it, then what differs in others."""
+    descriptions = {recipe: " ".join((spec.description or "").split()) for recipe, spec in specs.items()}
+    first = next(iter(descriptions.values()))
+    yield first.replace("``", "`")
+    for recipe, description in descriptions.items():
+        if description != first:
+            yield f"*`{recipe}`*: {description.replace('``', '`')}"
+    missing = [f"`{recipe}`" for recipe in recipes if recipe not in specs]
+    if missing and len(specs) > 1:
+        yield f"*Not in {', '.join(missing)}.*"
 
 
 def type_in_words(spec: FieldInfo) -> str:

@@ -9,22 +9,17 @@ import pytest
 import tiny
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
-from recipe_runs import SFT, ListLogger, changed_recipe, losses, set_up
+from recipe_runs import SFT, ListLogger, losses, recipe_of_page, set_up
 
 from recipe_utils.files import CheckpointError
 
 NUM_SAMPLES, PER_STEP = 21, 4
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": NUM_SAMPLES}
 STEPS = {"batch_size": 2, "global_batch_size": PER_STEP, "gradient_accumulation_steps": ...}
-CHANGES = {
-    "        self.by_sample = ": """        from dataclasses import replace
 
-        from by_length import ByLength
 
-        order = ByLength(self.loader.dataset, settings.samples_per_update_step(ranks.dp_degree))
-        self.loader = replace(self.loader, order=order)
-        self.by_sample = """
-}
+def recipe_by_length(folder):
+    return recipe_of_page(folder, "## 6. Order", imports="import dataclasses\n\nfrom by_length import ByLength")
 
 
 class StoppedError(Exception):
@@ -52,7 +47,7 @@ def train(config, recipe, max_steps=None):
 
 @pytest.fixture
 def recipe(tmp_path):
-    return changed_recipe(tmp_path, CHANGES)
+    return recipe_by_length(tmp_path)
 
 
 def test_samples_grow_over_the_update_steps_of_an_epoch_on_any_number_of_ranks(recipe, tiny_config):

@@ -2,14 +2,13 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import changed_recipe, exported_model, keep_messages, losses, run_recipe, writing_to
+from recipe_runs import changed_recipe, exported_model, keep_messages, losses, recipe_of_page, run_recipe, writing_to
 from safetensors.torch import load_file
 
 from recipe_utils.check_gradient import __main__ as check_gradient
@@ -41,11 +40,6 @@ class WithValues:
 
 @entry_point''',
 }
-
-
-FROZEN = """        meta_model.tok_embeddings.requires_grad_(False)
-        meta_model.layers[0].attn.requires_grad_(False)
-"""
 
 
 @pytest.fixture
@@ -98,7 +92,7 @@ def test_a_module_without_initial_values_is_refused():
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers_that_setup_freezes_keep_their_weights_in_pipelines_too(num_ranks, tiny_config, tmp_path):
-    recipe = changed_recipe(tmp_path, {'        build("optimizer"': FROZEN + '        build("optimizer"'})
+    recipe = recipe_of_page(tmp_path, "## 2. Freeze layers")
     config = tiny_config(model=tiny.UNTIED_MODEL, max_steps_per_epoch=2, pipeline_parallel_dim=num_ranks)
     (_, messages), *_ = run_distributed(run_recipe_keeping_messages, num_ranks, config, recipe)
     assert any(message.startswith("Model: ") and "of them trained" in message for message in messages)
@@ -117,13 +111,7 @@ def run_recipe_keeping_messages(config, recipe):
 
 
 def reward_recipe(folder):
-    page = (Path(__file__).parents[2] / "recipes" / "full_finetune_update_step.md").read_text()
-    page = page[page.index("### A reward model") :]
-    changes, code = (re.search(rf"```{kind}\n(.*?)```", page, re.S)[1] for kind in ("diff", "python"))
-    pairs = re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", changes, re.M)
-    replaced = {re.sub("^-", "", old, flags=re.M): re.sub(r"^\+", "", new, flags=re.M) for old, new in pairs}
-    replaced = {old: new.replace("2048", "32") for old, new in replaced.items()}
-    return changed_recipe(folder, {**replaced, "class FullFinetuneRecipe:": f"{code}\n\nclass FullFinetuneRecipe:"})
+    return recipe_of_page(folder, "## 7. Another objective", {"torch.nn.Linear(2048,": "torch.nn.Linear(32,"})
 
 
 def expected_reward_loss(pairs, seed):

@@ -13,7 +13,15 @@ from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
 from moving_average import MovingAverage
 from omegaconf import OmegaConf
-from recipe_runs import ListLogger, exported_model, keep_messages, recipe_class, writing_to
+from recipe_runs import (
+    ListLogger,
+    exported_model,
+    keep_messages,
+    recipe_class,
+    recipe_of_page,
+    run_recipe,
+    writing_to,
+)
 from torch.distributed.tensor import DTensor
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
@@ -117,6 +125,19 @@ def test_an_average_of_the_weights_is_validated_and_exported_and_changes_no_weig
         assert validated[step] == pytest.approx(run_distributed(val_loss_of, 1, of_average)[0], rel=1e-6)
 
 
+def test_the_average_of_the_page_is_exported(tiny_config, tmp_path):
+    recipe = recipe_of_page(tmp_path, "## 5. Average", imports="from moving_average import MovingAverage")
+    config = tiny_config(max_steps_per_epoch=3)
+    plain = writing_to(tmp_path / "plain", config)
+    assert [m["num_averaged"] for m in run_recipe(config, recipe) if "loss" in m] == [1, 2, 3]
+    run_recipe(plain)
+    start = tiny.tiny_model(tiny.MODEL).state_dict()
+    average, trained = (torch.load(exported_model(each), weights_only=True) for each in (config, plain))
+    for name, weight in trained.items():
+        # Each weight moves by about the rate of 0.01 a step, of which the average has 0.1, 0.19 and 0.27.
+        assert (average[name] - start[name]).norm() < 0.4 * (weight - start[name]).norm()
+
+
 def resumed_average(config):
     with with_parts(config, add_average) as made:
         listed = made.run.parts._listed["average"].part
@@ -198,6 +219,23 @@ def test_an_evaluation_runs_and_is_written_when_due_and_takes_no_training_time(t
     (trained,) = [line for line in lines if "loss" in line]
     assert trained["step"] == 4
     assert trained["tokens_per_second_per_gpu"] == trained["num_tokens_seen"] / 4
+
+
+# ---- Rates by layer ---------------------------------------------------------------------------------
+
+
+def test_groups_of_the_page_have_their_own_rates(tiny_config, tmp_path):
+    recipe = recipe_of_page(tmp_path, "## 3. Rates by layer")
+    schedule = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"}
+    config = tiny_config(max_steps_per_epoch=2, lr_scheduler={**schedule, "num_warmup_steps": 1})
+    lines = [line for line in run_recipe(config, recipe) if "loss" in line]
+    assert [(line["lr/body"], line["lr/head"]) for line in lines] == [(0, 0), (0.01, 1e-4)]
+    start = tiny.tiny_model(tiny.MODEL).state_dict()
+    changes = {
+        name: (weight - start[name]).abs().max()
+        for name, weight in torch.load(exported_model(config), weights_only=True).items()
+    }
+    assert all((change < 1.1e-4) == name.startswith("norm") for name, change in changes.items())
 
 
 # ---- Frozen layers ------------------------------------------------------------------------------

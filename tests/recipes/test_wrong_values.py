@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from recipe_runs import DINO, DPO, KD, SFT, set_up, slow
 
-from recipe_utils.settings.describe import key_table, settings_of
+from recipe_utils.settings.describe import settings_of, type_in_words
+from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.settings.read import read_settings
 
@@ -37,10 +38,8 @@ settings_of = cache(settings_of)
 
 
 def types_of(recipe):
-    """Returns the type column of the table of keys, by key, with null where that is the default."""
-    columns = r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|"
-    rows = re.findall(columns, key_table(settings_of(recipe)), re.M)
-    return {key: words.split(" or ") + ["null"] * (default == "null") for key, words, default in rows}
+    """Returns the types of keys in words, as errors and tables have them."""
+    return {key: type_in_words(spec).split(" or ") for key, spec in keys_of(settings_of(recipe)).items()}
 
 
 TYPES = {recipe: types_of(recipe) for recipe in RECIPES}
@@ -67,7 +66,7 @@ def values_for(recipe, key):
 
 
 def is_documented(recipe, key, value):
-    """Returns True if the type column of the table of keys allows a value."""
+    """Returns True if the type in words allows a value."""
     return any(fits(kind, value, key) for kind in TYPES[recipe][key])
 
 

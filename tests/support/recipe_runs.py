@@ -1,6 +1,7 @@
 """Runs a recipe file in this process and returns what it logged."""
 
 import logging
+import re
 import runpy
 import sys
 import zlib
@@ -117,6 +118,35 @@ def changed_recipe(folder, changes, recipe=SFT):
     path = folder / "my_recipe.py"
     path.write_text(text)
     return str(path)
+
+
+def section_of(page, heading):
+    """Returns the text of a page from a heading to the next of its level or above."""
+    level = heading.partition(" ")[0]
+    return re.search(rf"^{re.escape(heading)}.*?(?=^#{{1,{len(level)}}} |\Z)", page.read_text(), re.M | re.S)[0]
+
+
+def recipe_of_page(folder, heading, changes=None, imports=""):
+    """Returns the path of a recipe that a section of "Writing a recipe" has changed, and then ``changes``.
+
+    Each hunk of its ``diff`` blocks is replaced; code of the last ``python`` block and ``imports`` stand before the class.
+    """
+    section = section_of(recipe_path(SFT).with_name("writing_a_recipe.md"), heading)
+    hunks = [hunk for diff in re.findall(r"^```diff\n(.*?)^```", section, re.M | re.S) for hunk in diff.split("@@\n")]
+    replaced = {}
+    for hunk in hunks:
+        lines = [(line[:1].strip(), line[1:]) for line in hunk.splitlines(keepends=True)]
+        before, after = ("".join(text for mark, text in lines if mark != other) for other in "+-")
+        replaced[before] = after
+    code = [imports, *re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)[-1:]]
+    a_class = "class FullFinetuneRecipe:"
+    path = changed_recipe(folder, {**replaced, a_class: "\n\n".join([*code, a_class])})
+    text = Path(path).read_text()
+    for before, after in (changes or {}).items():
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    Path(path).write_text(text)
+    return path
 
 
 def tiny_config(folder, **changes):

@@ -15,7 +15,7 @@ from arrays import LAYOUTS
 from big_batch import MIXED, STEP_OF_16
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DINO, DPO, KD, SFT, changed_recipe, slow, with_adapters
+from recipe_runs import DINO, DPO, KD, SFT, changed_recipe, recipe_of_page, slow, with_adapters
 
 from recipe_utils.check_gradient import __main__ as prove
 
@@ -164,32 +164,7 @@ WEIGHTED = [
     {**PLAIN_WEIGHTED, "name": "a", "weight": 1},
     {"_component_": "tiny.tiny_dataset", "num_samples": 12, "seed": 3, "name": "b", "weight": 1, "loss_weight": 2},
 ]
-HIDDEN_LOSS = {
-    'SUMS = ("loss",)\n': 'SUMS = "loss", "hidden_loss"\n',
-    "attach_loss(stage, loss_fn,": "attach_loss(stage, WithHiddenLoss(loss_fn, stage.layers[0]),",
-    "\n\n@entry_point": '''
-
-class WithHiddenLoss:
-    """Adds 0.1 times the mean square of the first layer's hidden states at each target to its cross-entropy."""
-
-    takes_hidden_states = True
-
-    def __init__(self, loss_fn, layer):
-        self.loss_fn = loss_fn
-        layer.register_forward_hook(self.keep)
-
-    def keep(self, layer, args, hidden):
-        self.hidden = hidden
-
-    def __call__(self, output, hidden, targets, *parts):
-        first_hidden = self.hidden.flatten(0, 1).index_select(0, targets.positions)
-        hidden_loss = 0.1 * first_hidden.square().mean(1).sum()
-        return torch.stack([self.loss_fn(output, hidden, targets, *parts) + hidden_loss, hidden_loss.detach()])
-
-
-@entry_point''',
-}
-"""A term on a middle layer's hidden states, as a user adds it: 20 lines."""
+HIDDEN_LOSS = "## 4. Add a term to the loss"
 WRONG_BESIDE_OWN_SUMS = {
     "scale 1 % off": {SCALE: f"0.99 * {SCALE}"},
     "documents leak": {FORWARD: FORWARD.replace("microbatch.inputs", LEAK)},
@@ -198,7 +173,7 @@ WRONG_BESIDE_OWN_SUMS = {
 
 
 def test_a_term_on_hidden_states_equals_single_samples(run, tiny_config, tmp_path):
-    recipe, config = changed_recipe(tmp_path, HIDDEN_LOSS), tiny_config(**TEXTS)
+    recipe, config = recipe_of_page(tmp_path, HIDDEN_LOSS), tiny_config(**TEXTS)
     _, lines = found = run(recipe, config)
     assert_equal(found)
     assert "Single samples are those of the recipe's own sums: loss, hidden_loss" in lines
@@ -209,7 +184,7 @@ def test_a_term_on_hidden_states_equals_single_samples(run, tiny_config, tmp_pat
 
 @pytest.mark.parametrize("name", ["scale 1 % off", *map(slow, list(WRONG_BESIDE_OWN_SUMS)[1:])])
 def test_a_wrong_recipe_with_a_term_on_hidden_states_is_named(name, run, tiny_config, tmp_path):
-    recipe = changed_recipe(tmp_path, HIDDEN_LOSS | WRONG_BESIDE_OWN_SUMS[name])
+    recipe = recipe_of_page(tmp_path, HIDDEN_LOSS, WRONG_BESIDE_OWN_SUMS[name])
     code, lines = run(recipe, tiny_config(**TEXTS, batch_size=2))
     assert code == 1, lines
     wrong = {group for group, (difference, _) in groups_of(lines).items() if difference > 1e-3}
@@ -249,7 +224,7 @@ def test_two_ranks_equal_single_samples(layout, tiny_config, tmp_path):
 
 
 def test_a_term_on_hidden_states_of_two_ranks_equals_single_samples(tiny_config, tmp_path):
-    recipe, path = changed_recipe(tmp_path, HIDDEN_LOSS), tmp_path / "my.yaml"
+    recipe, path = recipe_of_page(tmp_path, HIDDEN_LOSS), tmp_path / "my.yaml"
     OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS)), path)
     argv = ["prove", str(recipe), "--config", str(path)]
     first, second = run_distributed(prove_on_this_rank, 2, argv, str(tmp_path / "prove"), False)
