@@ -268,7 +268,7 @@ def recipe_main(cfg: DictConfig) -> None:
     """Runs a benchmark config; ``key=value`` on the command line overrides its keys."""
     # SIGTERM ends the processes of the baselines, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    config.log_config(recipe_name="BenchmarkTokensPerSecond", cfg=cfg)
+    log.info(f"Benchmark of\n{OmegaConf.to_yaml(cfg)}")  # unresolved: overrides refer to the config that they change
     benchmark = BenchmarkTokensPerSecond(cfg)
     benchmark.write_start_adapters()
     for number in range(1, benchmark.settings.num_rounds + 1):

@@ -227,12 +227,13 @@ def test_all_baselines_learn_from_the_same_teacher(model, kd_ratio, tmp_path):
         "model": model,
         "checkpointer": fresh_checkpointer(tmp_path, tiny.MODEL),
         "teacher_model": tiny.TEACHER_MODEL,
-        "teacher_checkpointer": fresh_checkpointer(tmp_path, tiny.TEACHER_MODEL, seed=1),
         "kd_ratio": kd_ratio,
     }
-    screen, _, results = run_here(
-        tmp_path, baselines, of_recipe, update_step_recipe="knowledge_distillation_update_step"
-    )
+    # As in the config of the project, the teacher's model is that of the recipe's config.
+    teacher = {**fresh_checkpointer(tmp_path, tiny.TEACHER_MODEL, seed=1), "model": "${teacher_model}"}
+    overrides = {"gradient_accumulation_steps": 2, "teacher_checkpointer": teacher}
+    how = {"update_step_recipe": "knowledge_distillation_update_step", "overrides": overrides}
+    screen, _, results = run_here(tmp_path, baselines, of_recipe, **how)
     assert "The loss deviation is that of the first update step" in screen
     found = deviations(results)
     assert list(found) == list(baselines)
