@@ -1,12 +1,12 @@
 """Update steps: order, load, plan, exchange, collate, count, queue.
 
-Four samples of 5, 3, 9 and 2 tokens, two ranks, rows of at most 10 tokens:
+Samples 44, 22, 29 and 18 of 5, 3, 9 and 2 tokens, two ranks, rows of at most 10 tokens:
 
 =========  =====================================================  =============================================
-order      samples of the update step, over all ranks             [8, 0, 5, 9]: rank 0 takes 8, 5; rank 1 0, 9
+order      samples of the update step, over all ranks             rank 0: samples 44 and 29; rank 1: 22 and 18
 load       checked samples of this rank                           rank 0: 5 and 9 tokens; rank 1: 3 and 2
 plan       lengths of all ranks -> rows; the same on every rank   rank 0: [5, 3, 2]; rank 1: [9]
-exchange   samples move to the rank that computes them            5 goes to rank 1; 0 and 9 go to rank 0
+exchange   samples move to the rank that computes them            29 goes to rank 1; 22 and 18 go to rank 0
 collate    rows -> tensors                                        one row of 10, one of 9, no padding
 count      sums over ranks; nobody starts what another lacks      target_tokens 15, 1 microbatch on each
 queue      update steps that are prepared ahead of the loop       2 of them

@@ -1,9 +1,9 @@
 """Which samples an update step consists of, over all ranks: arithmetic, without any state.
 
-12 samples, 4 in an update step, two ranks. The permutation of epoch 0 is 8 0 5 9 | 7 4 2 10 | ..., so update
-step 0 is [8, 0, 5, 9] on any number of ranks; rank 0 takes samples 8 and 5, rank 1 samples 0 and 9. After it 4
-samples are consumed: (epoch 0, 4 samples) is all that a checkpoint keeps, and on 3 ranks update step 1 is still
-[7, 4, 2, 10].
+48 samples, 4 in an update step, two ranks. The permutation of epoch 0 is 44 22 29 18 | 23 20 19 41 | ..., so update
+step 0 is [44, 22, 29, 18] on any number of ranks; rank 0 takes samples 44 and 29, rank 1 samples 22 and 18. After it
+4 samples are consumed: (epoch 0, 4 samples) is all that a checkpoint keeps, and on 3 ranks update step 1 is still
+[23, 20, 19, 41].
 """
 
 from abc import abstractmethod

@@ -109,8 +109,8 @@ def test_preparing_update_steps_starts_no_threads_of_openmp(microbatching, one_p
 
 def describe_example():
     """Returns the samples that this rank takes and the rows that it computes, in the example of the loader's head."""
-    lengths = {8: 5, 0: 3, 5: 9, 9: 2}
-    samples = [{"tokens": [i] * lengths.get(i, 4), "labels": [i] * lengths.get(i, 4)} for i in range(12)]
+    lengths = {44: 5, 22: 3, 29: 9, 18: 2}
+    samples = [{"tokens": [i] * lengths.get(i, 4), "labels": [i] * lengths.get(i, 4)} for i in range(48)]
     how = {"global_batch_size": 4, "microbatching": "packed", "max_tokens_per_microbatch": 10}
     loader = make_loader(samples, **how)
     ranks = loader.ranks
@@ -122,8 +122,8 @@ def describe_example():
 
 def test_the_worked_example_is_what_two_ranks_do():
     first, second = run_distributed(describe_example, 2)
-    assert first == ([8, 5], [[8] * 5 + [0] * 3 + [9] * 2], 15, 1, 2 / 15)
-    assert second == ([0, 9], [[5] * 9], 15, 1, 2 / 15)
+    assert first == ([44, 29], [[44] * 5 + [22] * 3 + [18] * 2], 15, 1, 2 / 15)
+    assert second == ([22, 18], [[29] * 9], 15, 1, 2 / 15)
 
 
 def test_totals_are_those_of_all_ranks_and_prefetching_changes_nothing():
