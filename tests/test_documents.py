@@ -137,7 +137,7 @@ def test_the_dataset_with_weights_trains_their_mean(tiny_config, tmp_path, monke
 
 
 def test_the_term_added_to_a_loss_is_a_mean_over_targets():
-    page = section_of(TUTORIAL, "## 4. Add a term to the loss")
+    page = section_of(TUTORIAL, "## 4. A term of the loss")
     block, _ = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     names = {"torch": torch}
     exec(block, names)

@@ -19,7 +19,7 @@ STEPS = {"batch_size": 2, "global_batch_size": PER_STEP, "gradient_accumulation_
 
 
 def recipe_by_length(folder):
-    return recipe_of_page(folder, "## 6. Order", imports="import dataclasses\n\nfrom by_length import ByLength")
+    return recipe_of_page(folder, "## 6. Order")
 
 
 class StoppedError(Exception):

@@ -111,7 +111,7 @@ def run_recipe_keeping_messages(config, recipe):
 
 
 def reward_recipe(folder):
-    return recipe_of_page(folder, "## 7. Another objective", {"torch.nn.Linear(2048,": "torch.nn.Linear(32,"})
+    return recipe_of_page(folder, "## 7. Another objective")
 
 
 def expected_reward_loss(pairs, seed):

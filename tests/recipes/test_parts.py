@@ -126,7 +126,7 @@ def test_an_average_of_the_weights_is_validated_and_exported_and_changes_no_weig
 
 
 def test_the_average_of_the_page_is_exported(tiny_config, tmp_path):
-    recipe = recipe_of_page(tmp_path, "## 5. Average", imports="from moving_average import MovingAverage")
+    recipe = recipe_of_page(tmp_path, "## 5. Average")
     config = tiny_config(max_steps_per_epoch=3)
     plain = writing_to(tmp_path / "plain", config)
     assert [m["num_averaged"] for m in run_recipe(config, recipe) if "loss" in m] == [1, 2, 3]
@@ -229,7 +229,7 @@ def test_groups_of_the_page_have_their_own_rates(tiny_config, tmp_path):
     schedule = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"}
     config = tiny_config(max_steps_per_epoch=2, lr_scheduler={**schedule, "num_warmup_steps": 1})
     lines = [line for line in run_recipe(config, recipe) if "loss" in line]
-    assert [(line["lr/body"], line["lr/head"]) for line in lines] == [(0, 0), (0.01, 1e-4)]
+    assert [(line["lr/body"], line["lr/norm"]) for line in lines] == [(0, 0), (0.01, 1e-4)]
     start = tiny.tiny_model(tiny.MODEL).state_dict()
     changes = {
         name: (weight - start[name]).abs().max()

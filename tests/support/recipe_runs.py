@@ -126,10 +126,10 @@ def section_of(page, heading):
     return re.search(rf"^{re.escape(heading)}.*?(?=^#{{1,{len(level)}}} |\Z)", page.read_text(), re.M | re.S)[0]
 
 
-def recipe_of_page(folder, heading, changes=None, imports=""):
+def recipe_of_page(folder, heading, changes=None):
     """Returns the path of a recipe that a section of "Writing a recipe" has changed, and then ``changes``.
 
-    Each hunk of its ``diff`` blocks is replaced; code of the last ``python`` block and ``imports`` stand before the class.
+    Each hunk of its ``diff`` block is replaced; the code of the last ``python`` block stands before the class.
     """
     section = section_of(recipe_path(SFT).with_name("writing_a_recipe.md"), heading)
     hunks = [hunk for diff in re.findall(r"^```diff\n(.*?)^```", section, re.M | re.S) for hunk in diff.split("@@\n")]
@@ -138,7 +138,7 @@ def recipe_of_page(folder, heading, changes=None, imports=""):
         lines = [(line[:1].strip(), line[1:]) for line in hunk.splitlines(keepends=True)]
         before, after = ("".join(text for mark, text in lines if mark != other) for other in "+-")
         replaced[before] = after
-    code = [imports, *re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)[-1:]]
+    code = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)[-1:]
     a_class = "class FullFinetuneRecipe:"
     path = changed_recipe(folder, {**replaced, a_class: "\n\n".join([*code, a_class])})
     text = Path(path).read_text()

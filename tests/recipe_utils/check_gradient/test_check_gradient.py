@@ -164,7 +164,7 @@ WEIGHTED = [
     {**PLAIN_WEIGHTED, "name": "a", "weight": 1},
     {"_component_": "tiny.tiny_dataset", "num_samples": 12, "seed": 3, "name": "b", "weight": 1, "loss_weight": 2},
 ]
-HIDDEN_LOSS = "## 4. Add a term to the loss"
+HIDDEN_LOSS = "## 4. A term of the loss"
 WRONG_BESIDE_OWN_SUMS = {
     "scale 1 % off": {SCALE: f"0.99 * {SCALE}"},
     "documents leak": {FORWARD: FORWARD.replace("microbatch.inputs", LEAK)},
@@ -223,9 +223,10 @@ def test_two_ranks_equal_single_samples(layout, tiny_config, tmp_path):
     assert second == (0, [])
 
 
-def test_a_term_on_hidden_states_of_two_ranks_equals_single_samples(tiny_config, tmp_path):
+@pytest.mark.parametrize("layout", ["fsdp-2", slow("pp-2")])
+def test_a_term_on_hidden_states_of_two_ranks_equals_single_samples(layout, tiny_config, tmp_path):
     recipe, path = recipe_of_page(tmp_path, HIDDEN_LOSS), tmp_path / "my.yaml"
-    OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS)), path)
+    OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS, **LAYOUTS[layout][1])), path)
     argv = ["prove", str(recipe), "--config", str(path)]
     first, second = run_distributed(prove_on_this_rank, 2, argv, str(tmp_path / "prove"), False)
     assert_equal(first)
