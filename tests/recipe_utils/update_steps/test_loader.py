@@ -84,10 +84,16 @@ def describe_unequal_steps(depth):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts threads")
-@pytest.mark.parametrize("microbatching", ["in_order", "least_padding", "packed"])
-def test_preparing_update_steps_starts_no_threads_of_openmp(microbatching, one_process):
-    """A second team on the same cores makes both sleep between operations: a packed update step took 1.2 of its time."""
-    loader = make_loader(tiny.make_samples(40), microbatching=microbatching, prefetch_update_steps=0)
+@pytest.mark.parametrize(
+    ("microbatching", "num_common"), [("in_order", 0), ("least_padding", 0), ("packed", 0), ("packed", 20)]
+)
+def test_preparing_update_steps_starts_no_threads_of_openmp(microbatching, num_common, one_process):
+    """A second team on the same cores makes both sleep between operations: a packed update step took 1.2 of its time.
+
+    With 20 common tokens, samples of a packed row become trees.
+    """
+    samples = tiny.make_samples(40, num_common=num_common)
+    loader = make_loader(samples, microbatching=microbatching, prefetch_update_steps=0)
     counted, num_threads = [], torch.get_num_threads()
 
     def prepare():
