@@ -20,9 +20,8 @@ class LossWeightSettings:
     """Weights of named datasets in the loss."""
 
     loss_weights: Literal["tokens", "datasets"] = "tokens"
-    """Meaning of ``loss_weight`` w (default 1) of named datasets with n target tokens in an
-    update step. ``tokens``: sum of w CE / sum of w n; ``datasets``: sum of (w / n) CE / sum of
-    w, over datasets with targets."""
+    """What the ``loss_weight`` of a named dataset weighs in an update step. ``tokens``: each target token;
+    ``datasets``: the dataset's mean loss. The loss is divided by the sum of weights."""
 
     def problems_of_weights(self, dataset: Any, dataset_val: Any, loss: Mapping[str, Any]) -> Iterator[Problem]:
         """Yields weights that are wrong, or have no effect with the recipe's datasets or loss."""

@@ -58,9 +58,10 @@ class RankSettings:
     tensor_parallel_dim: Count = 1
     """Ranks that split each layer by ``tensor_parallel_plan``."""
     pipeline_parallel_dim: Count = 1
-    """Pipeline stages."""
+    """Ranks in a pipeline of stages."""
     gradient_sync: GradientSync = "each_microbatch"
-    """``each_microbatch`` keeps accumulated gradients sharded; ``last_microbatch`` communicates once."""
+    """``each_microbatch`` keeps accumulated gradients sharded; ``last_microbatch`` communicates once per update step,
+    and keeps them whole until then."""
     process_group_timeout_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Timeout of collectives [s]; null for PyTorch's default."""
 

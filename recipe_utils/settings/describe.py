@@ -37,23 +37,23 @@ def settings_of(recipe: str) -> type:
 
 
 SECTIONS = {
-    "Set first": """model tokenizer checkpointer dataset loss optimizer output_dir epochs batch_size global_batch_size
-        microbatching max_tokens_per_microbatch dtype weights_dtype lr_scheduler clip_grad_norm compile
-        enable_activation_checkpointing save_every_n_steps resume_from_checkpoint""",
+    "Set first": """model tokenizer checkpointer dataset loss optimizer output_dir device epochs batch_size
+        global_batch_size microbatching max_tokens_per_microbatch dtype weights_dtype lr_scheduler clip_grad_norm seed
+        compile enable_activation_checkpointing""",
     "Watch a training": """dataset_val run_val_every_n_steps batch_size_val sample_prompts sample_every_n_steps
         sample_max_new_tokens sample_losses log_every_n_steps log_peak_memory_stats log_config metric_logger profiler""",
-    "Save, resume and export": """save_every_n_minutes enable_async_checkpointing keep_last_n_checkpoints
+    "Save, resume and export": """save_every_n_steps save_every_n_minutes resume_from_checkpoint enable_async_checkpointing keep_last_n_checkpoints
         resume_with_other_data resume_with_other_model export_every_n_steps export_dtype keep_last_n_exports
         keep_best_checkpoint save_adapter_weights_only""",
     "Choose and load samples": """max_steps_per_epoch last_update_step gradient_accumulation_steps shuffle data_seed
         mixture loss_weights on_bad_sample num_workers prefetch_update_steps balance_over_ranks collate_fn""",
     "Fit a larger model or longer samples": """max_ranks_per_row ac_mode ac_option enable_activation_offloading
         fsdp_cpu_offload fsdp fsdp_reshard_after_forward custom_sharded_layers optimizer_in_bwd""",
-    "Use many GPUs": """device data_parallel_replicate_dim data_parallel_shard_dim gradient_sync tensor_parallel_dim
+    "Use many GPUs": """data_parallel_replicate_dim data_parallel_shard_dim gradient_sync tensor_parallel_dim
         tensor_parallel_plan pipeline_parallel_dim pipeline_parallel_schedule pipeline_parallel_split_points
         process_group_timeout_seconds""",
     "Tune optimizer and precision": """weight_decay_of_vectors loraplus_lr_ratio on_nonfinite max_nonfinite_steps
-        quantizer packed_attention seed cudnn_deterministic_mode""",
+        quantizer packed_attention cudnn_deterministic_mode""",
 }
 """Purpose -> keys of several recipes; those of one recipe alone have a section of their own."""
 

@@ -61,7 +61,8 @@ class DataSettings:
     sample_losses: bool = False
     """Writes the mean loss of each sample to ``logs/sample_losses.npy``."""
     mixture: dict[Literal["samples_per_epoch"], Count] | None = None
-    """``samples_per_epoch`` of a ``dataset`` list with weights. Default: as many as all datasets have."""
+    """``samples_per_epoch``: samples drawn in an epoch from a ``dataset`` list with weights. Default: as many as all
+    datasets have."""
     collate_fn: str = "torchtune.data.padded_collate_sft"
     """Function that pads the samples of a microbatch; not with ``packed``."""
 

@@ -46,7 +46,7 @@ class ViewSettings:
     koleo_group_size: Annotated[int, Field(ge=2)] | None = 16
     """Consecutive images, in one microbatch, that KoLeo searches for neighbors; null: the update step."""
     rope_rescale: Annotated[float, Field(ge=1)] | None = None
-    """Bound x of the factor of an update step's positions, log-uniform in [1/x, x]; null for none."""
+    """Largest factor x of the positions of an update step's patches, drawn log-uniformly from [1/x, x]; null for none."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields invalid values."""
