@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -18,11 +19,11 @@ import yaml
 from distributed_runs import fork_context
 from omegaconf import OmegaConf
 from programs import TUNE, Popen, become_program, tune_run_here
+from recipe_runs import changed_recipe
 from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark import interleave
 from recipe_utils.benchmark.baselines import worker
-from recipe_utils.cli.registry import recipe_path
 
 RECIPE = "benchmark_tokens_per_second"
 STOCK, LIMIT = {"kind": "stock"}, {"kind": "limit"}
@@ -85,6 +86,7 @@ class ForkedWorker:
 
 def work(spec, pipe, output):
     become_program(["worker", spec, str(pipe.fileno())], output)
+    sys.path[:] = [path for path in sys.path if path not in ("", os.getcwd())]  # as with -P
     worker.main()
 
 
@@ -118,7 +120,7 @@ OF_TEXT = {
     "stock": STOCK,
     "in_order": IN_ORDER,
     "packed": PACKED,
-    "mine": {**PACKED, "recipe": str(recipe_path("full_finetune_update_step"))},
+    "mine": {**PACKED, "recipe": "my_recipe.py"},  # imports a module beside it
     "hf_batch_rebalance": {"kind": "hf_trainer", "train_sampling_strategy": "batch_rebalance"},
     "limit": LIMIT,
     "broken": {**IN_ORDER, "max_tokens_per_microbatch": 8},  # refused once the recipe runs
@@ -127,7 +129,12 @@ OF_TEXT = {
 
 @pytest.fixture(scope="module")
 def of_text(tmp_path_factory):
-    return run_here(tmp_path_factory.mktemp("benchmark"), OF_TEXT)
+    folder = tmp_path_factory.mktemp("benchmark")
+    changed_recipe(folder, {"\nimport torch\n": "\nimport beside_my_recipe\nimport torch\n"})
+    (folder / "beside_my_recipe.py").touch()
+    with pytest.MonkeyPatch.context() as patches:
+        patches.chdir(folder)
+        return run_here(folder, OF_TEXT)
 
 
 @pytest.mark.slow
