@@ -1,6 +1,9 @@
 """Layouts of rows: packed (documents one after the other) and padded (each in a row of its own).
 
 Shapes: b rows, s positions per row, n positions of a piece.
+
+What PyTorch computes in parallel (repeat_interleave, indexing and nonzero of long rows) is left to NumPy: OpenMP threads
+of the data thread, beside the training's, would make both sleep between operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +64,7 @@ def _microbatch(rows: Tensor, documents: Sequence[Sequence[Document]], num_real:
 
 def _with_targets(inputs: dict[str, Any], labels: Tensor, num_real: int, ignore_index: int) -> Microbatch:
     """Makes a microbatch; ``labels`` [b, s] are those of the next positions."""
-    positions = (labels.flatten() != ignore_index).nonzero().squeeze(1)
+    positions = torch.from_numpy(np.flatnonzero(labels.numpy() != ignore_index))
     counts = {"target_tokens": len(positions), "real_tokens": num_real, "positions": labels.numel()}
     return Microbatch(inputs, Targets(labels, positions), counts)
 
@@ -149,9 +152,8 @@ def _with_values(
     """
     targets, values, num_targets = row.targets, {}, len(row.targets.positions)
     if "step_position" in samples[0] and len(lengths) == len(samples):
-        # Not repeat_interleave: its OpenMP threads, beside the training's, would make both sleep between operations.
         samples_of_row = np.repeat([sample["step_position"] for sample in samples], lengths)
-        targets = targets._replace(samples=torch.from_numpy(samples_of_row)[targets.positions])
+        targets = targets._replace(samples=torch.from_numpy(samples_of_row[targets.positions.numpy()]))
     for name in names:
         if any(name in sample for sample in samples):
             values[name] = torch.cat([_values_of(sample, name, ignore_index) for sample in samples])
