@@ -52,6 +52,8 @@ class LiveBytes(TorchDispatchMode):
         if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # is called again with the parts
         for key in [*(self._held if getattr(func, "namespace", "") == "fsdp" else self._resized)]:
+            if key not in self._held:  # released since the loop began, by the garbage collector
+                continue
             held, before = self._held[key]
             if (storage := held()) is not None and storage.nbytes() != before:
                 self._resized.add(key)

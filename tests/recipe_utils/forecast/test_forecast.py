@@ -257,3 +257,12 @@ def test_every_embedded_config_of_text_has_a_forecast(recipe, config, run):
     code, text = run(recipe, config, "--ranks", "2", "--memory", "1GiB")
     assert not code
     assert len(text.splitlines()) == 5
+
+
+def test_a_storage_that_is_released_while_sizes_are_read_is_left_out():
+    meter = LiveBytes()
+    meter._held = {1: (lambda: meter._held.pop(2) and None, 0), 2: (lambda: None, 0)}
+    meter._resized = {1, 2}
+    with meter:
+        kept = torch.ones(3)
+    assert meter.now == kept.nbytes
