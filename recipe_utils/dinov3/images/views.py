@@ -200,16 +200,15 @@ class ViewCollator(Collator):
         parts = [CropsOfOneSize(global_crops, global_draws, masks), CropsOfOneSize(local_crops, local_draws)]
         inputs, ((global_cls, patches), (local_cls, _)) = row_of(parts, self._layout, samples[0]["position_factor"])
         # The masked patches of a crop have a total weight of 1, however many there are.
-        is_masked = torch.from_numpy(masks)
-        num_masked = is_masked.sum(dim=1)
+        num_masked = masks.sum(axis=1)
         groups, num_neighbors = self._groups_of(samples)
         targets: Any = ViewTargets(
             cls_positions=torch.cat([global_cls, local_cls]),
             num_images=len(samples),
             patch_positions=patches.flatten(),
             num_local_crops=len(samples[0]["local_crops"]),
-            masked_positions=patches[is_masked],
-            masked_weights=torch.from_numpy(np.repeat(1 / num_masked.double().numpy(), num_masked.numpy())),
+            masked_positions=torch.from_numpy(patches.numpy()[masks]),
+            masked_weights=torch.from_numpy(np.repeat(1 / np.maximum(num_masked, 1), num_masked)),
             koleo_groups=groups,
         )
         counts = {
