@@ -141,12 +141,7 @@ def recipe_of_page(folder, heading, changes=None):
     code = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)[-1:]
     a_class = "class FullFinetuneRecipe:"
     path = changed_recipe(folder, {**replaced, a_class: "\n\n".join([*code, a_class])})
-    text = Path(path).read_text()
-    for before, after in (changes or {}).items():
-        assert text.count(before) == 1, before
-        text = text.replace(before, after)
-    Path(path).write_text(text)
-    return path
+    return changed_recipe(folder, changes or {}, path)
 
 
 def tiny_config(folder, **changes):
