@@ -30,7 +30,7 @@ def write_spec(path: Path, baseline: Baseline, pad_id: int) -> Path:
 def main() -> None:
     """Waits for the first turn and runs until the benchmark ends the process."""
     end_with_the_benchmark()
-    sys.path.append(str(Path.cwd()))  # as `tune run` does, for modules beside a user's recipe
+    sys.path.append(str(Path.cwd()))  # as `tune run` does, for the user's modules there
     spec = json.loads(Path(sys.argv[1]).read_text())
     pipe = Connection(int(sys.argv[2]))
     config = OmegaConf.create(spec["config"])

@@ -88,7 +88,7 @@ def describe_unequal_steps(depth):
     ("microbatching", "num_common"), [("in_order", 0), ("least_padding", 0), ("packed", 0), ("packed", 20)]
 )
 def test_preparing_update_steps_starts_no_threads_of_openmp(microbatching, num_common, one_process):
-    """A second team on the same cores makes both sleep between operations: a packed update step took 1.2 of its time.
+    """A second team on the same cores makes both sleep between operations: a packed update step took 1.2 times as long.
 
     With 20 common tokens, samples of a packed row become trees. PyTorch computes operations in parallel from 3,000 or
     32,768 elements on: the rows of an update step have 40,000 tokens.
