@@ -98,15 +98,15 @@ def test_preparing_update_steps_starts_no_threads_of_openmp(microbatching, num_c
     loader = make_loader(
         samples, microbatching=microbatching, global_batch_size=3000, prefetch_update_steps=0, **one_row
     )
-    counted, num_threads = [], torch.get_num_threads()
+    recorded, num_threads = [], torch.get_num_threads()
 
     def prepare():
         torch.set_num_threads(3)
-        counted.append(len(os.listdir("/proc/self/task")))
+        recorded.append(set(os.listdir("/proc/self/task")))
         with loader.epoch(0) as steps:
             (step,) = steps
         assert step.totals["real_tokens"] > 32_768
-        counted.append(len(os.listdir("/proc/self/task")))
+        recorded.append(set(os.listdir("/proc/self/task")))
 
     try:
         thread = threading.Thread(target=prepare)  # a new one has no team yet
@@ -114,8 +114,8 @@ def test_preparing_update_steps_starts_no_threads_of_openmp(microbatching, num_c
         thread.join()
     finally:
         torch.set_num_threads(num_threads)
-    before, after = counted
-    assert after == before
+    before, after = recorded
+    assert not after - before  # others, of earlier tests, may end meanwhile
 
 
 def describe_example():
