@@ -4,8 +4,7 @@ Example: the row {"prompt": [user A], "chosen": [assistant B], "rejected": [assi
 A B and A C. What comes before the answers, earlier assistant turns included, is context on both sides.
 """
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,11 @@ from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
 
 import recipe_utils.preference.torchtune_pairs  # noqa: F401  corrects torchtune
-from recipe_utils.preference.rows import SIDES, messages_of
+from recipe_utils.preference.rows import SIDES, read_pair
+from recipe_utils.text.conversations.datasets import tokenize_texts
 from recipe_utils.text.conversations.files import FileRows
-from recipe_utils.text.conversations.messages import content_as_text, conversation_of, in_openai_format, read_tools
-from recipe_utils.text.conversations.template import num_common
+from recipe_utils.text.conversations.messages import Conversation, content_as_text
+from recipe_utils.text.conversations.rows import Texts, name_unread
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.text.torchtune_messages import lost_keys
 from recipe_utils.update_steps.samples import SampleError
@@ -47,60 +47,34 @@ class PairDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns a pair as torchtune's preference datasets; a SampleError names the row."""
         with self._rows.naming(index):
-            row = self._rows[index]
-            sides = self._of_texts(row) if _is_of_texts(row) else self._of_messages(row)
+            row = read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()))
+            tokenized = tokenize_texts(self._tokenizer, row) if isinstance(row, Texts) else self._of_messages(row)
+        name_unread(self, self._rows.path, row.unread if isinstance(row, Texts) else row[0].unread)
         sample = {}
-        for side, (tokens, mask) in zip(SIDES, sides, strict=True):
+        for side, (tokens, mask) in zip(SIDES, tokenized, strict=True):
             sample[f"{side}_input_ids"] = tokens
             sample[f"{side}_labels"] = np.where(mask, CROSS_ENTROPY_IGNORE_IDX, tokens).tolist()
         return sample
 
-    def _of_messages(self, row: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
-        (prompt, answers), tokenized = messages_of(row), []
-        prompt = [{**message, "weight": 0} for message in prompt]
-        for side, answer in zip(SIDES, answers, strict=True):
+    def _of_messages(self, sides: Sequence[Conversation]) -> list[tuple[list[int], Any]]:
+        tokenized = []
+        for name, side in zip(SIDES, sides, strict=True):
             try:
-                conversation = {"messages": [*prompt, *answer], "tools": row.get("tools")}
-                tokenized.append(self._tokenized(conversation_of(conversation)))
+                tokenized.append(self._tokenized(side))
             except SampleError as error:
-                raise SampleError(f"{side}: {error}") from error
+                raise SampleError(f"{name}: {error}") from error
         return tokenized
 
-    def _tokenized(self, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
-        messages, tools = row["messages"], row.get("tools")
+    def _tokenized(self, side: Conversation) -> tuple[list[int], Any]:
         if isinstance(self._tokenizer, FolderTokenizer):
-            return self._tokenizer.tokenize_messages(messages, tools=tools)
-        if read_tools(tools):
+            tokens, owners = self._tokenizer.tokenize(side)
+            return tokens.tolist(), owners < 0
+        if side.tools:
             raise SampleError("torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer")
-        tokens, mask = self._tokenizer.tokenize_messages([*map(_torchtune_message, messages)])
-        return tokens, mask
-
-    def _of_texts(self, row: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
-        """Returns texts with an end token as TRL: the prompt is masked as far as its tokens are those of both sides."""
-        chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
-        if prompt is None:
-            num_shared = min(num_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
-            prompt = chosen[:num_shared].removesuffix(" ")
-        else:
-            chosen, rejected = prompt + chosen, prompt + rejected
-        encode = partial(self._tokenizer.encode, add_bos=True, add_eos=False)
-        prompt, *sides = (encode(text=text) for text in (prompt, chosen, rejected))
-        eos_id, end = self._tokenizer.eos_id, self._tokenizer.max_seq_len
-        for tokens in sides:
-            tokens += [eos_id] if eos_id is not None and tokens[-1:] != [eos_id] else []
-        num_masked = min(num_common(prompt, tokens) for tokens in sides)
-        masks = [[i < num_masked for i in range(len(tokens))] for tokens in sides]
-        return [(tokens[:end], mask[:end]) for tokens, mask in zip(sides, masks, strict=True)]
+        return self._tokenizer.tokenize_messages([*map(_torchtune_message, side.chat, side.weights)])
 
 
-def _is_of_texts(row: Mapping[str, Any]) -> bool:
-    texts = [row.get(key) for key in ("prompt", *SIDES)]
-    return all(isinstance(text, str) for text in texts[1:]) and isinstance(texts[0], str | None)
-
-
-def _torchtune_message(message: Mapping[str, Any]) -> Message:
-    openai, is_trained = in_openai_format(message)
+def _torchtune_message(message: Mapping[str, Any], weight: float) -> Message:
     if lost := lost_keys(message):
         raise SampleError(f"torchtune's tokenizers lose {', '.join(lost)}; set tokenizer to a folder_tokenizer")
-    content = content_as_text(openai.get("content"))
-    return Message(role=openai["role"], content=content, masked=not is_trained)
+    return Message(role=message["role"], content=content_as_text(message.get("content")), masked=not weight)

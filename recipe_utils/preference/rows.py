@@ -1,62 +1,93 @@
-"""Messages of preference pairs, in the forms that rows of files have."""
+"""Messages of preference pairs, in the forms that rows of files have.
 
-from collections.abc import Mapping
+Example: {"system": "Be brief.", "question": "2 + 2?", "chosen": "4", "rejected": "5"} is two conversations of three turns.
+The turns before the answers may also be the beginning of ``chosen`` and ``rejected``.
+"""
+
+from collections.abc import Collection
 from typing import Any
 
+from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools
+from recipe_utils.text.conversations.rows import (
+    BEFORE,
+    Texts,
+    Turns,
+    after_system,
+    answers_of,
+    check_repeated,
+    read_row,
+    turns_before,
+    turns_of,
+)  # fmt: skip
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.update_steps.samples import SampleError
 
 SIDES = ("chosen", "rejected")
-_BEFORE = ("system", "developer")
-"""Roles of messages that come before the first turn."""
-Messages = list[dict[str, Any]]
 
 
-def messages_of(row: Mapping[str, Any]) -> tuple[Messages, list[Messages]]:
-    """Returns the messages of a pair's prompt, with all that both sides begin with, and of both answers.
+def read_pair(row: Any, variable_names: Collection[str] = ()) -> tuple[Conversation, Conversation] | Texts:
+    """Returns the conversations of a pair, of which the answers alone are trained; or its texts, if it has only texts.
 
-    Raises SampleError if ``chosen`` or ``rejected`` is missing, or where the answers begin is not certain.
+    Raises SampleError if ``chosen`` or ``rejected`` is missing, where the answers begin is not certain, or a key has content
+    that is in no turn.
     """
+    keys, variables = read_row(row, variable_names)
     for side in SIDES:
-        if not row.get(side):
-            text = "a row has chosen and rejected, and may have prompt"
+        if getattr(keys, side) is None:
+            text = "a row has chosen and rejected, and may have what precedes them"
             raise SampleError(f"it has no {side} (its keys: {', '.join(row)}); {text}")
+    unread = [*keys.others]
+    answers = [getattr(keys, side) for side in SIDES]
+    before = {"system", "messages", "question", "input", "tools"} & keys.used.keys()
+    if not before and all(isinstance(text, str) for text in (*answers, keys.prompt or "")):
+        return Texts(keys.prompt, (answers[0], answers[1]), unread)
+    sides = []
+    for side, answer in zip(SIDES, answers, strict=True):
+        try:
+            sides.append(turns_of(answer, "assistant", side))
+        except SampleError as error:
+            raise SampleError(f"{side}: {error}") from None
     # The prompt may be a part of both sides, or a key of its own.
-    prompt = listed_messages(row.get("prompt"), "user")
-    sides = [listed_messages(row[side], "assistant") for side in SIDES]
-    if prompt and all(has_prompt(prompt, side) for side in sides):
-        prompt = []
-    elif prompt and prompt[-1].get("role") not in _BEFORE:
-        for name, messages in zip(SIDES, sides, strict=True):
-            if (role := messages[0].get("role")) not in ("assistant", "tool"):
-                text = f"its {name} begins with a turn of the {role} that is not its prompt's"
+    sources, prompt, name = turns_before(keys), [], "chosen"
+    for key, (turns, _) in sources.items():
+        turns = _without_answer(turns, sides[0][0])
+        if not all(has_prompt(turns, side) for side, _ in sides):
+            prompt, name = turns, key
+            break
+    if prompt and prompt[-1]["role"] not in BEFORE:
+        for side, (turns, _) in zip(SIDES, sides, strict=True):
+            if (role := turns[0]["role"]) not in ("assistant", "tool"):
+                text = f"its {side} begins with a turn of the {role} that is not its prompt's"
                 raise SampleError(f"{text}; let it begin with the whole prompt, or with the answer")
-    most = min(map(len, sides)) - 1
-    num_shared = num_common(sides[0][:most], sides[1])
-    return [*prompt, *sides[0][:num_shared]], [side[num_shared:] for side in sides]
+    check_repeated({**sources, **answers_of(keys)}, [*prompt, *sides[0][0], *sides[1][0]], name)
+    most = min(len(turns) for turns, _ in sides) - 1
+    num_before = len(prompt) + num_common(sides[0][0][:most], sides[1][0])
+    chosen, rejected = (
+        _conversation(keys.system, ([*prompt, *turns], [*(0.0 for _ in prompt), *weights]), num_before)
+        for turns, weights in sides
+    )
+    tools = read_tools(keys.tools)
+    return Conversation(*chosen, tools, variables, unread), Conversation(*rejected, tools, variables, unread)
 
 
-def has_prompt(prompt: Messages, side: Messages) -> bool:
+def _conversation(system: str | None, turns: Turns, num_before: int) -> Turns:
+    """Returns the turns of a side after the system's; the first ``num_before`` are not trained."""
+    chat, weights = turns
+    return after_system(system, chat, [0.0] * num_before + weights[num_before:])
+
+
+def _without_answer(turns: Chat, answer: Chat) -> Chat:
+    """Returns the turns without those of the answer, if they end with it."""
+    num = len(turns) - len(answer)
+    return turns[:num] if _texts(turns[num:]) == _texts(answer) else turns
+
+
+def _texts(turns: Chat) -> list[tuple[str, str]]:
+    return [(turn["role"], content_as_text(turn.get("content"))) for turn in turns]
+
+
+def has_prompt(prompt: Chat, side: Chat) -> bool:
     """Returns True if a side begins with the prompt's messages, perhaps after a system message."""
-    texts = [(message.get("role"), message.get("content")) for message in prompt]
-    side_texts = [(message.get("role"), message.get("content")) for message in side[:-1]]
-    num_before = next((i for i, (role, _) in enumerate(side_texts) if role not in _BEFORE), 0)
+    texts, side_texts = _texts(prompt), _texts(side[:-1])
+    num_before = next((i for i, (role, _) in enumerate(side_texts) if role not in BEFORE), 0)
     return any(side_texts[start:][: len(texts)] == texts for start in (0, num_before))
-
-
-def has_own_prompt(prompt: Any, side: Messages) -> bool:
-    """Returns True if a side is a whole conversation: a prompt of messages is in it, or its first turn is no answer."""
-    if isinstance(prompt, str):
-        roles = (message.get("role") for message in side)
-        return next((role for role in roles if role not in _BEFORE), None) not in ("assistant", "tool")
-    return not isinstance(prompt, list) or has_prompt(prompt, side)
-
-
-def listed_messages(value: Any, role: str) -> Messages:
-    """Returns a text, a message or a list of messages as a list, without keys that have no value."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}] if value else []
-    messages = [value] if isinstance(value, Mapping) else value or []
-    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-        raise SampleError(f"its {role}'s messages are {str(value)[:60]!r}; write a text or messages")
-    return [{k: v for k, v in message.items() if v is not None} for message in messages]

@@ -1,23 +1,31 @@
-"""Corrects torchtune 0.6.1 when it is imported: messages of which it would lose a part are refused.
+"""Corrects torchtune 0.6.1 when it is imported: rows of which it would lose a part are refused.
 
 Of a message whose content is null or a number, it trains the message before as the answer; of one with tool calls or
-thinking, what is left without them.
+thinking, what is left without them. A row's system text, question and tools are lost beside its conversation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtune.data import OpenAIToMessages
+from torchtune.data import OpenAIToMessages, ShareGPTToMessages
 
-from recipe_utils.text.conversations.messages import THINKING
+from recipe_utils.text.conversations.messages import read_tools
+from recipe_utils.text.conversations.rows import (
+    after_system,
+    answers_of,
+    check_repeated,
+    name_unread,
+    read_row,
+    turns_before,
+)  # fmt: skip
+from recipe_utils.text.conversations.schema import CALLS, MEDIA, ROLES, THINKING, Turn
 from recipe_utils.update_steps.samples import SampleError
-
-_convert = OpenAIToMessages.__call__
 
 
 def lost_keys(message: Mapping[str, Any]) -> list[str]:
     """Returns the keys with content that torchtune's messages do not have."""
-    return [key for key in (*THINKING, "tool_calls") if message.get(key)]
+    calls = ["from"] if message.get("from") in CALLS else []
+    return [*calls, *(key for key in (*THINKING, "tool_calls", "function_call") if message.get(key))]
 
 
 def check_message(message: Mapping[str, Any], remedy: str) -> None:
@@ -25,15 +33,52 @@ def check_message(message: Mapping[str, Any], remedy: str) -> None:
     if lost := lost_keys(message):
         text = f"torchtune's messages lose tool calls and thinking (its {', '.join(lost)})"
         raise SampleError(f"{text}; {remedy}")
-    if not isinstance(message["content"], (str, list)):
-        raise ValueError(f"the content of a message is {message['content']!r} instead of text")
+    marks = [key for key, field in Turn.names().items() if field == "weight" and key in message]
+    if (
+        marks
+        and Turn.of({key: message[key] for key in marks}).weight not in (None, 1)
+        and _role(message) == "assistant"
+    ):
+        raise SampleError(f"torchtune's messages lose its {', '.join(marks)}; {remedy}")
+    if not isinstance(_content(message), (str, list)):
+        raise ValueError(f"the content of a message is {_content(message)!r} instead of text")
 
 
-def _convert_text(self: OpenAIToMessages, sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Checks messages, then as torchtune."""
-    for message in sample[self._column_map["messages"]]:
-        check_message(message, "set dataset to a conversation_dataset")
-    return _convert(self, sample)
+def check_row(transform: Any, row: Mapping[str, Any], columns: Sequence[str], remedy: str) -> None:
+    """Raises SampleError for a row of which torchtune loses a part beside ``columns``; names the keys that are not read."""
+    messages = [message for column in columns for message in row[column]]
+    for message in messages:
+        check_message(message, remedy)
+    keys, _ = read_row({key: value for key, value in row.items() if key not in (*columns, *MEDIA)})
+    texts = [content if isinstance(content := _content(message), str) else "" for message in messages]
+    chat = [{"role": _role(message), "content": text} for message, text in zip(messages, texts, strict=True)]
+    check_repeated({**turns_before(keys), **answers_of(keys)}, chat, columns[0], remedy)
+    is_replaced = transform.new_system_prompt is not None
+    if not is_replaced and len(after_system(keys.system, chat, [])[0]) > len(chat):
+        raise SampleError(f"torchtune's datasets leave its system text out; {remedy}")
+    if read_tools(keys.tools):
+        raise SampleError(f"torchtune's datasets leave its tools out; {remedy}")
+    name_unread(transform, "dataset", keys.others)
 
 
-OpenAIToMessages.__call__ = _convert_text
+def _content(message: Mapping[str, Any]) -> Any:
+    return message.get("content", message.get("value"))
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    return ROLES.get(str(message.get("role", message.get("from"))), "")
+
+
+def _checked(convert: Any, column: str) -> Any:
+    """Returns the method of a transform, which checks a row before it converts it."""
+
+    def convert_whole(self: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+        check_row(self, sample, [self._column_map[column]], "set dataset to a conversation_dataset")
+        converted: Mapping[str, Any] = convert(self, sample)
+        return converted
+
+    return convert_whole
+
+
+OpenAIToMessages.__call__ = _checked(OpenAIToMessages.__call__, "messages")
+ShareGPTToMessages.__call__ = _checked(ShareGPTToMessages.__call__, "conversations")

@@ -3,9 +3,9 @@
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from itertools import starmap
-from math import inf
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.text.conversations.files import FileRows, temporary_file
-from recipe_utils.text.conversations.messages import conversation_of, read_messages
+from recipe_utils.text.conversations.messages import Conversation
+from recipe_utils.text.conversations.rows import Texts, conversation_of, name_unread
+from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.update_steps.samples import SampleError
 
@@ -54,8 +56,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             self._turns = row_indices, ends = array("q"), array("i")
             for index in range(len(rows)):
                 try:
-                    messages, _ = _whole_weights(conversation_of(rows[index])["messages"])
-                    ends_of_row = _ends_of_turns(messages)
+                    ends_of_row = _ends_of_turns(self._read(index))
                 except Exception:  # any: raised again with the sample
                     ends_of_row = [_ALL]
                 ends.extend(ends_of_row)
@@ -73,37 +74,53 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         if self._turns is not None:
             index, end = (numbers[index] for numbers in self._turns)
         with self._rows.naming(index):
-            row = conversation_of(self._rows[index])
-            tools, (messages, fractions) = row["tools"], _whole_weights(row["messages"])
-            if self.makes_trees:
-                if fractions:
-                    text = "split_turns=shared keeps no weights of targets; set split_turns=True"
-                    raise SampleError(f"weight={next(iter(fractions.values()))}: {text}")
-                turns = [end or len(messages) for end in _ends_of_turns(messages)]
-                both = self._tokenizer.tokenize_turns(messages, turns, tools)
-                return {"sequences": list(starmap(_sample, both))}
-            # A sample of one turn trains that alone: its history is context.
-            if end != _ALL:
-                *history, turn = messages[:end]
-                messages = [*({**message, "weight": 0} for message in history), turn]
-            sample = _sample(*self._tokenizer.tokenize_messages(messages, tools=tools))
-            sample = {**sample, "labels": sample["labels"].tolist()}
-            if fractions := {i: weight for i, weight in fractions.items() if i < len(messages)}:
-                sample["weights"] = self._weights(messages, fractions, tools)
-            return sample
+            row = self._read(index)
+            sample = self._of_texts(row) if isinstance(row, Texts) else self._of_messages(row, end)
+        name_unread(self, self._rows.path, row.unread)
+        return sample
 
-    def _weights(self, messages: Sequence[Any], fractions: Mapping[int, float], tools: Any) -> np.ndarray:
-        """Returns the weight of each token's label [n], given those of messages by index."""
-        weights: Any = 1.0
-        for weight in {*fractions.values()}:
-            # Targets of the messages of this weight are those that are masked without them.
-            others = [
-                {**message, "weight": 0} if fractions.get(index) == weight else message
-                for index, message in enumerate(messages)
-            ]
-            both = [self._tokenizer.tokenize_messages(given, tools=tools)[1] for given in (messages, others)]
-            weights = np.where(np.array(both[0]) != np.array(both[1]), weight, weights)
-        return np.asarray(weights)
+    def _read(self, index: int) -> Conversation | Texts:
+        return conversation_of(self._rows[index], self._tokenizer.template_variables)
+
+    def _of_texts(self, row: Texts) -> dict[str, Any]:
+        (sample,) = (_sample(*each) for each in tokenize_texts(self._tokenizer, row))
+        return {"sequences": [sample]} if self.makes_trees else {**sample, "labels": sample["labels"].tolist()}
+
+    def _of_messages(self, row: Conversation, end: int) -> dict[str, Any]:
+        is_fraction = [weight not in (0, 1) for weight in row.weights]
+        if self.makes_trees:
+            if any(is_fraction):
+                text = "split_turns=shared keeps no weights of targets; set split_turns=True"
+                raise SampleError(f"weight={row.weights[is_fraction.index(True)]:g}: {text}")
+            both = self._tokenizer.tokenize_turns(row, [end or len(row.chat) for end in _ends_of_turns(row)])
+            return {"sequences": [_sample(tokens, owners < 0) for tokens, owners in both]}
+        # A sample of one turn trains that alone: its history is context.
+        if end != _ALL:
+            weights = [0.0] * (end - 1) + row.weights[end - 1 : end]
+            row = replace(row, chat=row.chat[:end], weights=weights)
+        tokens, owners = self._tokenizer.tokenize(row)
+        sample = {"tokens": tokens.tolist(), "labels": np.where(owners < 0, CROSS_ENTROPY_IGNORE_IDX, tokens).tolist()}
+        if any(is_fraction[: len(row.chat)]):
+            sample["weights"] = np.array([*row.weights, 1.0])[owners]
+        return sample
+
+
+def tokenize_texts(tokenizer: Any, texts: Texts) -> list[tuple[list[int], list[bool]]]:
+    """Returns tokens and mask of texts with an end token as TRL: the prompt is masked as far as its tokens are those of all."""
+    prompt, answers = texts.prompt, texts.answers
+    if prompt is None:
+        num_shared = min(num_common(*answers), *(len(answer) - 1 for answer in answers))
+        prompt = answers[0][:num_shared].removesuffix(" ")
+    else:
+        answers = tuple(prompt + answer for answer in answers)
+    encode = partial(tokenizer.encode, add_bos=True, add_eos=False)
+    prompt_tokens, *sides = (encode(text=text) for text in (prompt, *answers))
+    eos_id, end = tokenizer.eos_id, tokenizer.max_seq_len
+    for tokens in sides:
+        tokens += [eos_id] if eos_id is not None and tokens[-1:] != [eos_id] else []
+    num_masked = min(num_common(prompt_tokens, tokens) for tokens in sides)
+    masks = [[i < num_masked for i in range(len(tokens))] for tokens in sides]
+    return [(tokens[:end], mask[:end]) for tokens, mask in zip(sides, masks, strict=True)]
 
 
 def _sample(tokens: Any, mask: Any) -> dict[str, Any]:
@@ -111,27 +128,14 @@ def _sample(tokens: Any, mask: Any) -> dict[str, Any]:
     return {"tokens": tokens, "labels": np.where(mask, CROSS_ENTROPY_IGNORE_IDX, tokens)}
 
 
-def _whole_weights(messages: Sequence[Any]) -> tuple[list[Any], dict[int, float]]:
-    """Returns messages with weights of 0 or 1, and the fractions of assistants' by index."""
-    fractions = {
-        index: float(message["weight"])
-        for index, message in enumerate(messages)
-        if message.get("role") == "assistant"
-        and type(weight := message.get("weight")) in (int, float)
-        and 0 < weight < inf
-        and weight != 1
-    }
-    return [{**m, "weight": 1} if index in fractions else m for index, m in enumerate(messages)], fractions
-
-
 _ALL = 0
 """Number of messages of a sample that is not cut."""
 
 
-def _ends_of_turns(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the number of messages up to each trained turn; _ALL if none is. Raises SampleError as reading does."""
-    _, trains = read_messages(messages)
-    return [number for number, is_trained in enumerate(trains, 1) if is_trained] or [_ALL]
+def _ends_of_turns(row: Conversation | Texts) -> list[int]:
+    """Returns the number of messages up to each trained turn; _ALL if none is."""
+    weights = [] if isinstance(row, Texts) else row.weights
+    return [number for number, weight in enumerate(weights, 1) if weight] or [_ALL]
 
 
 class TextPiecesDataset(Dataset[dict[str, Any]]):

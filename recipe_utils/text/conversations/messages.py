@@ -3,82 +3,61 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtune.data import Message
 
+from recipe_utils.text.conversations.schema import CALL, CALLS, CONTENT, EMPTY, TOOL, Call, Turn, parsed, shown
 from recipe_utils.update_steps.samples import SampleError
 
 Chat = list[dict[str, Any]]
 """Messages with ``role``, ``content`` (text, a list of text parts or None), and others in OpenAI's format."""
 Tools = list[dict[str, Any]] | None
-THINKING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant's thinking, which templates may leave out of earlier turns."""
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
-    "observation": "tool", "function_response": "tool", "function_call": "assistant",
-    **{role: role for role in _ROLES},
-}  # fmt: skip
-"""``from`` of ShareGPT's messages, and the role."""
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
-_TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_PARTS = {"text", "input_text", "output_text"}
+_IDS = {"id", "type", "index", "call_id", "tool_call_id"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_CALL = '{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}'
-_TOOL = '{"type": "function", "function": {"name": "f", "parameters": {...}}}'
 
 
-def conversation_of(row: Any) -> dict[str, Any]:
-    """Returns ``messages`` and ``tools`` of a row of a file, which may be in ShareGPT's format.
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation in OpenAI's format, and what its chat template gets beside it."""
 
-    Raises SampleError with what was found instead.
-    """
-    if not isinstance(row, Mapping):
-        raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
-    key = next((key for key in ("messages", "conversations") if row.get(key) is not None), None)
-    if key is None:
-        raise SampleError(f"it has no messages (its keys: {', '.join(row)}); rename its column")
-    messages = _parsed(row[key])
-    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-        text = f"{key} is not a list of objects with role and content"
-        raise SampleError(f"{text}: {str(row[key])[:60]!r}")
-    if not messages:
-        raise SampleError(f"{key} is empty; remove the line")
-    if row.get("chat_template_kwargs"):
-        text = "chat_template_kwargs of a row are not supported"
-        raise SampleError(f"{text}; set tokenizer.template_variables for all rows, and remove them")
-    if "from" in messages[0] and "role" not in messages[0]:
-        messages = [_from_sharegpt(index, message) for index, message in enumerate(messages)]
-        if row.get("system") and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": row["system"]}, *messages]
-    return {"messages": messages, "tools": row.get("tools")}
+    chat: Chat
+    weights: list[float]
+    """Weight of the targets of each message; 0 if it is not trained."""
+    tools: Tools = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
+    unread: list[str] = field(default_factory=list)
+    """Keys of the row and of its turns that are not read."""
 
 
-def _from_sharegpt(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    sender, value = message.get("from"), message.get("value")
-    if sender not in _SHAREGPT:
-        text = f"from={sender!r}: set it to one of {', '.join(_SHAREGPT)}"
-        raise SampleError(f"turn {index}: {text}")
-    others = {key: other for key, other in message.items() if key not in ("from", "value")}
-    if sender == "function_call":
-        return {"role": "assistant", "content": None, "tool_calls": value, **others}
-    return {"role": _SHAREGPT[sender], "content": value, **others}
+def read_turns(turns: Any, name: str = "messages") -> tuple[Chat, list[float]]:
+    """Returns messages in OpenAI's format, and the weight of each. Raises SampleError that names a turn."""
+    turns = parsed(turns)
+    if not isinstance(turns, list | tuple) or not all(isinstance(turn, Mapping | Message) for turn in turns):
+        raise SampleError(f"{name} is not a list of objects with role and content: {shown(turns)}")
+    chat: Chat = []
+    weights = []
+    for turn in turns:
+        both = [turn]
+        if not isinstance(turn, Message) and turn.keys() >= {"input", "output"} and not turn.keys() & {"role", "from"}:
+            # A turn of Capybara's is a question and its answer.
+            both = [{"role": role, "content": turn[key]} for role, key in (("user", "input"), ("assistant", "output"))]
+        for each in both:
+            try:
+                message, weight = in_openai_format(each)
+            except SampleError as error:
+                role = each.role if isinstance(each, Message) else each.get("role", each.get("from"))
+                raise SampleError(f"turn {len(chat)} ({role}): {error}") from None
+            chat.append(message)
+            weights.append(weight)
+    return chat, weights
 
 
-def read_messages(messages: Any) -> tuple[Chat, list[bool]]:
-    """Returns messages in OpenAI's format, and which of them train. Raises SampleError that names a turn."""
-    pairs = []
-    for index, message in enumerate(messages):
-        try:
-            pairs.append(in_openai_format(message))
-        except SampleError as error:
-            role = message.role if isinstance(message, Message) else message.get("role")
-            raise SampleError(f"turn {index} ({role}): {error}") from None
-    return [message for message, _ in pairs], [is_trained for _, is_trained in pairs]
-
-
-def in_openai_format(message: Any) -> tuple[dict[str, Any], bool]:
-    """Returns a message as templates take it, and if it trains. Keys without a value are as absent.
+def in_openai_format(message: Any) -> tuple[dict[str, Any], float]:
+    """Returns a message as templates take it, and the weight of its targets. Keys without a value are as absent.
 
     Raises SampleError for a message without text, and for one of torchtune with an image, a tool call or
     a tool's result.
@@ -87,31 +66,32 @@ def in_openai_format(message: Any) -> tuple[dict[str, Any], bool]:
         if message.contains_media or message.ipython or message.role in ("tool", "ipython"):
             text = "torchtune's messages lose tool calls, and images are not supported"
             raise SampleError(f"{text}; set dataset to a conversation_dataset")
-        return {"role": message.role, "content": message.text_content}, not message.masked
-    # What OpenAI's format excludes, a template would print all the same.
-    role, weight = message.get("role"), message.get("weight")
-    if role not in _ROLES:
-        raise SampleError(f"role={role!r}: set it to one of {', '.join(_ROLES)}")
-    if weight not in (None, 0, 1) or isinstance(weight, str):
-        raise SampleError(f"weight={weight!r}: set it to 0 or 1, or that of an assistant to any number above 0")
-    if weight == 1 and role != "assistant":
-        raise SampleError(f"weight=1 of a {role}: only assistants train")
+        return {"role": message.role, "content": message.text_content}, float(not message.masked)
+    if message.get("from") in CALLS:
+        others = {key: value for key, value in message.items() if key not in ("from", "value")}
+        message = {"role": "assistant", "content": None, "tool_calls": message.get("value"), **others}
+    turn = Turn.of(message)
+    if turn.role is None:
+        raise SampleError("it has no role; write one")
+    weight = float(turn.role == "assistant") if turn.weight is None else turn.weight
+    if weight and turn.role != "assistant":
+        raise SampleError(f"weight={weight:g} of a {turn.role}: only assistants train")
     # Keys without a value are left out: templates ask whether a key exists.
-    openai: dict[str, Any] = {"role": role}
-    for key, value in message.items():
-        if key == "content":
-            openai[key] = _content(value, is_result=role == "tool")
-        elif key == "tool_calls" and value not in _EMPTY:
-            openai[key] = _calls(value)
-        elif key not in ("role", "weight") and value not in _EMPTY:
-            openai[key] = value
+    openai: dict[str, Any] = {"role": turn.role}
+    content_key = next((key for key in ("content", "value") if key in message), None)
+    calls = turn.tool_calls
+    if content_key is not None:
+        openai["content"], calls = _content(message[content_key], turn.role, calls)
+    if calls is not None:
+        openai["tool_calls"] = _calls(calls)
+    openai.update(turn.others)
     if half := _SURROGATE.search(json.dumps(openai, ensure_ascii=False, default=str)):
         text = f"it contains {half[0]!r}, half of a character (a lone surrogate)"
         raise SampleError(f"{text}; remove it, or write the whole character")
-    has_more = openai.keys() - {"role", "content", "name", "tool_call_id"}
+    has_more = openai.keys() & (CONTENT - {"content"})
     if openai.get("content") in (None, []) and not has_more:
-        raise SampleError(f"content={message.get('content')!r}: it has no text")
-    return openai, role == "assistant" and weight != 0
+        raise SampleError(f"content={message.get(content_key)!r}: it has no text")
+    return openai, weight
 
 
 def read_tools(tools: Any) -> Tools:
@@ -119,15 +99,17 @@ def read_tools(tools: Any) -> Tools:
 
     Raises SampleError with what was found instead.
     """
-    if tools in _EMPTY:
+    if tools in EMPTY:
         return None
-    parsed = _parsed(tools)
-    parsed = list(map(_parsed, parsed if isinstance(parsed, list) else [parsed]))
-    for tool in parsed:
+    tools = parsed(tools)
+    read = [*map(parsed, tools if isinstance(tools, list) else [tools])]
+    for index, tool in enumerate(read):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise SampleError(f"tools: {str(tool)[:60]!r} is no tool; write {_TOOL}")
-    return parsed or None
+            raise SampleError(f"tools: {shown(tool)} is no tool; write {TOOL}")
+        if renamed := function.keys() & {"input_schema", "inputSchema"}:  # of Anthropic and MCP
+            read[index] = {"parameters" if key in renamed else key: value for key, value in function.items()}
+    return read or None
 
 
 def content_as_text(content: Any) -> str:
@@ -135,51 +117,56 @@ def content_as_text(content: Any) -> str:
     return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
-def _content(content: Any, is_result: bool) -> Any:
-    """Returns text, text parts or None; the result of a tool, which may have any type, as JSON text otherwise."""
-    if isinstance(content, str) or (content is None and not is_result):
-        return content
+def _content(content: Any, role: str, calls: Any) -> tuple[Any, Any]:
+    """Returns text, text parts or None, and calls, which Anthropic's assistants have among the parts.
+
+    The result of a tool may have any type: what is no text, nor a list of text parts, becomes JSON text.
+    """
+    if isinstance(content, str) or (content is None and role != "tool"):
+        return content, calls
     listed = content if isinstance(content, list) else []
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in listed]
+    if role == "assistant" and "tool_use" in kinds:
+        if calls is not None:
+            raise SampleError("content has parts of type tool_use beside tool_calls; remove one of them")
+        calls = [part for part, kind in zip(listed, kinds, strict=True) if kind == "tool_use"]
+        listed = [part for part, kind in zip(listed, kinds, strict=True) if kind != "tool_use"]
+    if role == "tool" and not (kinds and {*kinds} <= _TEXT_PARTS):
+        return json.dumps(content, ensure_ascii=False), calls
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in listed]
-    if parts and all(isinstance(part, Mapping) and "type" in part for part in parts):
-        for part in parts:
-            if part["type"] not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-                raise SampleError(f"content: only text is supported, not {str(part)[:60]!r}")
-        return [{"type": "text", "text": part["text"]} for part in parts]
-    if is_result:
-        return json.dumps(content, ensure_ascii=False)
-    if content == []:
-        return None
-    raise SampleError(f"content={str(content)[:60]}: it is no text; write text, or a list of text parts")
+    for part in parts:
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") not in _TEXT_PARTS
+            or not isinstance(part.get("text"), str)
+        ):
+            raise SampleError(f"content: only text is supported, not {shown(part)}")
+    if not parts and content != [] and calls is None:
+        raise SampleError(f"content={str(content)[:60]}: it is no text; write text, or a list of text parts")
+    return [{"type": "text", "text": part["text"]} for part in parts] or None, calls
 
 
-def _calls(calls: Any) -> list[dict[str, Any]]:
-    """Returns tool calls with arguments as a mapping. They may be JSON text, one call, or without ``function``."""
-    parsed = _parsed(calls)
+def _calls(given: Any) -> list[dict[str, Any]]:
+    """Returns calls with arguments as a mapping. They may be JSON text, one call, or without ``function``."""
+    given = parsed(given)
     converted = []
-    for given in parsed if isinstance(parsed, list) else [parsed]:
-        call = _parsed(given)
-        function = _parsed(call.get("function", call)) if isinstance(call, Mapping) else None
+    for each in given if isinstance(given, list) else [given]:
+        call = parsed(each)
+        function = parsed(call.get("function", call)) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise SampleError(f"tool_calls: {str(given)[:60]!r} is no call; write {_CALL}")
-        arguments = function.get("arguments")
-        arguments = {} if arguments in _EMPTY else _parsed(arguments)
-        if not isinstance(arguments, Mapping):
-            text = f"{str(arguments)[:60]!r} are no JSON object"
-            raise SampleError(f"tool_calls: arguments {text}; write {_CALL}")
+            raise SampleError(f"tool_calls: {shown(each)} is no call; write {CALL}")
+        others = {key: value for key, value in call.items() if key != "function" and value not in EMPTY}
+        try:
+            read = Call.of({**others, **function})
+        except SampleError as error:
+            raise SampleError(f"tool_calls: {error}") from None
+        arguments = read.arguments or {}
+        if (unknown := read.others.keys() - _IDS) and not arguments:
+            raise SampleError(f"tool_calls: its {', '.join(sorted(unknown))} would be lost; write {CALL}")
         if "function" in call:
-            others = {key: value for key, value in call.items() if value not in _EMPTY}
-            function = {**function, "arguments": dict(arguments)}
+            function = {**function, "arguments": arguments}
         else:
             others = {"type": "function", **({"id": call["id"]} if call.get("id") else {})}
-            function = {"name": function["name"], "arguments": dict(arguments)}
+            function = {"name": read.name, "arguments": arguments}
         converted.append({**others, "function": function})
     return converted
-
-
-def _parsed(value: Any) -> Any:
-    """Returns the value of a JSON text; other texts and values as they are."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
-        return value

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from recipe_utils.text.conversations.messages import THINKING, Chat, Tools, content_as_text
+from recipe_utils.text.conversations.messages import Chat, Tools, content_as_text
+from recipe_utils.text.conversations.schema import THINKING
 from recipe_utils.update_steps.samples import SampleError
 
 Alike = dict[tuple[str, ...], tuple[int, int, int]]
@@ -100,7 +101,7 @@ class ChatTemplate:
     def targets(
         self, chat: Chat, trains: Sequence[bool], tools: Tools, encode: Callable[[str], Encoded], alike: Alike
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of a conversation, int64 [n], and which are targets, bool [n].
+        """Returns the tokens of a conversation, and the index of the message whose targets they are, or -1; int64 [n] each.
 
         ``trains`` has one item per message. An assistant's turn starts where the generation prompt ends, and ends after
         its last stop token. Other messages train as a whole. A token belongs to the message of its last character.
@@ -114,7 +115,7 @@ class ChatTemplate:
         text = self.render(chat, tools)
         printed = self._printed(chat, tools, text)
         tokens, ends = encode(text)
-        is_target = np.zeros(len(tokens), dtype=bool)
+        owners = np.full(len(tokens), -1)
         turns: dict[int, range] = {}  # characters of the targets of a message
         # From characters to tokens; what a template prints behind the stop token is no target.
         for index, start, limit in self._turns(chat, trains, tools, text, printed, alike):
@@ -128,14 +129,14 @@ class ChatTemplate:
                     _refuse(chat, index, f"{problem}; {remedy} {self._path / 'generation_config.json'}")
                 last = first + stops[-1] + 1
             if first < last:
-                is_target[first:last] = True
+                owners[first:last] = index
                 turns[index] = range(int(ends[first - 1]) if first else 0, int(ends[last - 1]))
         # Which tokens are targets is known; now each value must be among its own turn's.
         if printed is None:
             self._check_one_by_one(chat, trains, tools, text, turns)
         else:
             self._check(chat, trains, text, turns, printed)
-        return tokens, is_target
+        return tokens, owners
 
     def _turns(
         self,

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torchtune.utils import get_logger, log_rank_zero
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from recipe_utils.text.conversations.messages import Chat, Tools, read_messages, read_tools
+from recipe_utils.text.conversations.messages import Chat, Conversation, Tools, read_tools, read_turns
 from recipe_utils.text.conversations.template import Alike, ChatTemplate, Encoded, any_of, num_common
 from recipe_utils.update_steps.samples import SampleError
 
@@ -114,6 +114,7 @@ class FolderTokenizer:
         self._template = ChatTemplate(
             self._render, source, dict(zip(self.stop_tokens, names, strict=True)), used, self._path, self._warn
         )
+        self.template_variables: frozenset[str] = frozenset()
         self.decode = partial(inner.decode, skip_special_tokens=True)
 
     def _load(self, options: dict[str, Any] | None) -> Any:
@@ -166,48 +167,62 @@ class FolderTokenizer:
         ``tools`` are in that format, or their JSON text. ``add_eos=False`` returns the prompt of a generation, without
         an empty last message. Raises SampleError, with the turn, if the template does not determine the targets.
         """
-        chat, trains, tools = self._read(messages, tools)
-        if not add_eos:
-            is_open = chat[-1]["role"] == "assistant" and not chat[-1].get("content")
-            chat = self._template.fitted(chat[:-1] if is_open else chat, tools)
-            text = self._render(chat, tools, prompt=True)
-            tokens = self.encode(text, add_bos=False, add_eos=False)[: self.max_seq_len]
-            return tokens, [True] * len(tokens)
+        chat, weights = read_turns(messages)
+        for index, weight in enumerate(weights):
+            if weight not in (0, 1):
+                text = "set it to 0 or 1, or dataset to a conversation_dataset"
+                raise SampleError(f"turn {index} ({chat[index]['role']}): weight={weight:g}: {text}")
+        conversation = Conversation(chat, weights, read_tools(tools))
+        if add_eos:
+            tokens, owners = self.tokenize(conversation)
+            return tokens.tolist(), (owners < 0).tolist()
+        self._check(conversation)
+        is_open = chat[-1]["role"] == "assistant" and not chat[-1].get("content")
+        chat = self._template.fitted(chat[:-1] if is_open else chat, conversation.tools)
+        text = self._render(chat, conversation.tools, prompt=True)
+        prompt = self.encode(text, add_bos=False, add_eos=False)[: self.max_seq_len]
+        return prompt, [True] * len(prompt)
+
+    def tokenize(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of a conversation, and the index of the message whose targets they are, or -1; int64 [n] each.
+
+        Raises SampleError, with the turn, if the template does not determine the targets.
+        """
+        self._check(conversation)
+        trains = [weight > 0 for weight in conversation.weights]
         if self._train_on_last:
-            answers = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
-            trains = [i in answers[-1:] for i in range(len(chat))]
-        chat = self._template.fitted(chat, tools)
-        ids, is_target = self._template.targets(chat, trains, tools, self._encoded, {})
-        return ids[: self.max_seq_len].tolist(), (~is_target[: self.max_seq_len]).tolist()
+            answers = [i for i, message in enumerate(conversation.chat) if message["role"] == "assistant"]
+            trains = [i in answers[-1:] for i in range(len(trains))]
+        chat = self._template.fitted(conversation.chat, conversation.tools)
+        tokens, owners = self._template.targets(chat, trains, conversation.tools, self._encoded, {})
+        return tokens[: self.max_seq_len], owners[: self.max_seq_len]
 
     def tokenize_turns(
-        self, messages: Sequence[Any], ends: Sequence[int], tools: Any = None
+        self, conversation: Conversation, ends: Sequence[int]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields arrays of the same as :meth:`tokenize_messages` for the first ``end`` messages, of which only the last trains.
+        """Yields the same as :meth:`tokenize` for the first ``end`` messages, of which only the last trains.
 
         Encodes what is between added tokens once. The longest text is also encoded as a whole; if that
         differs, so are all.
         """
-        chat, trains, tools = self._read(messages, tools)
-        chat = self._template.fitted(chat, tools)
+        self._check(conversation)
+        chat, tools = self._template.fitted(conversation.chat, conversation.tools), conversation.tools
         encode = _by_pieces(self._added, self._encoded)
         text = self._render(chat[: ends[-1]], tools)
         if not all(map(np.array_equal, encode(text), self._encoded(text))):
             encode = self._encoded
         alike: Alike = {}
         for end in ends:
-            last = [False] * (end - 1) + trains[end - 1 : end]
-            tokens, is_target = self._template.targets(chat[:end], last, tools, encode, alike)
-            yield tokens[: self.max_seq_len], ~is_target[: self.max_seq_len]
+            last = [i == end - 1 and conversation.weights[i] > 0 for i in range(end)]
+            tokens, owners = self._template.targets(chat[:end], last, tools, encode, alike)
+            yield tokens[: self.max_seq_len], owners[: self.max_seq_len]
 
-    def _read(self, messages: Sequence[Any], tools: Any) -> tuple[Chat, list[bool], Tools]:
-        """Returns messages, which of them train, and tools, without special tokens in their texts."""
-        chat, trains = read_messages(messages)
-        for index, message in enumerate(chat):
+    def _check(self, conversation: Conversation) -> None:
+        """Raises SampleError for a special token in a text."""
+        for index, message in enumerate(conversation.chat):
             if special := self._special.search(json.dumps(message, ensure_ascii=False, default=str)):
                 text = f"its text contains the special token {special[0]}; remove it"
                 raise SampleError(f"turn {index} ({message['role']}): {text}")
-        return chat, trains, read_tools(tools)
 
     def _encoded(self, text: str) -> Encoded:
         encoded = self._backend.encode(text, add_special_tokens=False)

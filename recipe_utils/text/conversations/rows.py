@@ -1,0 +1,162 @@
+r"""Rows of files as conversations.
+
+Example: {"system_prompt": "Be brief.", "instruction": "Add.", "input": "2, 2", "output": "4"} is a turn of the system, one of
+the user, "Add.\n2, 2", and one of the assistant, which is trained. {"prompt": "2 + 2?", "messages": [...]} is the
+conversation of ``messages``, if that contains the prompt.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torchtune.utils import get_logger, log_rank_zero
+
+from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools, read_turns
+from recipe_utils.text.conversations.schema import Row, parsed, shown
+from recipe_utils.update_steps.samples import SampleError
+
+BEFORE = ("system", "developer")
+"""Roles of messages that come before the first turn."""
+Turns = tuple[Chat, list[float]]
+"""Messages in OpenAI's format, and the weight of each."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts that are joined as they are, without a chat template; the prompt, which may be None, is not trained."""
+
+    prompt: str | None
+    answers: tuple[str, ...]
+    unread: list[str]
+    """Keys of the row that are not read."""
+
+
+def read_row(row: Any, variable_names: Collection[str] = ()) -> tuple[Row, dict[str, Any]]:
+    """Returns the keys of a row, and the values of those that the chat template reads as ``variable_names``.
+
+    Raises SampleError for a row that is no object, and for content that would be lost.
+    """
+    if not isinstance(row, Mapping):
+        raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
+    names = (row.keys() & {*variable_names}) - Row.names().keys()
+    keys = Row.of({key: value for key, value in row.items() if key not in names})
+    variables = keys.chat_template_kwargs or {}
+    if unknown := variables.keys() - {*variable_names}:
+        text = "the chat template reads no such variable; correct its name"
+        raise SampleError(f"chat_template_kwargs.{min(unknown)}: {text}")
+    return keys, {**{key: row[key] for key in row if key in names and row[key] is not None}, **variables}
+
+
+def conversation_of(row: Any, variable_names: Collection[str] = ()) -> Conversation | Texts:
+    """Returns the conversation of a row, or its texts if it has those of a prompt and a completion alone.
+
+    Raises SampleError with what was found instead, and for a key with content that is in no turn.
+    """
+    keys, variables = read_row(row, variable_names)
+    unread = [*keys.others]
+    given = keys.used.keys()
+    if given == {"prompt", "completion"} and isinstance(keys.prompt, str) and isinstance(keys.completion, str):
+        return Texts(keys.prompt, (keys.completion,), unread)
+    sources, answers = turns_before(keys), answers_of(keys)
+    if not sources or not (answers or "messages" in given):
+        _refuse(row, keys)
+    # Turns before an answer with a key of its own are not trained; what repeats others is compared with them.
+    name = next(iter(sources))
+    chat, weights = sources.pop(name)
+    if answers and chat[-1]["role"] != "assistant":
+        answer, answer_weights = answers.pop(next(iter(answers)))
+        chat, weights = [*chat, *answer], [*(0.0 for _ in weights), *answer_weights]
+    chat, weights = after_system(keys.system, chat, weights)
+    check_repeated({**sources, **answers}, chat, name)
+    unread += [side for side in ("chosen", "rejected") if side in given]
+    return Conversation(chat, weights, read_tools(keys.tools), variables, unread)
+
+
+def turns_before(keys: Row) -> dict[str, Turns]:
+    """Returns the turns before the answer by the key that has them; the first are to be used, others to be compared."""
+    used, sources = keys.used, {}
+    if "messages" in used:
+        sources[used["messages"]] = read_turns(keys.messages, used["messages"])
+    if "prompt" in used:
+        sources["prompt"] = turns_of(keys.prompt, "user", "prompt")
+    if not sources and {"question", "input"} <= used.keys() and not _are(keys.input, "role", "from"):
+        return {used["question"]: turns_of(f"{keys.question}\n{keys.input}", "user", "question")}
+    for field in ("input", "question"):
+        if field in used:
+            sources[used[field]] = turns_of(getattr(keys, field), "user", used[field])
+    return sources
+
+
+def answers_of(keys: Row) -> dict[str, Turns]:
+    """Returns the turns of each key with an answer, which may be a text, a turn, turns, or calls beside tools."""
+    answers = {}
+    for field in ("completion", "answer"):
+        if field in keys.used:
+            value = getattr(keys, field)
+            if keys.tools is not None and _are(value, "name"):
+                value = {"role": "assistant", "content": None, "tool_calls": value}
+            answers[keys.used[field]] = turns_of(value, "assistant", keys.used[field])
+    return answers
+
+
+def turns_of(value: Any, role: str, name: str) -> Turns:
+    """Returns a text, a turn or turns as messages with their weights; a text is a turn of ``role``."""
+    if isinstance(value, str) and not _are(value, "role", "from"):
+        value = [{"role": role, "content": value}]
+    return read_turns([value] if isinstance(value, Mapping) else value, name)
+
+
+def after_system(system: str | None, chat: Chat, weights: list[float]) -> Turns:
+    """Returns messages with the system's text as the first; raises SampleError if they begin with another one."""
+    if system is None or (
+        chat[0]["role"] in BEFORE and content_as_text(chat[0].get("content")).strip() == system.strip()
+    ):
+        return chat, weights
+    if chat[0]["role"] in BEFORE:
+        raise SampleError(f"system={shown(system)}: the first turn has another text of the system; remove one of them")
+    return [{"role": "system", "content": system}, *chat], [0.0, *weights]
+
+
+def check_repeated(
+    sources: Mapping[str, Turns], chat: Chat, name: str, remedy: str = "write it there, or remove it"
+) -> None:
+    """Raises SampleError unless each turn of ``sources`` is in the conversation, or its text in a turn of the role."""
+    for key, (turns, _) in sources.items():
+        for turn in turns:
+            text = content_as_text(turn.get("content")).strip()
+            texts = [content_as_text(other.get("content")) for other in chat if other["role"] == turn["role"]]
+            if turn not in chat and not any(text and text in other for other in texts):
+                text = f"it is in no turn of {name}, so it would be lost; {remedy}"
+                raise SampleError(f"{key}={shown(turn.get('content'))}: {text}")
+
+
+def name_unread(dataset: Any, name: str, keys: Iterable[str]) -> None:
+    """Logs the keys of a row that ``dataset`` does not read, each once."""
+    named: set[str] = dataset.__dict__.setdefault("_named", set())
+    if unread := [key for key in keys if key not in named]:
+        named.update(unread)
+        log_rank_zero(get_logger("INFO"), f"{name}: not read: {', '.join(unread)}")
+
+
+def _are(value: Any, *names: str) -> bool:
+    """Returns True for a list, or its JSON text, of mappings that have one of the keys each."""
+    values = parsed(value)
+    are_mappings = isinstance(values, list) and all(isinstance(each, Mapping) for each in values)
+    return are_mappings and bool(values) and all({*names} & each.keys() for each in values)
+
+
+def _refuse(row: Mapping[str, Any], keys: Row) -> NoReturn:
+    """Raises SampleError for a row without a conversation, with what it is instead."""
+    for key, field in Row.names().items():
+        if field == "messages" and row.get(key) == []:
+            raise SampleError(f"{key} is empty; remove the line")
+    names = f"it has no messages (its keys: {', '.join(row)})"
+    for key, text in (
+        ("chosen", "a pair; set dataset to a recipe_utils.preference.pair_dataset"),
+        ("parent_id", "one message of a tree; write each path from its root as messages"),
+        ("text", "a text; set dataset to a recipe_utils.text.text_pieces_dataset"),
+        ("role", "one turn; write all turns of a conversation as messages of one row"),
+    ):
+        if key in row:
+            raise SampleError(f"{names}, but is {text}")
+    raise SampleError(f"{names}; rename its column, or write messages, prompt and completion, or question and answer")

@@ -1,0 +1,206 @@
+"""Keys of rows, turns, calls and tools in data files as tools write them: each is used, refused, or named as not read.
+
+Example: of the row {"system_prompt": "Be brief.", "conversations": [...], "topic": "sums", "views": null} two keys are
+used under other names (``system``, ``messages``), ``topic`` is named as not read, and ``views`` has no value. With
+``"system": "Be long."`` beside it, the row is refused: two texts for one key. With ``"weight": 0.5``, too: what it asks for
+would be lost. ``python -m recipe_utils.text.conversations.schema`` prints the table of the page from the models below.
+"""
+
+import json
+from collections.abc import Mapping
+from math import inf
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+
+from recipe_utils.update_steps.samples import SampleError
+
+THINKING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an assistant's thinking, which templates may leave out of earlier turns."""
+CONTENT = {
+    *THINKING, "content", "tool_calls", "refusal", "audio", "image", "images", "video", "videos", "files", "attachments",
+    "documents", "citations",
+}  # fmt: skip
+"""Keys of a turn whose content would be lost if the template does not print them."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = {
+    **{role: role for role in _ROLES}, "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "bard": "assistant", "bing": "assistant", "ai": "assistant", "bot": "assistant", "model": "assistant",
+    "observation": "tool", "function_response": "tool", "tool_response": "tool", "function": "tool", "ipython": "tool",
+}  # fmt: skip
+"""Names of roles in files, ``role`` or ``from``, and what chat templates call them."""
+CALLS = ("function_call", "tool_call")
+"""``from`` of ShareGPT's turns that are calls."""
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+_SWITCHES = ("on", "off", True, False)
+"""Values of a key of thinking that tell how a row was made."""
+CALL = '{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}'
+TOOL = '{"type": "function", "function": {"name": "f", "parameters": {...}}}'
+
+
+def parsed(value: Any) -> Any:
+    """Returns the value of a JSON text; other texts and values as they are."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        return value
+
+
+def shown(value: Any) -> str:
+    """Returns the beginning of a value, for errors."""
+    return repr(value if len(str(value)) <= 60 else str(value)[:60])
+
+
+def _role(role: Any) -> str:
+    if not isinstance(role, str) or role not in ROLES:
+        raise SampleError(f"set it to one of {', '.join(ROLES)}")
+    return ROLES[role]
+
+
+def _weight(weight: Any) -> float:
+    if isinstance(weight, str) or not isinstance(weight, int | float) or not 0 <= weight < inf:
+        raise SampleError("set it to 0 or 1, or that of an assistant to any number above 0")
+    return float(weight)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value := parsed(value), Mapping):
+        raise SampleError(f"{shown(value)} are no JSON object; write {CALL}")
+    return dict(value)
+
+
+def _key(meaning: str, *names: str) -> Any:
+    return Field(None, validation_alias=AliasChoices(*names), description=meaning)
+
+
+class Keys(BaseModel):
+    """Keys of a mapping under their names in files. Of two names of one key, the second must have the same value."""
+
+    model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
+    _used: dict[str, str] = PrivateAttr(default_factory=dict)
+    lost: ClassVar[Mapping[str, str]] = {}
+    """Further keys, whose content would be lost, and what to write instead."""
+
+    @classmethod
+    def names(cls) -> dict[str, str]:
+        """Returns the keys of files, and the field of each."""
+        fields: Any = cls.model_fields
+        return {name: field for field, info in fields.items() for name in info.validation_alias.choices}
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Returns the keys with a value; others are as absent.
+
+        Raises SampleError for a value of another type, for two names with different values, and for content that
+        would be lost.
+        """
+        try:
+            keys = cls.model_validate({key: value for key, value in given.items() if value not in EMPTY})
+        except ValidationError as error:
+            first = error.errors()[0]
+            cause, names = first.get("ctx", {}).get("error", first["msg"]), cls.names()
+            key = next(key for key in given if names.get(key, key) == names.get(str(first["loc"][0])))
+            raise SampleError(f"{key}={shown(first['input'])}: {cause}") from None
+        names = cls.names()
+        keys._used = {names[key]: key for key in reversed(names) if given.get(key) not in EMPTY}
+        for key in [*keys.others]:
+            if key in names:
+                field = names[key]
+                if getattr(cls.of({key: given[key]}), field) != getattr(keys, field):
+                    text = "have different values for one thing; remove one of them"
+                    raise SampleError(f"{key} and {keys._used[field]} {text}")
+                del keys.others[key]
+            elif key in cls.lost and not (key in THINKING and given[key] in _SWITCHES):
+                raise SampleError(f"{key}={shown(given[key])}: it would be lost; {cls.lost[key]}")
+        return keys
+
+    @property
+    def used(self) -> dict[str, str]:
+        """The fields that have a value, with the key of the file that each is read from."""
+        return self._used
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """Keys that this model does not have, with their values."""
+        return self.model_extra or {}
+
+
+_WEIGH = 'write "weight": 0 in the messages that do not train'
+MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is supported")
+
+
+class Turn(Keys):
+    """A turn of a conversation. Its other keys are given to the chat template."""
+
+    role: Annotated[str, BeforeValidator(_role)] | None = _key(
+        "`system`, `developer`, `user`, `assistant`, `tool`, or what other tools call them", "role", "from"
+    )
+    content: Any = _key(
+        "text, or a list of text parts, joined if the template has no branch for lists; of a tool also any other value, "
+        "as JSON text", "content", "value"
+    )  # fmt: skip
+    tool_calls: Any = _key(
+        "a list, one call, or JSON text; a turn `from` `function_call` has them as its `value`",
+        "tool_calls",
+        "function_call",
+    )
+    weight: Annotated[float, BeforeValidator(_weight)] | None = _key(
+        "of an assistant, 0 or more: the [weight](#weights-of-targets) of its targets (not with `split_turns: shared`)",
+        "weight", "train", "trainable", "loss", "loss_mask",
+    )  # fmt: skip
+    lost = dict.fromkeys(("mask", "masked", "train_detail", "weights"), _WEIGH)
+
+
+class Call(Keys):
+    """A call of a tool, or its ``function``."""
+
+    name: str | None = _key("name of the tool", "name")
+    arguments: Annotated[dict[str, Any], BeforeValidator(_object)] | None = _key(
+        "an object, its JSON text, or nothing", "arguments", "args", "parameters", "input"
+    )
+
+
+class Row(Keys):
+    """A row of a file of conversations or pairs. Of the keys before an answer, those that repeat another are compared."""
+
+    messages: Any = _key("turns, as a list or its JSON text", "messages", "conversations", "conversation")
+    system: str | None = _key("first turn", "system", "system_prompt", "system_message")
+    prompt: Any = _key("a turn of the user, or turns", "prompt")
+    question: str | None = _key("a turn of the user", "question", "query", "instruction")
+    input: Any = _key("text behind the question, on a line of its own; or turns", "input", "context")
+    completion: Any = _key(
+        "answer, or turns; behind the text of a `prompt`, both are trained without a chat template, as TRL does",
+        "completion",
+    )
+    answer: Any = _key("answer of the assistant, or its calls", "output", "response", "answer", "answers")
+    chosen: Any = _key("better answer of a pair, with or without the turns before it", "chosen")
+    rejected: Any = _key("worse answer", "rejected")
+    tools: Any = _key("a list, one tool, or JSON text", "tools", "functions", "available_tools")
+    chat_template_kwargs: dict[str, Any] | None = _key(
+        "variables of the chat template; so is each key that the template reads, such as `documents`",
+        "chat_template_kwargs",
+    )
+    lost = {
+        **dict.fromkeys(("train", "trainable", "loss_mask", "train_detail", "weights"), _WEIGH), **MEDIA,
+        **dict.fromkeys(THINKING, "write it as reasoning_content of an assistant's message"),
+        "weight": "write it in the messages, or set dataset.weight", "loss_weight": "set dataset.loss_weight",
+        "history": "write its turns in messages", "documents": "the chat template reads no documents; write them in messages",
+        "tool_calls": "write them in a message of the assistant", "function_call": "write it in a message of the assistant",
+    }  # fmt: skip
+
+
+def table() -> str:
+    """Returns the table of accepted keys of the page."""
+    lines = ["| in | key (first name; others) | value |", "| --- | --- | --- |"]
+    for where, keys in (("row", Row), ("turn", Turn), ("call", Call)):
+        for info in keys.model_fields.values():
+            alias: Any = info.validation_alias
+            first, *others = (f"`{name}`" for name in alias.choices)
+            lines.append(
+                f"| {where} | {'; '.join([first, ', '.join(others)][: 1 + bool(others)])} | {info.description} |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())  # noqa: T201
