@@ -41,12 +41,7 @@ def read_pair(row: Any, variable_names: Collection[str] = ()) -> tuple[Conversat
     before = {"system", "messages", "question", "input", "tools"} & keys.used.keys()
     if not before and all(isinstance(text, str) for text in (*answers, keys.prompt or "")):
         return Texts(keys.prompt, (answers[0], answers[1]), unread)
-    sides = []
-    for side, answer in zip(SIDES, answers, strict=True):
-        try:
-            sides.append(turns_of(answer, "assistant", side))
-        except SampleError as error:
-            raise SampleError(f"{side}: {error}") from None
+    sides = [turns_of(answer, "assistant", side) for side, answer in zip(SIDES, answers, strict=True)]
     # The prompt may be a part of both sides, or a key of its own.
     sources, prompt, name = turns_before(keys), [], "chosen"
     for key, (turns, _) in sources.items():

@@ -33,11 +33,11 @@ class Conversation:
     """Keys of the row and of its turns that are not read."""
 
 
-def read_turns(turns: Any, name: str = "messages") -> tuple[Chat, list[float]]:
+def read_turns(turns: Any) -> tuple[Chat, list[float]]:
     """Returns messages in OpenAI's format, and the weight of each. Raises SampleError that names a turn."""
     turns = parsed(turns)
     if not isinstance(turns, list | tuple) or not all(isinstance(turn, Mapping | Message) for turn in turns):
-        raise SampleError(f"{name} is not a list of objects with role and content: {shown(turns)}")
+        raise SampleError(f"{shown(turns)} is not a list of objects with role and content")
     chat: Chat = []
     weights = []
     for turn in turns:

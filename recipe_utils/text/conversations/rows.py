@@ -76,7 +76,7 @@ def turns_before(keys: Row) -> dict[str, Turns]:
     """Returns the turns before the answer by the key that has them; the first are to be used, others to be compared."""
     used, sources = keys.used, {}
     if "messages" in used:
-        sources[used["messages"]] = read_turns(keys.messages, used["messages"])
+        sources[used["messages"]] = read_turns(keys.messages)
     if "prompt" in used:
         sources["prompt"] = turns_of(keys.prompt, "user", "prompt")
     if not sources and {"question", "input"} <= used.keys() and not _are(keys.input, "role", "from"):
@@ -102,8 +102,11 @@ def answers_of(keys: Row) -> dict[str, Turns]:
 def turns_of(value: Any, role: str, name: str) -> Turns:
     """Returns a text, a turn or turns as messages with their weights; a text is a turn of ``role``."""
     if isinstance(value, str) and not _are(value, "role", "from"):
-        value = [{"role": role, "content": value}]
-    return read_turns([value] if isinstance(value, Mapping) else value, name)
+        value = {"role": role, "content": value}
+    try:
+        return read_turns([value] if isinstance(value, Mapping) else value)
+    except SampleError as error:
+        raise SampleError(f"{name}: {error}") from None
 
 
 def after_system(system: str | None, chat: Chat, weights: list[float]) -> Turns:

@@ -8,6 +8,7 @@ would be lost. ``python -m recipe_utils.text.conversations.schema`` prints the t
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from math import inf
 from typing import Annotated, Any, ClassVar, Self
 
@@ -22,9 +23,8 @@ CONTENT = {
     "documents", "citations",
 }  # fmt: skip
 """Keys of a turn whose content would be lost if the template does not print them."""
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLES = {
-    **{role: role for role in _ROLES}, "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool", "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant",
     "bard": "assistant", "bing": "assistant", "ai": "assistant", "bot": "assistant", "model": "assistant",
     "observation": "tool", "function_response": "tool", "tool_response": "tool", "function": "tool", "ipython": "tool",
 }  # fmt: skip
@@ -53,7 +53,7 @@ def shown(value: Any) -> str:
 
 def _role(role: Any) -> str:
     if not isinstance(role, str) or role not in ROLES:
-        raise SampleError(f"set it to one of {', '.join(ROLES)}")
+        raise SampleError(f"set it to one of {', '.join(dict.fromkeys(ROLES.values()))}")
     return ROLES[role]
 
 
@@ -82,6 +82,7 @@ class Keys(BaseModel):
     """Further keys, whose content would be lost, and what to write instead."""
 
     @classmethod
+    @cache
     def names(cls) -> dict[str, str]:
         """Returns the keys of files, and the field of each."""
         fields: Any = cls.model_fields
@@ -94,22 +95,22 @@ class Keys(BaseModel):
         Raises SampleError for a value of another type, for two names with different values, and for content that
         would be lost.
         """
+        names, filled = cls.names(), {key: value for key, value in given.items() if value or value == 0}
         try:
-            keys = cls.model_validate({key: value for key, value in given.items() if value not in EMPTY})
+            keys = cls.model_validate(filled)
         except ValidationError as error:
             first = error.errors()[0]
-            cause, names = first.get("ctx", {}).get("error", first["msg"]), cls.names()
-            key = next(key for key in given if names.get(key, key) == names.get(str(first["loc"][0])))
+            key = next(key for key in filled if names.get(key) == names[str(first["loc"][0])])
+            cause = first.get("ctx", {}).get("error", first["msg"])
             raise SampleError(f"{key}={shown(first['input'])}: {cause}") from None
-        names = cls.names()
-        keys._used = {names[key]: key for key in reversed(names) if given.get(key) not in EMPTY}
-        for key in [*keys.others]:
-            if key in names:
-                field = names[key]
+        others = keys.others
+        keys._used = {names[key]: key for key in filled if key not in others}
+        for key in [*others]:
+            if field := names.get(key):
                 if getattr(cls.of({key: given[key]}), field) != getattr(keys, field):
                     text = "have different values for one thing; remove one of them"
                     raise SampleError(f"{key} and {keys._used[field]} {text}")
-                del keys.others[key]
+                del others[key]
             elif key in cls.lost and not (key in THINKING and given[key] in _SWITCHES):
                 raise SampleError(f"{key}={shown(given[key])}: it would be lost; {cls.lost[key]}")
         return keys
@@ -146,7 +147,7 @@ class Turn(Keys):
     )
     weight: Annotated[float, BeforeValidator(_weight)] | None = _key(
         "of an assistant, 0 or more: the [weight](#weights-of-targets) of its targets (not with `split_turns: shared`)",
-        "weight", "train", "trainable", "loss", "loss_mask",
+        "weight", "train", "training", "trainable", "loss", "loss_mask",
     )  # fmt: skip
     lost = dict.fromkeys(("mask", "masked", "train_detail", "weights"), _WEIGH)
 

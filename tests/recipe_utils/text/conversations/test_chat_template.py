@@ -443,7 +443,7 @@ def test_a_pair_with_its_own_prompt_is_the_joined_pair(row, chatml, torchtunes, 
     [
         ({"prompt": TWO[:1], "chosen": TWO[:2]}, r"it has no rejected \(its keys: prompt, chosen\)"),
         ({"prompt": "3?", "chosen": TWO[:2], "rejected": TWO[:2]}, "chosen begins with a turn of the user"),
-        ({"chosen": 4, "rejected": TWO[:2]}, "messages are '4'; write a text or messages"),
+        ({"chosen": 4, "rejected": TWO[:2]}, "chosen: 4 is not a list of objects"),
         ({"prompt": TWO[:1], "chosen": "4", "rejected": USE[1]}, "torchtune's tokenizers lose tool_calls"),
         (PAIRS["tools"], "take no tools; set tokenizer to a folder_tokenizer"),
     ],

@@ -1,0 +1,295 @@
+"""Rows in the layouts of public sets and other tools: each key is used, compared, refused, or named as not read.
+
+The rows are made up in their form. What is trained on is written here by hand.
+"""
+
+import json
+import re
+
+import pytest
+from chats import CHATML, TOOL_CHATML, TOOLS, say, targets, tokenizer_of
+from torchtune.datasets import chat_dataset, preference_dataset
+
+from recipe_utils.preference import pair_dataset
+from recipe_utils.text import conversation_dataset
+from recipe_utils.text.conversations.schema import table
+from recipe_utils.update_steps.samples import SampleError
+
+USER, YES, NO = say("user", "2 + 2?"), say("assistant", "It is 4."), say("assistant", "It is 5.")
+BRIEF = say("system", "Be brief.")
+SHAREGPT = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "It is 4."}]
+NULLS = dict.fromkeys(
+    ("title", "category", "custom_instruction", "hash", "idx", "model_name", "topic", "views", "weight")
+)
+CALL = {"name": "weather", "arguments": {"city": "Paris"}}
+ARGUMENTS = {"city": "Paris"}
+
+
+def text_of(*messages):
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*rows):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / "rows.jsonl")
+
+    return write
+
+
+@pytest.fixture
+def read(tmp_path, write):
+    """Returns the whole text of a row and its targets."""
+
+    def read(row, template=TOOL_CHATML, **options):
+        tokenizer = tokenizer_of(tmp_path / "folder", template)
+        (sample,) = conversation_dataset(tokenizer, write(row), **options)
+        return tokenizer.decode(sample["tokens"], skip_special_tokens=False), targets(tokenizer, sample)
+
+    return read
+
+
+def unread_of(caplog):
+    lines = [re.search("rows.jsonl: not read: (.*)", message) for message in caplog.messages]
+    return [line[1].split(", ") for line in lines if line]
+
+
+LAYOUTS = {
+    "UltraChat 200k": ({"prompt": "2 + 2?", "prompt_id": "ab", "messages": [USER, YES]}, [USER, YES], ["prompt_id"]),
+    "Tulu 3": ({"id": "a", "messages": [USER, YES], "source": "b"}, [USER, YES], ["id", "source"]),
+    "SmolTalk": ({"messages": [BRIEF, USER, YES], "source": "b"}, [BRIEF, USER, YES], ["source"]),
+    "OpenHermes 2.5": ({**NULLS, "conversations": SHAREGPT, "system_prompt": None, "source": "a", "skip_prompt_formatting": False}, [USER, YES], ["source", "skip_prompt_formatting"]),
+    "OpenHermes 2.5, system": ({**NULLS, "conversations": SHAREGPT, "system_prompt": "Be brief."}, [BRIEF, USER, YES], []),
+    "Capybara": ({"source": "a", "conversation": [{"input": "2 + 2?", "output": "It is 4."}]}, [USER, YES], ["source"]),
+    "LMSYS": ({"conversation_id": "a", "model": "b", "conversation": [USER, YES], "turn": 1, "language": "English", "openai_moderation": [{"flagged": False}], "redacted": False}, [USER, YES], ["conversation_id", "model", "turn", "language", "openai_moderation", "redacted"]),
+    "WildChat": ({"conversation": [{**USER, "country": "Peru", "header": {"a": "b"}, "toxic": False}, {**YES, "turn_identifier": 7}], "toxic": False}, [USER, YES], ["toxic", "country", "header", "turn_identifier"]),
+    "Nemotron": ({"input": [USER], "output": "It is 4.", "category": "math", "reasoning": "off", "system_prompt": "Be brief."}, [BRIEF, USER, YES], ["category", "reasoning"]),
+    "Orca": ({"id": "a", "system_prompt": "Be brief.", "question": "2 + 2?", "response": "It is 4."}, [BRIEF, USER, YES], ["id"]),
+    "Alpaca": ({"instruction": "Add.", "input": "2 + 2", "output": "It is 4.", "text": "Below"}, [say("user", "Add.\n2 + 2"), YES], ["text"]),
+    "Alpaca without input": ({"instruction": "2 + 2?", "input": "", "output": "It is 4."}, [USER, YES], []),
+    "Dolly": ({"instruction": "Add.", "context": "2 + 2", "response": "It is 4.", "category": "qa"}, [say("user", "Add.\n2 + 2"), YES], ["category"]),
+    "TRL, messages": ({"prompt": [BRIEF, USER], "completion": [YES]}, [BRIEF, USER, YES], []),
+    "a system beside messages": ({"system": "Be brief.", "messages": [USER, YES]}, [BRIEF, USER, YES], []),
+    "a system that is the first turn": ({"system": "Be brief.", "messages": [BRIEF, USER, YES]}, [BRIEF, USER, YES], []),
+    "messages, and an answer": ({"messages": [USER], "response": "It is 4."}, [USER, YES], []),
+    "messages of a pair": ({"messages": [USER, YES], "chosen": [USER, YES], "rejected": [USER, NO]}, [USER, YES], ["chosen", "rejected"]),
+    "old roles": ({"messages": [{"role": "human", "content": "2 + 2?"}, {"role": "ai", "content": "It is 4."}]}, [USER, YES], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_public_sets_are_read_and_what_is_not_read_is_named_once(layout, read, write, tmp_path, caplog):
+    row, messages, unread = LAYOUTS[layout]
+    text, trained = read(row)
+    assert text == text_of(*messages)
+    assert trained == ["It is 4.<|im_end|>"]
+    assert unread_of(caplog) == ([unread] if unread else [])
+    caplog.clear()
+    dataset = conversation_dataset(tokenizer_of(tmp_path / "folder", TOOL_CHATML), write(row, row))
+    assert [len(sample["tokens"]) for sample in dataset] == [len(dataset[0]["tokens"])] * 2
+    assert unread_of(caplog) == ([unread] if unread else [])
+
+
+def test_turns_before_an_answer_of_its_own_key_are_not_trained(read):
+    row = {"input": [USER, YES, say("user", "3 + 3?")], "output": "6"}
+    assert read(row)[1] == ["6<|im_end|>"]
+    assert read({"messages": [*row["input"], say("assistant", "6")]})[1] == ["It is 4.<|im_end|>", "6<|im_end|>"]
+
+
+def test_answers_that_are_calls_are_calls_beside_tools_alone(read):
+    row = {"id": 1, "query": "Sun?", "answers": json.dumps([CALL]), "tools": json.dumps(TOOLS)}
+    assert read(row)[1] == ['<tool_call>weather {"city": "Paris"}</tool_call><|im_end|>']
+    assert read({**row, "tools": []})[1] == [json.dumps([CALL]) + "<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "weather", "args": ARGUMENTS, "id": "1", "type": "tool_call"},
+        {"name": "weather", "parameters": ARGUMENTS},
+        {"type": "tool_use", "id": "1", "name": "weather", "input": ARGUMENTS},
+        {"type": "function", "function": {"name": "weather", "parameters": json.dumps(ARGUMENTS)}},
+        {"function": {"name": "weather"}, "arguments": ARGUMENTS},
+        {"name": "weather", "arguments": ARGUMENTS, "args": ARGUMENTS},
+    ],
+)
+def test_calls_have_their_arguments_under_any_of_their_names(call, read):
+    whole = '<tool_call>weather {"city": "Paris"}</tool_call><|im_end|>'
+    answers = [say("assistant", "", tool_calls=[call]), {**say("assistant", None), "function_call": call}]
+    if call.get("type") == "tool_use":
+        answers.append(say("assistant", [call]))
+    for answer in answers:
+        assert read({"messages": [say("user", "Sun?"), answer], "functions": TOOLS})[1] == [whole]
+
+
+@pytest.mark.parametrize(
+    ("mark", "trains"),
+    [({"train": False}, False), ({"trainable": False}, False), ({"loss": False}, False), ({"loss_mask": 0}, False),
+     ({"train": True}, True), ({"loss_mask": 1, "weight": 1}, True), ({"training": False}, True)],
+)  # fmt: skip
+def test_marks_of_what_trains_are_weights(mark, trains, read):
+    row = {"messages": [USER, {**YES, **mark}, say("user", "3 + 3?"), say("assistant", "6")]}
+    assert read(row)[1] == ["It is 4.<|im_end|>"] * trains + ["6<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "2 + 2? ", "completion": "It is 4."}, {"prompt": "2 + 2?\n", "completion": "4"}]
+)
+@pytest.mark.parametrize("split_turns", [False, True, "shared"])
+def test_a_prompt_and_a_completion_of_texts_are_trained_as_they_are(row, split_turns, tmp_path, write):
+    """As TRL does: without a chat template, and with an end token."""
+    tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
+    (sample,) = conversation_dataset(tokenizer, write(row), split_turns)
+    sample = sample.get("sequences", [sample])[0]
+    assert list(sample["tokens"]) == tokenizer.encode(row["prompt"] + row["completion"])
+    assert targets(tokenizer, sample) == [row["completion"] + "<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ({"system": "Be long.", "messages": [BRIEF, USER, YES]}, "system='Be long.': the first turn has another text"),
+        ({"system": "a", "system_prompt": "b", "messages": [USER, YES]}, "system_prompt and system have different values"),
+        ({"messages": [USER, YES], "conversations": [USER, NO]}, "conversations and messages have different values"),
+        ({"prompt": "3 + 3?", "messages": [USER, YES]}, r"prompt='3 \+ 3\?': it is in no turn of messages, so it would be lost"),
+        ({"instruction": "Add.", "messages": [USER, YES]}, "instruction='Add.': it is in no turn"),
+        ({"messages": [USER, YES], "output": "It is 5."}, "output='It is 5.': it is in no turn"),
+        ({"messages": [USER, YES], "weight": 0.5}, "weight=0.5: it would be lost; write it in the messages, or set dataset.weight"),
+        ({"messages": [USER, YES], "train": False}, 'train=False: it would be lost; write "weight": 0'),
+        ({"messages": [USER, YES], "images": ["a.png"]}, r"images=\['a.png'\]: it would be lost; only text is supported"),
+        ({"messages": [USER, YES], "documents": [{"a": "b"}]}, "documents=.*: it would be lost; the chat template reads no documents"),
+        ({"messages": [USER, YES], "history": [["a", "b"]]}, "history=.*: it would be lost"),
+        ({"question": "2 + 2?", "reasoning": "Two twos.", "answer": "4"}, "reasoning='Two twos.': it would be lost; write it as reasoning_content"),
+        ({"messages": [USER, {**YES, "train_detail": [{"a": 1}]}]}, r"turn 1 \(assistant\): train_detail=.*: it would be lost"),
+        ({"messages": [USER, {**YES, "weight": 0.5, "train": True}]}, "train and weight have different values"),
+        ({"messages": [{**USER, "train": True}, YES]}, "weight=1 of a user"),
+        ({"messages": [USER, {**YES, "images": ["a"]}]}, r"turn 1 \(assistant\): the chat template leaves its images out"),
+        ({"messages": [USER, say("assistant", "", tool_calls=[{"name": "f", "kwargs": {"a": 1}}])]}, "tool_calls: its kwargs would be lost"),
+        ({"messages": [USER, say("assistant", "", tool_calls=[{"name": "f", "args": {"a": 1}, "input": {"a": 2}}])]}, "input and args have different values"),
+        ({"message_id": "a", "parent_id": None, "text": "2 + 2?", "role": "prompter"}, "is one message of a tree"),
+        ({"chosen": [USER, YES], "rejected": [USER, NO]}, "is a pair; set dataset to a recipe_utils.preference.pair_dataset"),
+        ({"text": "abc"}, "is a text; set dataset to a recipe_utils.text.text_pieces_dataset"),
+        ({"problem": "2 + 2?", "solution": "4"}, r"it has no messages \(its keys: problem, solution\)"),
+        ({"messages": [USER, YES], "system": ["a"]}, r"system=\['a'\]: Input should be a valid string"),
+    ],
+)  # fmt: skip
+def test_content_that_would_be_lost_is_refused_by_its_key(row, error, read):
+    with pytest.raises(SampleError, match=rf"^line 1 of .*rows.jsonl: .*{error}"):
+        read(row)
+
+
+DOCUMENTS = "{% if documents %}{{ '<|im_start|>system\n' + documents[0].text + '<|im_end|>\n' }}{% endif %}" + CHATML
+
+
+def test_a_key_that_the_template_reads_as_a_variable_is_given_to_it(read, caplog):
+    row = {"messages": [USER, YES], "documents": [{"text": "Sums."}], "topic": "a"}
+    expected = text_of(say("system", "Sums."), USER, YES), ["It is 4.<|im_end|>"]
+    assert read(row, DOCUMENTS) == expected
+    assert unread_of(caplog) == [["topic"]]
+    assert (
+        read({"messages": [USER, YES], "chat_template_kwargs": {"documents": row["documents"]}}, DOCUMENTS) == expected
+    )
+    with pytest.raises(SampleError, match="document: the chat template reads no such variable"):
+        read({"messages": [USER, YES], "chat_template_kwargs": {"document": 1}}, DOCUMENTS)
+
+
+# ---- Pairs ------------------------------------------------------------------------------------------
+
+
+PAIRS = {
+    "UltraFeedback": {"prompt": "2 + 2?", "prompt_id": "a", "chosen": [USER, YES], "rejected": [USER, NO], "messages": [USER, YES], "score_chosen": 8.0, "score_rejected": 3.0},
+    "question": {"question": "2 + 2?", "chosen": "It is 4.", "rejected": "It is 5."},
+    "LLaMA-Factory": {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "It is 5."}},
+    "messages": {"messages": [USER], "chosen": YES, "rejected": NO},
+    "messages with the answer": {"prompt": "2 + 2?", "messages": [USER, YES], "chosen": "It is 4.", "rejected": "It is 5."},
+    "response": {"query": "2 + 2?", "response": "It is 4.", "chosen": [YES], "rejected": [NO]},
+}  # fmt: skip
+WITH_SYSTEM = {
+    "Orca": {"system": "Be brief.", "question": "2 + 2?", "chosen": "It is 4.", "rejected": "It is 5."},
+    "texts": {"system": "Be brief.", "prompt": "2 + 2?", "chosen": "It is 4.", "rejected": "It is 5."},
+    "conversations": {"system_prompt": "Be brief.", "chosen": [USER, YES], "rejected": [USER, NO]},
+    "both": {"system": "Be brief.", "chosen": [BRIEF, USER, YES], "rejected": [BRIEF, USER, NO]},
+    "prompt": {"prompt": [BRIEF], "chosen": [USER, YES], "rejected": [USER, NO]},
+}
+ALPACA = {"instruction": "Add.", "input": "2 + 2", "chosen": "It is 4.", "rejected": "It is 5."}
+CASES = [
+    *((row, [USER]) for row in PAIRS.values()),
+    *((row, [BRIEF, USER]) for row in WITH_SYSTEM.values()),
+    (ALPACA, [say("user", "Add.\n2 + 2")]),
+]
+
+
+@pytest.mark.parametrize(("row", "before"), CASES, ids=[*PAIRS, *WITH_SYSTEM, "Alpaca"])
+def test_pairs_train_answers_behind_all_that_precedes_them(row, before, write, tmp_path, caplog):
+    tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
+    (pair,) = pair_dataset(tokenizer, write(row))
+    for side, answer in (("chosen", YES), ("rejected", NO)):
+        text = tokenizer.decode(pair[f"{side}_input_ids"], skip_special_tokens=False)
+        assert text == text_of(*before, answer)
+        assert targets(tokenizer, pair, (f"{side}_input_ids", f"{side}_labels")) == [answer["content"] + "<|im_end|>"]
+    unread = [key for key in row if key.endswith("_id") or key.startswith("score")]
+    assert unread_of(caplog) == ([unread] if unread else [])
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ({"question": "3 + 3?", "chosen": [USER, YES], "rejected": [USER, NO]}, "chosen begins with a turn of the user"),
+        ({"prompt": [USER], "question": "3 + 3?", "chosen": YES, "rejected": NO}, r"question='3 \+ 3\?': it is in no turn of prompt"),
+        ({"prompt": [USER], "completion": "6", "chosen": YES, "rejected": NO}, "completion='6': it is in no turn"),
+        ({"system": "Be long.", "chosen": [BRIEF, USER, YES], "rejected": [BRIEF, USER, NO]}, "system='Be long.'"),
+        ({"prompt": [USER], "chosen": YES, "rejected": NO, "images": ["a"]}, "images=.* only text is supported"),
+    ],
+)  # fmt: skip
+def test_a_pair_without_a_part_of_its_content_is_refused(row, error, write, tmp_path):
+    with pytest.raises(SampleError, match=error):
+        pair_dataset(tokenizer_of(tmp_path / "folder", CHATML), write(row))[0]
+
+
+# ---- torchtune's datasets ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ({"system": "Be brief.", "messages": [USER, YES]}, "leave its system text out"),
+        ({"messages": [USER, YES], "tools": TOOLS}, "leave its tools out"),
+        ({"messages": [USER, YES], "instruction": "Add."}, "instruction='Add.': it is in no turn of messages"),
+        ({"messages": [USER, {**YES, "train": False}]}, "messages lose its train"),
+        ({"messages": [USER, {**YES, "function_call": CALL}]}, "lose tool calls and thinking"),
+        ({"messages": [USER, YES], "weight": 0.5}, "weight=0.5: it would be lost"),
+    ],
+)
+@pytest.mark.parametrize("style", ["openai", "sharegpt"])
+def test_a_row_that_torchtune_would_read_in_part_is_refused(style, row, error, write, tmp_path, caplog):
+    tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
+    options = {"source": "json", "conversation_column": "messages", "conversation_style": style}
+    names = {"user": "human", "assistant": "gpt"}
+
+    def in_style(row):
+        if style == "openai":
+            return row
+        turns = [{"from": names[m.pop("role")], "value": m.pop("content"), **m} for m in map(dict, row["messages"])]
+        return {**row, "messages": turns}
+
+    with pytest.raises(SampleError, match=error):
+        chat_dataset(tokenizer, data_files=write(in_style(row)), **options)[0]
+    whole = {"messages": [BRIEF, USER, YES] if style == "openai" else [USER, YES], "prompt": "2 + 2?", "topic": "a"}
+    sample = chat_dataset(tokenizer, data_files=write(in_style(whole)), **options)[0]
+    assert targets(tokenizer, sample) == ["It is 4.<|im_end|>"]
+    assert "dataset: not read: topic" in caplog.messages
+
+
+@pytest.mark.parametrize("row", [{"system": "Be brief."}, {"question": "3 + 3?"}, {"tools": TOOLS}, {"weight": 2}])
+def test_a_pair_that_torchtune_would_read_in_part_is_refused(row, write, tmp_path):
+    row = {"chosen": [USER, YES], "rejected": [USER, NO], **row}
+    with pytest.raises(SampleError, match=r"pair_dataset|would be lost"):
+        preference_dataset(tokenizer_of(tmp_path / "folder", CHATML), source="json", data_files=write(row))[0]
+
+
+def test_the_page_has_the_table_of_the_schema():
+    from pathlib import Path
+
+    page = Path(__file__).parents[4] / "recipe_utils" / "text" / "README.md"
+    assert table() in page.read_text()
