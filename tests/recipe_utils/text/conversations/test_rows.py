@@ -126,7 +126,7 @@ def test_calls_have_their_arguments_under_any_of_their_names(call, read):
 @pytest.mark.parametrize(
     ("mark", "trains"),
     [({"train": False}, False), ({"trainable": False}, False), ({"loss": False}, False), ({"loss_mask": 0}, False),
-     ({"train": True}, True), ({"loss_mask": 1, "weight": 1}, True), ({"training": False}, True)],
+     ({"train": True}, True), ({"loss_mask": 1, "weight": 1}, True), ({"training": False}, False)],
 )  # fmt: skip
 def test_marks_of_what_trains_are_weights(mark, trains, read):
     row = {"messages": [USER, {**YES, **mark}, say("user", "3 + 3?"), say("assistant", "6")]}
