@@ -26,7 +26,6 @@ from recipe_utils.checkpoint.tensors import AnyOptimizer, describe_mismatch, in_
 from recipe_utils.files import CheckpointError, TensorFile
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.random_state import set_random_state
-from recipe_utils.settings.words import with_new_names
 
 MODEL, OPTIMIZER, PART, RANDOM = "model.", "optimizer.", "part.", "random."
 """Prefixes of the names of tensors in a checkpoint."""
@@ -67,22 +66,11 @@ class TrainingState:
     """Bad samples that all update steps have skipped, over all ranks."""
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """States of the parts of a training by name, without their tensors."""
-    best_val_loss: float | None = None
-    """State of a part in checkpoints of 0.5."""
-    token_budget: dict[str, Any] = field(default_factory=dict)
-    """State of a part in checkpoints of 0.5."""
 
 
 def read_state(path: Path) -> TrainingState:
-    """Returns the state of a checkpoint; names and parts of 0.5 become today's. Raises CheckpointError as read_as."""
-    state = read_as(TrainingState, path / "state.json")
-    if state.best_val_loss is not None:
-        state.parts.setdefault("validation", {"best_val_loss": state.best_val_loss})
-    if state.token_budget:
-        state.parts.setdefault("budget", state.token_budget)
-    state.best_val_loss, state.token_budget = None, {}
-    state.config, state.data_fingerprint = with_new_names(state.config), with_new_names(state.data_fingerprint)
-    return state
+    """Returns the state of a checkpoint; raises CheckpointError as read_as."""
+    return read_as(TrainingState, path / "state.json")
 
 
 TEACHER = "teacher_checkpointer"
@@ -109,16 +97,6 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def _texts(changed: Mapping[str, tuple[Any, Any]], prefix: str = "") -> list[str]:
     return [f"{prefix}{key}={now}: the checkpoint was saved with {before}" for key, (before, now) in changed.items()]
-
-
-def _changed_options(*configs: Mapping[str, Any]) -> set[str]:
-    """Returns the optimizer arguments that differ, for checkpoints without options as built (before 0.6)."""
-    rate_keys = ("lr_scheduler", "loraplus_lr_ratio")
-    if not all(cfg.get("optimizer") for cfg in configs):
-        return set()
-    changed = differences(*({**cfg["optimizer"], **{key: cfg.get(key) for key in rate_keys}} for cfg in configs))
-    names = {key.partition(".")[0] for key in changed}
-    return names | ({"lr"} if names & {*rate_keys} else set())
 
 
 def load(
@@ -183,8 +161,7 @@ def load(
     _on_all_ranks(group, _check_parts, path, state, _like(PART, metadata), saved_part_tensors, parts_on_any_rank)
 
     # The optimizer's state is made as it was saved, then both are filled in place from the files.
-    configs = state.config, config
-    states = _on_all_ranks(group, _make_state, path, metadata, model, optimizer, names_of_other_stages, configs)
+    states = _on_all_ranks(group, _make_state, path, metadata, model, optimizer, names_of_other_stages)
     targets = {MODEL + name: tensor for name, tensor in trained.items()}
     targets |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
     targets |= {PART + name: tensor for name, tensor in saved_part_tensors.items()}
@@ -273,14 +250,12 @@ def _make_state(
     model: nn.Module,
     optimizer: AnyOptimizer,
     names_of_other_stages: set[str],
-    configs: tuple[Mapping[str, Any], Mapping[str, Any]],
 ) -> dict[str, Tensor]:
     """Returns the tensors of the optimizer's state by name, made as the checkpoint describes them and not yet read."""
     try:
         description = read_as(dict[str, Any], path / "optimizer.json")
         saved = _like(OPTIMIZER, metadata)
-        changed = _changed_options(*configs)
-        return restore_optimizer(model, optimizer, description, saved, names_of_other_stages, changed)
+        return restore_optimizer(model, optimizer, description, saved, names_of_other_stages)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / 'optimizer.json'}: it does not describe an optimizer ({error!r})") from error
 
@@ -292,8 +267,6 @@ def _check_frozen(saved: Mapping[str, str], current: Mapping[str, str], path: Pa
         key: (before, now)
         for key, (before, now) in differences(saved, current).items()
         if not (lacks_teacher and key.startswith(TEACHER))
-        # Checkpoints of version 0.4.3 have no fingerprint of a frozen model's config.json.
-        and not (before is None and key.endswith("_checkpointer.config.json"))
     }
     if saved and changed:
         text, *others = _texts(changed)

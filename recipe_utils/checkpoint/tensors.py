@@ -137,7 +137,6 @@ def restore_optimizer(
     description: Mapping[str, Any],
     saved: Mapping[str, Tensor],
     names_of_other_stages: Collection[str] = (),
-    keeps: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Sets an optimizer's options and plain values from a checkpoint, and allocates its state tensors.
 
@@ -151,7 +150,6 @@ def restore_optimizer(
         description: second result of :func:`optimizer_contents`.
         saved: meta tensors like the saved ones, by the names of its first result.
         names_of_other_stages: parameters that other pipeline stages step.
-        keeps: options that keep their current values if the checkpoint does not have those as built.
 
     Returns:
         The new, still empty state tensors by the same names, sharded as the parameters.
@@ -176,7 +174,7 @@ def restore_optimizer(
     new_options, new_states = [], []
     for part, group in _groups(optimizer):
         members = [names[id(parameter)] for parameter in group["params"]]
-        changed = set[str]().union(*(_changed(options_of[name], group, keeps) for name in members))
+        changed = set[str]().union(*(_changed(options_of[name], group) for name in members))
         unchanged = {name: {k: v for k, v in options_of[name].items() if k not in changed} for name in members}
         options = unchanged[members[0]] if members else {}
         differing = [name for name in members if unchanged[name] != options]
@@ -218,9 +216,9 @@ def restore_optimizer(
     return tensors
 
 
-def _changed(saved: Mapping[str, Any], group: Mapping[str, Any], keeps: Collection[str]) -> set[str]:
+def _changed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> set[str]:
     """Returns the options of a group that keep their current values, because they were built with others."""
-    then, now, changed = saved.get(_BUILT), group.get(_BUILT), {*keeps}
+    then, now, changed = saved.get(_BUILT), group.get(_BUILT), set()
     if then is not None and now is not None:
         changed = {key for key in now if then.get(key) != _plain(now[key], key)}
     # Without a schedule, the checkpoint's rate would be that of the old schedule's last step.

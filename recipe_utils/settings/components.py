@@ -16,7 +16,6 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
 from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.words import MOVED, problem_with_word
 
 PATHS = {
     "adapter_checkpoint", "cache_dir", "checkpoint_dir", "checkpoint_files", "data_dir",
@@ -48,8 +47,6 @@ Component = Annotated[dict[str, Any], MadeWith()]
 
 def component_at(path: str) -> Any:
     """Returns the object at a dotted path; raises ValueError if there is none."""
-    if (moved := MOVED.get(path)) is not None:
-        raise ValueError(f"it moved in 0.6; set it to {moved}")
     try:
         return _get_component_from_path(path)
     except InstantiationError as error:
@@ -152,10 +149,7 @@ def _check_arguments(key: str, made: Any, arguments: Mapping[str, Any], made_wit
     # Given arguments first, by name and then by type; then those that are missing.
     for name, argument in arguments.items():
         hint = hints.get(name, Any)
-        removed = problem_with_word(f"{key}.{name}", argument) if name not in by_name else None
-        if removed is not None:
-            yield removed
-        elif name not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds:
+        if name not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds:
             similar = difflib.get_close_matches(name, by_name.keys() - from_recipe, n=1)
             solution = f"did you mean {similar[0]}?" if similar else "take it out"
             yield Problem(f"{key}.{name}", f"{name_of_made} has no such argument; {solution}")

@@ -21,7 +21,6 @@ from torchtune.datasets import ConcatDataset
 
 from recipe_utils.settings.components import split_entry
 from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.words import problem_with_word
 from recipe_utils.update_steps.order import Order
 from recipe_utils.update_steps.permutation import NUM_IN_MEMORY, epoch_permutation, seed_of
 from recipe_utils.update_steps.settings import DataSettings
@@ -177,7 +176,7 @@ class MixtureOrder(Order):
     def fingerprint(self) -> dict[str, Any]:
         """Returns values that must be equal for update steps to contain the same samples."""
         mixture = self.mixture
-        weights = [{"0": float(weight)} for weight in mixture.weights or ()]  # as in version 0.5
+        weights = [{"0": float(weight)} for weight in mixture.weights or ()]
         return {
             "lengths": list(map(list, zip(mixture.names, mixture.lengths, strict=True))),
             "steps_per_epoch": self._num_steps,
@@ -219,9 +218,7 @@ def problems_with_list(key: str, parts: Any) -> Iterator[Problem]:
             yield Problem(key, f"{number} of its datasets are called {name}; give each a name")
     for index, entry in enumerate(entries):
         weight, name = entry.get("weight", 1), entry["name"]
-        if (problem := problem_with_word(f"{key}.{index}.weight", weight)) is not None:
-            yield problem
-        elif type(weight) not in (int, float) or not 0 < weight < inf:
+        if type(weight) not in (int, float) or not 0 < weight < inf:
             text = "it must be a number above 0; or take the dataset out"
             shown = repr(weight) if isinstance(weight, str) else weight
             yield Problem(f"{key}.{index}.weight", text, shown)

@@ -29,7 +29,6 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.settings.keys import own_keys
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.settings.words import removed_of_run
 from recipe_utils.training.log import Log
 from recipe_utils.training.parts.protocol import Parts
 from recipe_utils.training.settings import RunSettings
@@ -85,12 +84,6 @@ class Resume:
             self._check_stock_state()
             self._check_that_nothing_is_lost()
             return None
-        with suppress(CheckpointError):  # a corrupt one is skipped when it is loaded
-            if used := ", ".join(removed_of_run(read_state(path).config)):
-                raise ConfigError(
-                    f"resume_from_checkpoint: the run of {path} had {used}, which is removed, so its losses "
-                    "would change; end it with the version that it began with (0.5)"
-                )
         return path
 
     def restore(self, trained: Trained, seed: int) -> TrainingState:

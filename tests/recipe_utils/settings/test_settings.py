@@ -8,13 +8,11 @@ import pytest
 from omegaconf import OmegaConf
 from pydantic.dataclasses import dataclass
 
-from recipe_utils.settings import words
-from recipe_utils.settings.components import Component, MadeWith, component_at
+from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import STRICT, Count, FilePath, Positive, keys_of
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.read import read_settings
-from recipe_utils.settings.words import MOVED, Removed
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -204,35 +202,3 @@ def test_arguments_that_are_paths_are_expanded_at_any_depth(monkeypatch):
     expected = expected.replace("/home/baker/n", "~/n").replace("/home/baker/e", "~/e")
     read_settings(cfg, Settings)
     assert str(OmegaConf.to_container(cfg)["extra"][0]) == expected
-
-
-def test_what_was_removed_is_named_with_what_to_do_instead(monkeypatch):
-    removed = {
-        "oven_mode": Removed("it was x; set width instead", changes_losses=True),
-        "extra.old": Removed("take it out"),
-        "names.0": Removed("set a list"),
-        "lid": Removed("take it out", changes_losses=("open",)),
-    }
-    monkeypatch.setattr(words, "REMOVED", removed)
-    oven = {"_component_": "bakery.open_oven", "where": "a", "note": "b", "path": "c", "old": 3}
-    found = problems_of(oven_mode=2, extra=[oven], names={0: 1})
-    assert found[0] == "oven_mode=2: removed; it was x; set width instead"
-    assert "extra.0.old=3: removed; take it out" in found
-    assert "names={0: 1}: removed; set a list" in found
-    assert len(found) == 3
-    assert [*words.removed_of_run({"oven_mode": 2, "width": 3})] == ["oven_mode=2"]
-    assert not [*words.removed_of_run({"oven_mode": None, "extra": {"old": 3}})]
-    assert [*words.removed_of_run({"lid": "open"})] == ["lid=open"]
-    assert not [*words.removed_of_run({"lid": "shut"})]
-
-
-def test_a_component_of_0_5_is_refused_with_its_new_name(tiny_config):
-    old = "recipe_utils.loss.LinearCrossEntropyLoss"
-    with pytest.raises(ConfigError) as raised:
-        read_settings(
-            OmegaConf.create(tiny_config(loss={"_component_": old})), settings_of("full_finetune_update_step")
-        )
-    text = f"loss._component_={old}: it moved in 0.6; set it to recipe_utils.losses.LinearCrossEntropyLoss"
-    assert str(raised.value).endswith(text)
-    for path in MOVED.values():
-        assert callable(component_at(path))
