@@ -14,8 +14,8 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
 
 import recipe_utils.preference.torchtune_pairs  # noqa: F401  corrects torchtune
 from recipe_utils.preference.rows import SIDES, messages_of
-from recipe_utils.text.conversations.files import FileRows
 from recipe_utils.text.conversations.messages import content_as_text, conversation_of, in_openai_format, read_tools
+from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.text.torchtune_messages import lost_keys
@@ -30,15 +30,18 @@ class PairDataset(Dataset[dict[str, Any]]):
 
     Args:
         tokenizer: a :class:`FolderTokenizer`; or one of torchtune for rows without tool calls and thinking.
-        path: file of rows, see :class:`.FileRows`.
+        path: file or files of rows, see :class:`.PathRows`.
+        split, validation_fraction: take the rows of one side, see :class:`.PathRows`.
 
     Raises:
-        ValueError: a file of another format.
+        ValueError: a wrong split, or a file of another format.
         OSError: ``path`` cannot be read.
     """
 
-    def __init__(self, tokenizer: Any, path: str) -> None:
-        self._tokenizer, self._rows = tokenizer, FileRows(path)
+    def __init__(
+        self, tokenizer: Any, path: str | list[str], split: str | None = None, validation_fraction: float | None = None
+    ) -> None:
+        self._tokenizer, self._rows = tokenizer, PathRows(path, split, validation_fraction)
         self.content_hash = self._rows.content_hash
 
     def __len__(self) -> int:

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import starmap
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,9 @@ from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.text.conversations.files import FileRows, temporary_file
+from recipe_utils.text.conversations.files import temporary_file
 from recipe_utils.text.conversations.messages import conversation_of, read_messages
+from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.update_steps.samples import SampleError
 
@@ -29,16 +29,24 @@ class ConversationDataset(Dataset[dict[str, Any]]):
 
     Args:
         tokenizer: a :class:`FolderTokenizer`.
-        path: file of rows with ``messages`` and ``tools`` in OpenAI's format, see :class:`.FileRows`.
+        path: file or files of rows with ``messages`` and ``tools`` in OpenAI's format, see :class:`.PathRows`.
         split_turns: makes one sample of each assistant turn, whose history is not trained. ``shared``:
             one of each conversation, whose turns compute common beginnings once.
+        split, validation_fraction: take the rows of one side, see :class:`.PathRows`.
 
     Raises:
-        ValueError: another tokenizer, another value of ``split_turns``, or a file of another format.
+        ValueError: another tokenizer, another value of ``split_turns`` or ``split``, or a file of another format.
         OSError: ``path`` cannot be read.
     """
 
-    def __init__(self, tokenizer: Any, path: str, split_turns: bool | str = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        path: str | list[str],
+        split_turns: bool | str = False,
+        split: str | None = None,
+        validation_fraction: float | None = None,
+    ) -> None:
         if not isinstance(tokenizer, FolderTokenizer):
             raise ValueError("dataset: set tokenizer to a folder_tokenizer, which takes tool calls")
         if split_turns not in (True, False, "shared"):
@@ -46,7 +54,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             raise ValueError(f"dataset.split_turns={split_turns}: {text}")
         self.makes_trees = split_turns == "shared"
         self._tokenizer = tokenizer
-        self._rows = rows = FileRows(path)
+        self._rows = rows = PathRows(path, split, validation_fraction)
         self.content_hash = rows.content_hash
         # Row, and number of messages, of each sample.
         self._turns: tuple[array[int], array[int]] | None = None
@@ -143,20 +151,28 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
 
     Args:
         tokenizer: has ``encode(text=, add_bos=, add_eos=)`` and ``max_seq_len``; null takes documents as a whole.
-        path: file of rows with a text, see :class:`.FileRows`; or one text, if its name contains ``.txt``.
+        path: file or files of rows with a text, see :class:`.PathRows`; a file named ``.txt`` is one text.
         column: key of a row's text.
         add_eos: adds the end token to each document.
+        split, validation_fraction: take the documents of one side, see :class:`.PathRows`.
 
     Raises:
-        ValueError: a file of another format.
+        ValueError: a wrong split, or a file of another format.
         OSError: ``path`` cannot be read.
     """
 
-    def __init__(self, tokenizer: Any, path: str, column: str = "text", add_eos: bool = True) -> None:
-        is_text = ".txt" in Path(path).suffixes
-        self._rows = rows = FileRows(path, is_text)
-        self.content_hash, self._tokenizer, self._add_eos = rows.content_hash, tokenizer, add_eos
-        self._column = "text" if is_text else column
+    def __init__(
+        self,
+        tokenizer: Any,
+        path: str | list[str],
+        column: str = "text",
+        add_eos: bool = True,
+        split: str | None = None,
+        validation_fraction: float | None = None,
+    ) -> None:
+        self._rows = rows = PathRows(path, split, validation_fraction, text_key=column)
+        self.content_hash, self._tokenizer = rows.content_hash, tokenizer
+        self._column, self._add_eos = column, add_eos
         self._file, start = temporary_file(self), time.monotonic()
         bounds, first_pieces, end = array("q", [0]), array("q"), 0
         with open(self._file, "wb") as file:
