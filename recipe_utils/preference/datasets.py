@@ -14,8 +14,8 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
 import recipe_utils.preference.torchtune_pairs  # noqa: F401  corrects torchtune
 from recipe_utils.preference.rows import SIDES, read_pair
 from recipe_utils.text.conversations.datasets import tokenize_texts
-from recipe_utils.text.conversations.files import FileRows
 from recipe_utils.text.conversations.messages import Conversation, content_as_text
+from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.rows import Texts, name_unread
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.text.torchtune_messages import lost_keys
@@ -30,15 +30,18 @@ class PairDataset(Dataset[dict[str, Any]]):
 
     Args:
         tokenizer: a :class:`FolderTokenizer`; or one of torchtune for rows without tool calls and thinking.
-        path: file of rows, see :class:`.FileRows`.
+        path: file or files of rows, see :class:`.PathRows`.
+        split, validation_fraction: take the rows of one side, see :class:`.PathRows`.
 
     Raises:
-        ValueError: a file of another format.
+        ValueError: a wrong split, or a file of another format.
         OSError: ``path`` cannot be read.
     """
 
-    def __init__(self, tokenizer: Any, path: str) -> None:
-        self._tokenizer, self._rows = tokenizer, FileRows(path)
+    def __init__(
+        self, tokenizer: Any, path: str | list[str], split: str | None = None, validation_fraction: float | None = None
+    ) -> None:
+        self._tokenizer, self._rows = tokenizer, PathRows(path, split, validation_fraction)
         self.content_hash = self._rows.content_hash
 
     def __len__(self) -> int:
@@ -49,7 +52,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         with self._rows.naming(index):
             row = read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()))
             tokenized = tokenize_texts(self._tokenizer, row) if isinstance(row, Texts) else self._of_messages(row)
-        name_unread(self, self._rows.path, row.unread if isinstance(row, Texts) else row[0].unread)
+        name_unread(self, f"{self._rows.path}", row.unread if isinstance(row, Texts) else row[0].unread)
         sample = {}
         for side, (tokens, mask) in zip(SIDES, tokenized, strict=True):
             sample[f"{side}_input_ids"] = tokens

@@ -7,7 +7,6 @@ The printed samples are the first of the training, with targets in green, or in 
 is no terminal. Lengths are those of up to 1,000 samples, evenly spaced.
 """
 
-import argparse
 import signal
 import sys
 from collections import Counter
@@ -20,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
+from recipe_utils.check_gradient.recipe_file import parser_of
 from recipe_utils.cli.registry import config_path
 from recipe_utils.preference.pairs import PairCollator, PairSettings, check_is_pair
 from recipe_utils.preference.rows import SIDES
@@ -33,6 +33,7 @@ from recipe_utils.text.documents import chains
 from recipe_utils.text.limits import NO_LIMITS
 from recipe_utils.text.mixture import MixtureOrder, problems_with_list
 from recipe_utils.text.trees import makes_trees
+from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.loaders import build_order
 from recipe_utils.update_steps.samples import CheckedDataset, SampleError
 from recipe_utils.update_steps.settings import DataSettings
@@ -41,18 +42,6 @@ _KEYS = {
     "batch_size", "data_seed", "global_batch_size", "max_steps_per_epoch", "on_bad_sample", "shuffle",
 }  # fmt: skip
 _NUM_READ = 1000
-
-
-def read_config(path: str, overrides: list[str]) -> Any:
-    """Returns the config of a file or a registered name, with ``key=value`` set."""
-    cfg: Any = OmegaConf.load(config_path(path))
-    for word in overrides:
-        key, _, text = word.partition("=")
-        value = OmegaConf.from_dotlist([f"value={text}"]).value
-        if isinstance(value, str) and OmegaConf.select(cfg, f"{key}._component_"):
-            key += "._component_"
-        OmegaConf.update(cfg, key, value, force_add=True)
-    return cfg
 
 
 def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
@@ -160,21 +149,18 @@ def _marked(tokenizer: Any, tokens: list[int], are_targets: list[bool]) -> str:
 
 def main() -> None:
     """Prints the report of the command line; exits with 2 and the problems of a wrong config."""
-    how = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("recipe_utils.show_data", description=__doc__, formatter_class=how)
-    parser.add_argument("recipe", help="name of a recipe, or path of your copy")
-    parser.add_argument("--config", required=True, help="YAML file, or name of a config")
-    parser.add_argument("--num_samples", type=int, default=3, help="samples to print")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    args = parser.parse_intermixed_args()
+    parser = parser_of("python -m recipe_utils.show_data", __doc__)
+    parser.add_argument("--num_samples", type=int, default=3, help="samples to print (default 3)")
+    given, overrides = parser.parse_known_args()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| less`
-    try:
-        cfg = build("config", read_config, args.config, args.overrides)
-        for line in report(args.recipe, cfg, args.num_samples):
+
+    def show(cfg: DictConfig) -> None:
+        for line in report(given.recipe, cfg, given.num_samples):
             print(line)  # noqa: T201
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        sys.exit(2)
+
+    # The config is that of `tune run` with the same arguments.
+    sys.argv = [given.recipe, "--config", str(config_path(given.config)), *overrides]
+    entry_point(show)()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,9 @@ from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.text.conversations.files import FileRows, temporary_file
+from recipe_utils.text.conversations.files import temporary_file
 from recipe_utils.text.conversations.messages import Conversation
+from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.rows import Texts, conversation_of, name_unread
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
@@ -31,16 +31,24 @@ class ConversationDataset(Dataset[dict[str, Any]]):
 
     Args:
         tokenizer: a :class:`FolderTokenizer`.
-        path: file of rows with ``messages`` and ``tools`` in OpenAI's format, see :class:`.FileRows`.
+        path: file or files of rows with ``messages`` and ``tools`` in OpenAI's format, see :class:`.PathRows`.
         split_turns: makes one sample of each assistant turn, whose history is not trained. ``shared``:
             one of each conversation, whose turns compute common beginnings once.
+        split, validation_fraction: take the rows of one side, see :class:`.PathRows`.
 
     Raises:
-        ValueError: another tokenizer, another value of ``split_turns``, or a file of another format.
+        ValueError: another tokenizer, another value of ``split_turns`` or ``split``, or a file of another format.
         OSError: ``path`` cannot be read.
     """
 
-    def __init__(self, tokenizer: Any, path: str, split_turns: bool | str = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        path: str | list[str],
+        split_turns: bool | str = False,
+        split: str | None = None,
+        validation_fraction: float | None = None,
+    ) -> None:
         if not isinstance(tokenizer, FolderTokenizer):
             raise ValueError("dataset: set tokenizer to a folder_tokenizer, which takes tool calls")
         if split_turns not in (True, False, "shared"):
@@ -48,7 +56,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             raise ValueError(f"dataset.split_turns={split_turns}: {text}")
         self.makes_trees = split_turns == "shared"
         self._tokenizer = tokenizer
-        self._rows = rows = FileRows(path)
+        self._rows = rows = PathRows(path, split, validation_fraction)
         self.content_hash = rows.content_hash
         # Row, and number of messages, of each sample.
         self._turns: tuple[array[int], array[int]] | None = None
@@ -76,7 +84,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         with self._rows.naming(index):
             row = self._read(index)
             sample = self._of_texts(row) if isinstance(row, Texts) else self._of_messages(row, end)
-        name_unread(self, self._rows.path, row.unread)
+        name_unread(self, f"{self._rows.path}", row.unread)
         return sample
 
     def _read(self, index: int) -> Conversation | Texts:
@@ -147,20 +155,28 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
 
     Args:
         tokenizer: has ``encode(text=, add_bos=, add_eos=)`` and ``max_seq_len``; null takes documents as a whole.
-        path: file of rows with a text, see :class:`.FileRows`; or one text, if its name contains ``.txt``.
+        path: file or files of rows with a text, see :class:`.PathRows`; a file named ``.txt`` is one text.
         column: key of a row's text.
         add_eos: adds the end token to each document.
+        split, validation_fraction: take the documents of one side, see :class:`.PathRows`.
 
     Raises:
-        ValueError: a file of another format.
+        ValueError: a wrong split, or a file of another format.
         OSError: ``path`` cannot be read.
     """
 
-    def __init__(self, tokenizer: Any, path: str, column: str = "text", add_eos: bool = True) -> None:
-        is_text = ".txt" in Path(path).suffixes
-        self._rows = rows = FileRows(path, is_text)
-        self.content_hash, self._tokenizer, self._add_eos = rows.content_hash, tokenizer, add_eos
-        self._column = "text" if is_text else column
+    def __init__(
+        self,
+        tokenizer: Any,
+        path: str | list[str],
+        column: str = "text",
+        add_eos: bool = True,
+        split: str | None = None,
+        validation_fraction: float | None = None,
+    ) -> None:
+        self._rows = rows = PathRows(path, split, validation_fraction, text_key=column)
+        self.content_hash, self._tokenizer = rows.content_hash, tokenizer
+        self._column, self._add_eos = column, add_eos
         self._file, start = temporary_file(self), time.monotonic()
         bounds, first_pieces, end = array("q", [0]), array("q"), 0
         with open(self._file, "wb") as file:
@@ -202,6 +218,10 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
         if len(text) > _MOST_CHARACTERS:
             most = f"{_MOST_CHARACTERS:,} characters"
             raise SampleError(f"it has more than {most}; write its parts to rows of JSON Lines")
+        others = [key for key, value in row.items() if key != self._column and (value or value == 0)]
+        if lost := [key for key in others if key in ("weight", "weights", "loss_weight")]:
+            raise SampleError(f"{lost[0]}={row[lost[0]]}: it would be lost; set dataset.loss_weight, or remove it")
+        name_unread(self, f"{self._rows.path}", others)
         tokens: list[int] = self._tokenizer.encode(text=text, add_bos=True, add_eos=self._add_eos)
         return tokens
 

@@ -1,9 +1,10 @@
-r"""Rows of data files, read when they are needed.
+r"""Rows of one data file, read when they are needed.
 
 Example: ``{"a": 1}\n\n{"a": 22}\n`` is scanned once. The scan stores the bounds [0, 10, 20] of its rows, the numbers
 [1, 3] of their lines and a checksum. ``rows[1]`` reads the bytes 10 to 19, and returns {"a": 22}.
 """
 
+import csv
 import gzip
 import json
 import os
@@ -13,7 +14,8 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,17 +39,21 @@ _REFUSED = {
 }
 """First bytes of files that are not read, and what to do."""
 _CHUNK = 1 << 22
+_BOM = b"\xef\xbb\xbf"
+_HOLDERS = {"data", "examples", "items", "rows", "samples", "train"}
+"""Keys of the rows in a JSON object that has no other list of objects."""
+csv.field_size_limit(max(csv.field_size_limit(), 1 << 24))  # of the process; 131,072 characters by default
 
 
 class FileRows:
-    """Rows of a file in JSON Lines, of one JSON array, of a parquet file, or of a ``save_to_disk`` folder.
+    """Rows of a file in JSON Lines, of one JSON value, of CSV or parquet, or of a ``save_to_disk`` folder.
 
-    The first bytes determine the format, also of what gzip unpacks to a temporary file. Bounds of rows
-    [n + 1] int64 are in memory, rows are not. Pickling copies no data.
+    The first bytes determine the format, also of what gzip unpacks to a temporary file; of CSV, the name. Bounds of
+    rows [n + 1] int64 are in memory, rows are not. Pickling copies no data.
 
     Args:
         path: a file, or a folder that ``datasets.Dataset.save_to_disk`` wrote.
-        is_text: the file is one row, whose ``text`` it contains.
+        text_key: makes a file named ``.txt`` one row, with the text at this key.
 
     Raises:
         ValueError: the file has another format or no rows; the error contains its format and what to do.
@@ -58,10 +64,13 @@ class FileRows:
     content_hash: str
     """Size and crc32 of all bytes of the data."""
 
-    def __init__(self, path: str, is_text: bool = False) -> None:
-        self.path, self._file, self._is_text = path, path, is_text
-        self._numbers: array[int] | None = None
-        """Numbers of the rows' lines, if some are blank."""
+    def __init__(self, path: str, text_key: str | None = None) -> None:
+        self.path, self._file, suffix = path, path, suffix_of(path)
+        self._text_key = text_key if suffix == ".txt" else None
+        self._numbers = array("i")
+        """Number of the line in which each row starts, if rows are in lines."""
+        self._delimiter, self._header = "", b""
+        """Those of CSV."""
         self._table: Any = None
         if Path(path).is_dir():
             self._read_table([*self._saved_files()])
@@ -83,24 +92,31 @@ class FileRows:
             self._read_table([self._file])
             return
         for magic, text in _REFUSED.items():
-            if head.startswith(magic) and not (is_text and magic == b"<"):
+            if head.startswith(magic) and not (self._text_key and magic == b"<"):
                 self._refuse(text)
         if head[257:262] == b"ustar":
             self._refuse("a tar archive; unpack it")
         if b"\0" in head:
             self._refuse("no text (it has NUL bytes); convert it to JSON Lines in UTF-8")
-        # A text is one row; other rows are lines, in which the bounds are found by one scan.
-        self._is_array = not is_text and head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-        if self._is_array:
-            self._unpack_array()
-        if is_text:
+        # A text is one row; other rows are lines, or several in CSV, in which the bounds are found by one scan.
+        start = head.removeprefix(_BOM).lstrip()
+        if self._text_key:
             self.content_hash = _checksum([self._file])
             self._bounds = array("q", [0, size + 1] if (size := os.stat(self._file).st_size) else [0])
+        elif suffix in (".csv", ".tsv") and start[:1] not in (b"[", b"{"):
+            first_line = start.partition(b"\n")[0].decode("latin-1")
+            self._delimiter = "\t" if suffix == ".tsv" else max(",;\t", key=first_line.count)
+            self._scan_lines()
         else:
-            self._bounds = self._scan_lines()
+            self._scan_lines()
+            if start[:1] in (b"[", b"{"):
+                self._unpack_value()
+        self._open = open(self._file, "rb")  # noqa: SIM115
+        if self._delimiter and len(self):
+            self._header = os.pread(self._open.fileno(), self._bounds[1], 0)
+            del self._bounds[0], self._numbers[0]
         if len(self) == 0:
             self._refuse("empty; it needs at least one row")
-        self._open = open(self._file, "rb")  # noqa: SIM115
 
     def __len__(self) -> int:
         return len(self._bounds) - 1 if self._table is None else len(self._table)
@@ -111,35 +127,48 @@ class FileRows:
             row: Mapping[str, Any] = _without_padding(self._table[index])
             return row
         start, end = self._bounds[index : index + 2]
-        data = os.pread(self._open.fileno(), end - start - 1, start)
+        data = self._header + os.pread(self._open.fileno(), end - start - 1, start)
         try:
             text = data.decode("utf-8-sig")
-            row = {"text": text} if self._is_text else json.loads(text)
+            if self._delimiter:
+                return self._row_of_csv(text)
+            row = {self._text_key: text} if self._text_key else json.loads(text)
         except UnicodeDecodeError as error:
             text = f"byte {error.start} is not UTF-8; convert the file, such as with iconv"
             raise SampleError(text) from error
+        except csv.Error as error:
+            raise SampleError(f"it is not CSV ({error})") from error
         except json.JSONDecodeError as error:
-            what = "JSON" if self._is_array else "one JSON object per line"
-            raise SampleError(f"it is not {what} ({error})") from error
+            raise SampleError(f"it is not one JSON object per line ({error})") from error
         if not isinstance(row, dict):
             raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
         return row
 
+    def _row_of_csv(self, text: str) -> dict[str, str]:
+        """Returns the row after a header. Empty fields and columns without a name, such as an index, are absent."""
+        header, *rows = filter(None, csv.reader(StringIO(text, newline="\n"), delimiter=self._delimiter, strict=True))
+        names = [*filter(None, header)]
+        if len({*names}) < len(names):
+            raise csv.Error(f"two of the columns {', '.join(names)} have one name; rename one")
+        if [*map(len, rows)] != [len(header)]:
+            text = f"it needs one field for each of the columns {', '.join(header)}"
+            raise csv.Error(f"{text}; quote fields that contain {self._delimiter!r}, and write two quotes for one")
+        return {name: field for name, field in zip(header, rows[0], strict=True) if name and field}
+
     def name_of(self, index: int) -> str:
         """Returns the name of a row, such as ``line 5 of chat.jsonl``."""
-        if self._table is not None or self._is_array or self._is_text:
-            return f"row {index + 1} of {self.path}"
-        return f"line {index + 1 if self._numbers is None else self._numbers[index]} of {self.path}"
+        return f"line {self._numbers[index]} of {self.path}" if self._numbers else f"row {index + 1} of {self.path}"
 
-    @contextmanager
-    def naming(self, index: int) -> Iterator[None]:
-        """Raises any error of what is done with a row as a SampleError with its name."""
-        index = range(len(self))[index]  # an IndexError ends an iteration
-        try:
-            yield
-        except Exception as error:  # any: a row may have any form
-            kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
-            raise SampleError(f"{self.name_of(index)}: {kind}{error}") from None
+    def contents(self) -> Iterator[bytes]:
+        """Yields the bytes of each row without white space around; of a table, its JSON."""
+        if self._table is not None:
+            for row in self._table:
+                yield json.dumps(_without_padding(row), sort_keys=True, default=str).encode()
+            return
+        with open(self._file, "rb") as file:
+            file.seek(self._bounds[0])
+            for start, end in pairwise(self._bounds):
+                yield file.read(end - start).removeprefix(_BOM).strip()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": None}
@@ -152,42 +181,61 @@ class FileRows:
     def _refuse(self, text: str) -> NoReturn:
         raise ValueError(f"path={self.path}: it is {text}")
 
-    def _scan_lines(self) -> "array[int]":
-        """Returns where lines with text start, and the end of the last one plus 1; sets the checksum."""
-        bounds = array("q")
-        numbers: array[int] | None = None  # stored if a line is blank
-        num_lines = num_bytes = crc = 0
+    def _scan_lines(self) -> None:
+        """Finds where rows start, and the end of the last one plus 1; also their lines and the checksum."""
+        bounds, numbers = array("q"), array("i")
+        num_lines = num_bytes = num_quotes = crc = 0
         with open(self._file, "rb") as file:
             while chunk := file.read(_CHUNK) + file.readline():
                 data = np.frombuffer(chunk, dtype=np.uint8)
                 starts = np.append(0, np.flatnonzero(data[:-1] == ord("\n")) + 1)
                 ends = np.append(starts[1:], len(chunk))
                 # Most blank lines are empty; the rest is looked at only if a line begins with white space.
-                has_text = data[starts] != ord("\n")
-                for i in np.flatnonzero(has_text & (data[starts] <= ord(" "))):
-                    has_text[i] = bool(chunk[starts[i] : ends[i]].strip())
-                if numbers is None and not has_text.all():
-                    numbers = array("i", range(1, num_lines + 1))
-                if numbers is not None:
-                    line_numbers = np.flatnonzero(has_text) + num_lines + 1
-                    numbers.frombytes(line_numbers.astype(np.int32).tobytes())
-                bounds.frombytes((starts[has_text] + num_bytes).tobytes())
+                is_row = data[starts] != ord("\n")
+                for i in np.flatnonzero(is_row & (data[starts] <= ord(" "))):
+                    is_row[i] = bool(chunk[starts[i] : ends[i]].strip())
+                if self._delimiter:  # a line break of CSV ends a row if the quotes before it are pairs
+                    quotes = np.flatnonzero(data == ord('"'))
+                    is_row &= (num_quotes + np.searchsorted(quotes, starts)) % 2 == 0
+                    num_quotes += len(quotes)
+                numbers.frombytes((np.flatnonzero(is_row) + num_lines + 1).astype(np.int32).tobytes())
+                bounds.frombytes((starts[is_row] + num_bytes).tobytes())
                 num_lines, num_bytes = num_lines + len(starts), num_bytes + len(chunk)
                 crc = zlib.crc32(chunk, crc)
-        self.content_hash = f"{num_bytes}-{crc:08x}"
-        self._numbers = numbers
+        if num_quotes % 2:
+            text = f"from line {numbers[-1] if numbers else 1}"
+            self._refuse(f"CSV with a quote that has no end, probably {text}; write two for one in a quoted field")
         bounds.append(num_bytes + 1)
-        return bounds
+        self._bounds, self._numbers, self.content_hash = bounds, numbers, f"{num_bytes}-{crc:08x}"
 
-    def _unpack_array(self) -> None:
-        """Writes the elements of an array, which fits in memory once, to lines of a temporary file."""
+    def _unpack_value(self) -> None:
+        """Writes the rows of one JSON value, which fits in memory once, to a temporary file; leaves lines as they are."""
+        with open(self._file, "rb") as file:
+            first_line = file.read(self._bounds[1]).removeprefix(_BOM).strip()
+        is_row = first_line.startswith(b"{") and first_line.endswith(b"}")
+        if is_row and len(self) > 1:
+            return
         try:
-            rows = json.loads(Path(self._file).read_bytes())
+            value = json.loads(Path(self._file).read_bytes())
         except ValueError as error:
-            self._refuse(f"no JSON array ({error}); write JSON Lines")
+            if is_row:
+                return
+            self._refuse(f"no JSON array or object ({error}); write one object per line, such as with jq -c .")
+        if isinstance(value, dict):
+            names = [name for name, rows in value.items() if isinstance(rows, list) and isinstance([*rows, 0][0], dict)]
+            if len(names) == 1 and names[0] in _HOLDERS:
+                value = value[names[0]]
+            elif is_row:
+                return
+            else:
+                value = [value]
+        if value and isinstance(value[0], dict) and value[0].keys() >= {"role", "content"}:
+            self._refuse('one conversation; write {"messages": [...]} on a line, and further ones on further lines')
         self._file = temporary_file(self)
         with open(self._file, "w") as file:
-            file.writelines(f"{json.dumps(row)}\n" for row in rows)
+            file.writelines(f"{json.dumps(row)}\n" for row in value)
+        self._scan_lines()
+        self._numbers = array("i")
 
     def _saved_files(self) -> Iterator[str]:
         """Yields the data files of a folder that ``save_to_disk`` wrote."""
@@ -195,9 +243,7 @@ class FileRows:
         if (splits := folder / "dataset_dict.json").is_file():
             names = json.loads(splits.read_text())["splits"]
             self._refuse(f"a folder of the splits {', '.join(names)}; set it to {folder / names[0]}")
-        if not (state := folder / "state.json").is_file():
-            names = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-            self._refuse(f"a folder with {names}, not one of save_to_disk; set it to a file")
+        state = folder / "state.json"
         for entry in json.loads(state.read_text())["_data_files"]:
             yield str(folder / entry["filename"])
 
@@ -222,6 +268,11 @@ def _without_padding(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_padding(inner) for key, inner in value.items() if inner is not None}
     return [*map(_without_padding, value)] if isinstance(value, list) else value
+
+
+def suffix_of(path: str) -> str:
+    """Returns the last suffix of a name in lower case, without that of gzip."""
+    return Path(path.lower().removesuffix(".gz")).suffix
 
 
 def _head(path: str) -> bytes:

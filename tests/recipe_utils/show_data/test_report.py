@@ -18,7 +18,11 @@ def printed(tmp_path, monkeypatch, capsys):
         path.write_text(yaml.safe_dump(config))
         argv = ["recipe_utils.show_data", recipe, "--config", str(path), *arguments]
         monkeypatch.setattr("sys.argv", argv)
-        command.main()
+        try:
+            command.main()
+        except SystemExit as end:
+            if end.code:
+                raise
         return capsys.readouterr().out
 
     return run
@@ -59,6 +63,23 @@ def test_the_first_samples_of_the_training_are_printed(kind, tiny_config, tiny_d
     bins = [int(number) for number in re.findall(r"tokens +(\d+) #", out)]
     assert sum(bins) == num_samples
     assert max(bins) == out.count("#" * 40) * max(bins)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("dataset={_component_: tiny.tiny_dataset, num_samples: 5}",),
+        ("dataset=[{_component_: tiny.tiny_dataset, num_samples: 2, name: a}, {_component_: tiny.tiny_dataset, num_samples: 3, name: b}]",),
+        ("~dataset.seed", "dataset.num_samples=5"),
+    ],
+)  # fmt: skip
+def test_the_command_line_is_that_of_a_training(words, printed, tiny_config):
+    """A component replaces that of the config, whose other arguments this one does not take."""
+    config = tiny_config()
+    config["dataset"] = {"_component_": "tiny.tiny_dataset", "num_samples": 9, "seed": 3}
+    if "{" in words[0]:
+        config["dataset"] = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 9, "kind": "masked"}
+    assert "dataset: 5 samples, 5 of them read" in printed(config, *words)
 
 
 def test_other_samples_and_wrong_keys_are_refused(printed, tiny_config, capsys):

@@ -19,11 +19,12 @@ import tiny
 import torch
 import torch.nn.functional as F
 import trl
+import yaml
 from chats import CHATML, TOOL_CHATML, TOOLS, call, say, targets, tokenizer_of, trained
 from distributed_runs import run_distributed
 from forests import mask_of
 from omegaconf import OmegaConf
-from recipe_runs import DPO, SFT, keep_messages, run_recipe, slow, tiny_config
+from recipe_runs import DPO, SFT, keep_messages, run_recipe, section_of, slow, tiny_config
 from torchtune.data import Message
 from torchtune.datasets import (
     alpaca_dataset,
@@ -33,8 +34,10 @@ from torchtune.datasets import (
     text_completion_dataset,
 )
 
+import recipe_utils.text
 from recipe_utils.examples.stdlib_docs import docstring_dataset, docstring_tokenizer
 from recipe_utils.examples.stdlib_preferences import word_order_dataset
+from recipe_utils.files import CheckpointError
 from recipe_utils.preference import pair_dataset
 from recipe_utils.show_data.__main__ import report
 from recipe_utils.text import conversation_dataset, folder_tokenizer, text_pieces_dataset
@@ -496,6 +499,8 @@ def test_turns_before_the_answers_are_prompt_in_a_training(component, chatml, wr
     assert logged["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+IDS = (range(10), range(10, 20))
+PAGE = Path(recipe_utils.text.__file__).with_name("README.md")
 DOCUMENTS = ["It is sunny, it is 4. " * 9, "", "It is 4.", "user assistant " * 20]
 
 
@@ -535,6 +540,31 @@ def test_an_epoch_of_pieces_has_every_token_and_a_cut_text_is_remarked(chatml, w
         with keep_messages() as messages:
             run_recipe({**config, "max_steps_per_epoch": 1})
         assert any(f"{text}" in line and "7 tokens (tokenizer.max_seq_len=8) with" in line for line in messages)
+
+
+def test_a_share_of_the_rows_is_validation(chatml, write, tmp_path):
+    """As the page shows it. A resume notices another fraction, and another file of a list."""
+    paths = [write(*({"messages": [say("user", f"{i}?"), TWO[1]]} for i in ids), name=f"{ids[0]}.jsonl") for ids in IDS]
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", section_of(PAGE, "### A share for validation"), re.M | re.S)
+    sides = yaml.safe_load(block.replace("chat.jsonl", f"[{', '.join(paths)}]").replace("0.02", "0.4"))
+    config = config_of(chatml, tmp_path, sides.pop("dataset"), save_every_n_steps=1, max_steps_per_epoch=2)
+    with keep_messages() as messages:
+        run_recipe(config | sides | {"run_val_every_n_steps": 2})
+    held_out = conversation_dataset(chatml, paths, split="validation", validation_fraction=0.4)
+    assert 0 < len(held_out) < 20
+    assert any(f"Data: {20 - len(held_out)} samples" in line for line in messages)
+    resumed = config | {"resume_from_checkpoint": True, "max_steps_per_epoch": 3}
+    for fraction in (0.4, 0.400001):
+        config["dataset"]["validation_fraction"] = fraction
+        if fraction == 0.4:
+            run_recipe(resumed)
+            continue
+        with pytest.raises(CheckpointError, match="content_hash"):
+            run_recipe(resumed)
+    config["dataset"]["validation_fraction"] = 0.4
+    Path(paths[1]).write_text(Path(paths[1]).read_text().replace("17?", "77?"))
+    with pytest.raises(CheckpointError, match="content_hash"):
+        run_recipe(resumed | {"max_steps_per_epoch": 4})
 
 
 def run_recipe_keeping_stderr(config):
@@ -648,7 +678,7 @@ def test_a_generation_prompt_that_training_does_not_show_is_reported_once(prompt
         (b'{"messages": []}', "messages is empty; remove the line"),
         (b'{"messages": "Who?"}', "messages is not a list of objects .*'Who\\?'"),
         (b'{"messages": ["Who?"]}', "messages is not a list of objects"),
-        (b'{\n  "messages": []\n}', "it is not one JSON object per line"),
+        (b'{"messages": [}', "it is not one JSON object per line"),
         ('{"messages": "\u00e9"}'.encode("latin-1"), "byte 14 is not UTF-8"),
     ],
 )

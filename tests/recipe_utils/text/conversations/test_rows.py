@@ -11,7 +11,7 @@ from chats import CHATML, TOOL_CHATML, TOOLS, say, targets, tokenizer_of
 from torchtune.datasets import chat_dataset, preference_dataset
 
 from recipe_utils.preference import pair_dataset
-from recipe_utils.text import conversation_dataset
+from recipe_utils.text import conversation_dataset, text_pieces_dataset
 from recipe_utils.text.conversations.schema import table
 from recipe_utils.update_steps.samples import SampleError
 
@@ -192,6 +192,15 @@ def test_a_key_that_the_template_reads_as_a_variable_is_given_to_it(read, caplog
     )
     with pytest.raises(SampleError, match="document: the chat template reads no such variable"):
         read({"messages": [USER, YES], "chat_template_kwargs": {"document": 1}}, DOCUMENTS)
+
+
+def test_documents_name_what_is_not_read_and_refuse_weights(tmp_path, write, caplog):
+    tokenizer = tokenizer_of(tmp_path / "folder", None)
+    (piece,) = text_pieces_dataset(tokenizer, write({"text": "It is 4.", "url": "a", "title": None}))
+    assert piece["tokens"] == tokenizer.encode("It is 4.")
+    assert unread_of(caplog) == [["url"]]
+    with pytest.raises(SampleError, match=r"line 1 of .*: weight=0.5: it would be lost"):
+        text_pieces_dataset(tokenizer, write({"text": "It is 4.", "weight": 0.5}))[0]
 
 
 # ---- Pairs ------------------------------------------------------------------------------------------
