@@ -37,7 +37,7 @@ def read_turns(turns: Any) -> tuple[Chat, list[float]]:
     """Returns messages in OpenAI's format, and the weight of each. Raises SampleError that names a turn."""
     turns = parsed(turns)
     if not isinstance(turns, list | tuple) or not all(isinstance(turn, Mapping | Message) for turn in turns):
-        raise SampleError(f"{shown(turns)} is not a list of objects with role and content")
+        raise SampleError(f"its messages are no list of objects with role and content: {shown(turns)}")
     chat: Chat = []
     weights = []
     for turn in turns:
