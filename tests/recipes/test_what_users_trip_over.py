@@ -270,11 +270,7 @@ IMPOSSIBLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_a_checkpoint_with_impossible_values_is_refused(case, resumed):
-    """Its checksums are right."""
-    change, text = IMPOSSIBLE[case]
-    config = resumed()
+def change_state(config, change):
     folder = Path(config["output_dir"], "step_4")
     content = json.loads((folder / "state.json").read_text())
     change(content)
@@ -283,6 +279,26 @@ def test_a_checkpoint_with_impossible_values_is_refused(case, resumed):
     marker = json.loads((folder / MARKER).read_text())
     marker["files"]["state.json"] = [len(raw), zlib.crc32(raw)]
     (folder / MARKER).write_text(json.dumps(marker))
+
+
+WEIGHTED = {"_component_": "tiny.tiny_dataset", "num_samples": 32, "has_weights": True}
+"""The dataset of all others, whose targets have weights."""
+
+
+def test_other_weights_of_targets_are_refused_unless_the_checkpoint_has_no_hash_of_them(resumed):
+    config = resumed(dataset=WEIGHTED)
+    with pytest.raises(CheckpointError, match=r"^other_content_hash=.*: the checkpoint was saved with"):
+        run_recipe(config)
+    change_state(config, lambda content: content["data_fingerprint"].pop("other_content_hash"))
+    assert len(run_recipe(config)) == 4
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_a_checkpoint_with_impossible_values_is_refused(case, resumed):
+    """Its checksums are right."""
+    change, text = IMPOSSIBLE[case]
+    config = resumed()
+    change_state(config, change)
     with pytest.raises((ConfigError, CheckpointError), match=re.escape(text)):
         run_recipe(config)
 
