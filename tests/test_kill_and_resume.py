@@ -1,8 +1,11 @@
 """A training that is killed at any moment, through `tune run`, resumes as if it had not been."""
 
+import contextlib
+import fcntl
 import os
 import signal
 import sys
+import termios
 import time
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
@@ -109,13 +112,15 @@ def test_a_launcher_restarts_a_killed_rank_from_the_newest_checkpoint(weights_fo
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_launcher_leaves_a_whole_checkpoint_and_no_process(weights_folder, tmp_path, start):
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP] * 2], ids=["SIGTERM", "SIGHUP twice"])
+def test_a_signal_to_the_launcher_leaves_a_whole_checkpoint_and_no_process(numbers, weights_folder, tmp_path, start):
     config = config_of_text(weights_folder, save_every_n_steps=1000, num_workers=1)
     arguments = [SFT, "--config", str(write(config, tmp_path))]
     process = start(*arguments, *logging_to(tmp_path / "out"))
     wait_for(lambda: losses_in(tmp_path / "out"), process)
     workers = children_of(process.pid)
-    process.terminate()
+    for number in numbers:
+        process.send_signal(number)
     assert process.wait(240) == 0
     logged = losses_in(tmp_path / "out")
     assert 1 < len(logged) < 50
@@ -147,6 +152,60 @@ def test_signals_of_a_scheduler_during_the_imports_save_a_checkpoint_that_resume
         assert Run(arguments, folder, num_ranks).wait(None) == 0
     assert losses_in(signalled_dir) == losses_in(undisturbed_dir)
     assert len(losses_in(signalled_dir)) == 30
+
+
+SLOW_DISK = """
+import os, time, tiny
+def dataset(*args, **given):
+    fsync = os.fsync
+    os.fsync = lambda file: (time.sleep(0.5), fsync(file))
+    return tiny.tiny_dataset(*args, **given)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_signal_to_the_launcher_does_not_undo_a_save(weights_folder, tmp_path, start):
+    (tmp_path / "mine.py").write_text(SLOW_DISK)
+    config = config_of_text(weights_folder, dataset={"_component_": "mine.dataset", "num_samples": 400})
+    process = start(SFT, "--config", write(config, tmp_path), *logging_to(tmp_path / "out"), cwd=tmp_path)
+    wait_for(lambda: losses_in(tmp_path / "out"), process)
+    process.terminate()
+    wait_for(lambda: list((tmp_path / "out").glob("step_*.tmp")), process)
+    process.terminate()
+    assert process.wait(240) == 0
+    assert [path.name for path in (tmp_path / "out").glob("step_*")] == [f"step_{max(losses_in(tmp_path / 'out'))}"]
+
+
+def read_now(terminal):
+    """Reads what a terminal shows, or programs would wait for space in it."""
+    with contextlib.suppress(OSError):
+        os.read(terminal, 1 << 16)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="opens a terminal of Linux")
+@pytest.mark.parametrize("num_ranks", [slow(1), slow(2)])
+def test_a_run_whose_terminal_is_closed_leaves_a_checkpoint_unless_nohup_is_before_it(
+    num_ranks, weights_folder, tmp_path, started
+):
+    config = config_of_text(weights_folder, save_every_n_steps=1000, num_workers=num_ranks % 2)
+    arguments = [SFT, "--config", str(write(config, tmp_path))]
+    ranks = [f"--nproc_per_node={num_ranks}"] * (num_ranks > 1)
+    for name, nohup in (("closed", []), ("nohup", ["nohup"])):
+        ours, theirs = os.openpty()
+        command = [*nohup, TUNE, "run", *ranks, *arguments, *logging_to(tmp_path / name)]
+        process = Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, cwd=tmp_path,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        started.append(process)
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        wait_for(lambda ours=ours, name=name: read_now(ours) or losses_in(tmp_path / name), process)
+        os.close(ours)
+        assert process.wait(240) == 0
+    steps = [*losses_in(tmp_path / "closed")]
+    assert len(steps) < len(losses_in(tmp_path / "nohup")) == 100 // num_ranks
+    assert [path.name for path in (tmp_path / "closed").glob("step_*")] == [f"step_{max(steps)}"]
 
 
 def descendants_of(pid):

@@ -15,7 +15,7 @@ from torchtune import training
 
 from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, publish
 from recipe_utils.checkpoint.peft import DESCRIPTION, write_peft
-from recipe_utils.files import fsync_tree, if_supported
+from recipe_utils.files import fsync_tree, if_supported, log_once
 from recipe_utils.settings.components import component_at
 
 _MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
@@ -24,7 +24,14 @@ WEIGHTS = (
     ".mlmodel", ".ckpt", ".npz", ".pdparams", ".nemo", ".distcp", ".pkl", ".task",
 )  # fmt: skip
 """Suffixes of weight files of all frameworks."""
-_NOT_COPIED = (*WEIGHTS, ".lock", ".unfinished")
+_COPIED = re.compile(
+    r".*\.(json|jinja2?|txt|md|py|ya?ml|model|spm|tiktoken|bpe|codes|dict|pdf|png|jpe?g|svg)"
+    r"|.*(tokenizer|vocab|merges).*|(licen[cs]e|notice|copying|readme|use_policy)[^.]*",
+    re.IGNORECASE,
+)
+"""Names of the files that an export takes from the folder of a model: all that transformers, PEFT and vLLM read."""
+_MOST_BYTES = 1 << 28
+"""Maximum size of such a file; the largest ``tokenizer.json`` have 60 MB."""
 _NOT_OF_A_MODEL = re.compile(r"\..*|.*\.tmp|(step|epoch|export_step|checkpoint)[_-]\d+|best|before_.*|logs|adapter")
 """Subfolders of the folder of a model that are caches, or outputs of a training."""
 _STOCK = (training.FullModelHFCheckpointer, training.FullModelMetaCheckpointer, training.FullModelTorchTuneCheckpointer)
@@ -87,7 +94,11 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mappi
 
 
 def copy_files(base: str | Path, folder: Path, skipped: str | None = None) -> None:
-    """Copies files and subfolders of a model's folder, but no weights, hidden files, caches, outputs, or subfolder named ``skipped``."""
+    """Copies configs, tokenizers, templates, code and texts of a model's folder, and logs other files but weights once.
+
+    Subfolders, too, but no caches, outputs of a training, or one named ``skipped``.
+    """
+    unknown = []
     for root, subfolders, names in os.walk(base):
         subfolders[:] = [
             name
@@ -97,10 +108,17 @@ def copy_files(base: str | Path, folder: Path, skipped: str | None = None) -> No
         ]
         target = folder / Path(root).relative_to(base)
         for name in names:
-            is_other = name.startswith((".", "adapter_")) or name.endswith(_NOT_COPIED)
-            if not is_other and Path(root, name).is_file():
-                target.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(Path(root, name), target / name)  # without its mode
+            path = Path(root, name)
+            if name.startswith((".", "adapter_")) or name.endswith((*WEIGHTS, ".lock")) or not path.is_file():
+                continue
+            if not _COPIED.fullmatch(name) or path.stat().st_size > _MOST_BYTES:
+                unknown.append(str(path.relative_to(base)))
+                continue
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / name)  # without its mode
+    if unknown:
+        shown = ", ".join(sorted(unknown)[:5])
+        log_once(f"{base}: exports lack {len(unknown)} of its files, which may be old weights: {shown}")
 
 
 def _apply_umask(folder: Path) -> None:

@@ -32,7 +32,7 @@ TEMPORARY_EXPORT = "export.tmp"
 """Temporary folder of a model that is being exported."""
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
-_LEFTOVER = re.compile(r"step_\d+\.tmp|export\.tmp|((step|epoch|export_step)_\d+|best)\.old\.tmp")
+_LEFTOVER = re.compile(r"(step_\d+|export|start_\w+)\.tmp|((step|epoch|export_step)_\d+|best)\.old\.tmp")
 _READ_BYTES = 1 << 24
 _MAX_JSON_BYTES = 1 << 28
 

@@ -193,7 +193,7 @@ def _check_data(path: Path, state: TrainingState, data_fingerprint: Mapping[str,
     if data_fingerprint is None:
         return
     changed = differences(state.data_fingerprint, data_fingerprint)
-    # Earlier checkpoints have no hashes of files.
+    # Earlier checkpoints have no hashes of files, and of values besides tokens and labels.
     problems = "; ".join(_texts({k: v for k, v in changed.items() if v[0] is not None or "content_hash" not in k}))
     if problems:
         cause = "; the file, tokenizer, chat template or max_seq_len has changed" if "hash" in problems else ""

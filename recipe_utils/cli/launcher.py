@@ -35,9 +35,10 @@ REPORTED_EXIT_CODE = 3
 def wait_for_ranks() -> None:
     """Patches torchrun's handling of signals and of reported errors in this process.
 
-    The first SIGTERM or SIGINT, and any SIGUSR1 or SIGUSR2, is forwarded to the ranks, and the launcher
-    waits for them without a timeout. If all exit with code 0, so does the launcher; otherwise it exits
-    as torchrun does after a signal, without a restart. A second SIGTERM or SIGINT has torchrun's effect.
+    The first two of SIGTERM and SIGINT, and any SIGHUP, SIGUSR1 or SIGUSR2, are forwarded to the ranks, and the
+    launcher waits for them without a timeout. If all exit with code 0, so does the launcher; otherwise it exits
+    as torchrun does after a signal, without a restart. A third SIGTERM or SIGINT has torchrun's effect. A SIGHUP
+    that is ignored stays so, as ``nohup`` does.
 
     Config errors are not restarted. The launcher prints nothing about errors that ranks reported.
     """
@@ -51,6 +52,7 @@ def wait_for_ranks() -> None:
     def start(ranks: PContext) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # the ranks inherit it
         raise_if_received()  # this is a restart
+        hangup = signal.getsignal(signal.SIGHUP)
         torch_start(ranks)
         if threading.current_thread() is not threading.main_thread():
             return
@@ -58,7 +60,8 @@ def wait_for_ranks() -> None:
 
         def forward(number: int, _: FrameType | None) -> None:
             received.append(signal.Signals(number))
-            for first in torch_handlers if number in torch_handlers else ():
+            # The second ends ranks that do not save.
+            for first in torch_handlers if sum(each in torch_handlers for each in received) > 1 else ():
                 signal.signal(first, torch_handlers[first])
             # Not to the process group: it contains DataLoader workers, which are still needed.
             for pid in ranks.pids().values():
@@ -67,6 +70,7 @@ def wait_for_ranks() -> None:
 
         for number in (*torch_handlers, *USER_SIGNALS):
             signal.signal(number, forward)
+        signal.signal(signal.SIGHUP, hangup if hangup is signal.SIG_IGN else forward)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, USER_SIGNALS)
 
     def wait(ranks: PContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:

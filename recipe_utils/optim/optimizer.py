@@ -11,14 +11,15 @@ from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torchtune import config, training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.parallel.ranks import RankSettings
-from recipe_utils.settings.components import MadeWith
+from recipe_utils.settings.components import MadeWith, taken_by
 from recipe_utils.settings.keys import STRICT, Count, Positive
-from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.settings.problems import ConfigError, Problem, naming
 from recipe_utils.update_steps.settings import DataSettings
 
 _log = get_logger("INFO")
@@ -37,7 +38,7 @@ class OptimizerSettings:
 
     optimizer: Annotated[dict[str, Any], MadeWith(num_positional=1)]
     """A ``torch.optim``-style optimizer. ``fused: True`` skips non-finite gradients without a device synchronization."""
-    lr_scheduler: Annotated[dict[str, Any], MadeWith(1, ("num_training_steps", "last_epoch"))] | None = None
+    lr_scheduler: Annotated[dict[str, Any], MadeWith(1, ("last_epoch",), ("num_training_steps",))] | None = None
     """Learning-rate schedule, stepped once per optimizer step; null keeps the rate constant."""
     loraplus_lr_ratio: Positive | None = None
     """LoRA+: learning rate of LoRA's B and DoRA's magnitudes over that of A; null is 1."""
@@ -171,11 +172,29 @@ def check_optimizer(
     # skip_init draws no random numbers.
     small = nn.ModuleDict({"lora_b": nn.utils.skip_init(nn.Linear, 2, 2)})
     (optimizer, *_) = single_optimizers(build_optimizer(cfg, small, settings))
-    schedule = config.instantiate(cfg_schedule, optimizer, num_training_steps=1, last_epoch=-1)
+    with naming("lr_scheduler"):
+        schedule = make_schedule(cfg_schedule, optimizer, num_training_steps=1)
     inner = [group for each in inner_optimizers(optimizer) for group in each.param_groups]
     if schedule is not None and {*map(id, inner)} - {*map(id, optimizer.param_groups)}:
         text = "its inner optimizers have groups of their own, whose rates lr_scheduler does not set"
         raise ValueError(f"optimizer._component_={type(optimizer).__name__}: {text}; let them share their groups")
+
+
+def make_schedule(cfg: DictConfig | None, optimizer: Optimizer, num_training_steps: int, last_epoch: int = -1) -> Any:
+    """Builds a schedule of torchtune, transformers or the user; None if ``cfg`` is None.
+
+    Raises ConfigError for one of PyTorch's classes whose rates depend on the rates before: ``StepLR`` built at a
+    multiple of ``step_size`` omits its step.
+    """
+    if cfg is None:
+        return None
+    given = taken_by(cfg, {"num_training_steps": num_training_steps, "last_epoch": last_epoch})
+    schedule = config.instantiate(cfg, optimizer, **given)
+    if "num_training_steps" not in given and not isinstance(schedule, LambdaLR):
+        text = "its rates depend on those before, so a resume would change them; "
+        text += "set it to one of torchtune.training.lr_schedulers or transformers.get_*_schedule_*"
+        raise ConfigError(Problem("lr_scheduler._component_", text, cfg._component_))
+    return schedule
 
 
 def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:
@@ -199,9 +218,7 @@ def build_lr_scheduler(
     if global_step > 0:  # the resumed training may have had no schedule
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
-    scheduler = config.instantiate(
-        cfg, single_optimizers(optimizer)[0], num_training_steps=num_steps, last_epoch=global_step - 1
-    )
+    scheduler = make_schedule(cfg, single_optimizers(optimizer)[0], num_steps, global_step - 1)
     if scheduler is not None and isinstance(optimizer, OptimizerInBackward):
         optimizer.set_lr_scheduler(scheduler)  # the other optimizers follow the first
         for group in optimizer.param_groups:

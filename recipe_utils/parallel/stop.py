@@ -6,7 +6,8 @@ Rank 1 of 2 gets SIGTERM in update step 7, and by rank 0's clock a checkpoint is
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,16 +25,18 @@ class Stop(threading.Event):
         super().__init__()
         self.is_agreed = False
         """True once all ranks stop after the same update step."""
+        self._next_ends = self._is_saving = False
         self._handlers_before: dict[signal.Signals, Any] = {}
         self._blocked_before: set[Any] = set()
 
     def listen(self) -> None:
-        """Sets the event at the first SIGTERM or SIGINT until :meth:`close`, and at any of :data:`USER_SIGNALS`.
+        """Sets the event at a signal until :meth:`close`: SIGTERM, SIGINT, SIGHUP and :data:`USER_SIGNALS`.
 
         The first of SIGTERM and SIGINT restores the handlers of both. The others may come more than once: from the
-        scheduler and from the launcher.
+        scheduler or terminal, and from the launcher. SIGHUP stays ignored where it is, as ``nohup`` does.
         """
-        numbers = (*_FIRST_ONLY, *USER_SIGNALS)
+        hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+        numbers = (*_FIRST_ONLY, *USER_SIGNALS, *hangup)
         # None is a handler in C, such as faulthandler's.
         self._handlers_before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
         for number in numbers:
@@ -42,8 +45,22 @@ class Stop(threading.Event):
 
     def _request(self, number: int, _: Any) -> None:
         self.set()
-        for first in _FIRST_ONLY if number in _FIRST_ONLY else ():
-            signal.signal(first, self._handlers_before[first])
+        self._next_ends |= number in _FIRST_ONLY
+        self._handle()
+
+    def _handle(self) -> None:
+        ends = self._next_ends and not self._is_saving
+        for number in _FIRST_ONLY if self._handlers_before else ():
+            signal.signal(number, self._handlers_before[number] if ends else self._request)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Lets no further signal end the process in the block; until :meth:`close` if all ranks stop after it."""
+        self._is_saving = True
+        self._handle()
+        yield
+        self._is_saving = self.is_agreed
+        self._handle()
 
     def close(self) -> None:
         """Restores the handlers of signals."""

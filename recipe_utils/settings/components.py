@@ -30,11 +30,13 @@ PATHS = {
 class MadeWith:
     """Mark of a component key, with the positional and keyword arguments that the recipe adds.
 
-    ``default`` is the path of the component if the config has no ``_component_``.
+    The component must take ``keywords``; ``offered`` are added if it takes them. ``default`` is the path of the
+    component if the config has no ``_component_``.
     """
 
     num_positional: int = 0
     keywords: tuple[str, ...] = ()
+    offered: tuple[str, ...] = ()
     default: str | None = None
 
 
@@ -90,6 +92,12 @@ def _passes_on(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
+def taken_by(component: Mapping[Any, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of ``arguments`` that a component takes."""
+    parameters = _parameters_of(component) or arguments
+    return {name: value for name, value in arguments.items() if name in parameters or _passes_on(parameters)}
+
+
 def names_of_paths(component: Mapping[Any, Any]) -> set[str]:
     """Returns the names of a component's arguments that are paths."""
     try:
@@ -143,7 +151,8 @@ def _check_arguments(key: str, made: Any, arguments: Mapping[str, Any], made_wit
         return
     kinds = {p.kind for p in parameters.values()}
     by_name = {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    from_recipe = [*list(parameters)[: made_with.num_positional], *made_with.keywords]
+    keywords = *made_with.keywords, *made_with.offered
+    from_recipe = [*list(parameters)[: made_with.num_positional], *keywords]
     hints = _hints(made)
     name_of_made = getattr(made, "__name__", str(made))
     # Given arguments first, by name and then by type; then those that are missing.
@@ -155,7 +164,7 @@ def _check_arguments(key: str, made: Any, arguments: Mapping[str, Any], made_wit
             yield Problem(f"{key}.{name}", f"{name_of_made} has no such argument; {solution}")
         elif name == "checkpoint_files" and argument == []:
             yield Problem(f"{key}.{name}", "it is empty; list the files of the weights", argument)
-        elif name in made_with.keywords:
+        elif name in keywords:
             yield Problem(f"{key}.{name}", "the recipe sets it; take it out", argument)
         elif name in by_name and argument != by_name[name].default and not fits(argument, hint):
             wanted = str(hint).replace("typing.", "")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torchtune.utils import get_logger
 
@@ -27,6 +28,8 @@ _NUM_REMARKED = 100
 """Maximum number of samples that are read for remarks."""
 _MAX_SECONDS = 10.0
 """Time after which no further sample is read for remarks."""
+_NOT_TRAINED_ON = ("step_position", "dataset_index", "is_cut", "mask")
+"""Keys of a sample of text that are computed from its place, its length or its labels."""
 _PLACE = re.compile(r"^sample \d+ of [^:]*: ((line|row) \d+ of [^:]*: )?((chosen|rejected): )?(turn \d+ \(\w+\): )?")
 
 
@@ -75,13 +78,13 @@ def report_of(
         are_bad = bool(corners) and all(isinstance(read[index], SampleError) for index in corners)
         if are_bad and errors and errors[0].__cause__ is None:
             raise errors[0]
-        hash_of_samples = _hash_of([read[i] for i in corners], collator.fingerprint_keys)
+        hashes = _hashes_of([read[i] for i in corners], collator.fingerprint_keys)
         read |= others
         example = next((i for i in sorted(read) if _is_trained_on(read[i], collator)), None)
         if example is None:
             example = 0 if errors else _first_trained_on(dataset, collator)
     report = _with_remarks(dataset, collator, {i: read[i] for i in spread if i in read}, bool(errors))
-    return report._replace(example=example, hash_of_samples=hash_of_samples)
+    return report._replace(example=example, hash_of_samples=hashes[0], other_content_hash=hashes[1])
 
 
 def draws_samples(dataset: CheckedDataset) -> bool:
@@ -157,15 +160,38 @@ def _corners(part_lengths: Sequence[int]) -> list[int]:
     return sorted(corners)
 
 
-def _hash_of(samples: Sequence[Sample | SampleError], keys: Sequence[str]) -> str:
-    digest = hashlib.sha256()
+def _hashes_of(samples: Sequence[Sample | SampleError], keys: Sequence[str]) -> tuple[str, str]:
+    """Returns a hash of the integers of ``keys``, and one of all other values that samples give to the training."""
+    of_keys, of_others = hashlib.sha256(), hashlib.sha256()
     for sample in samples:
         if isinstance(sample, SampleError):
-            digest.update(str(sample).encode())
+            of_keys.update(str(sample).encode())
             continue
         for key in keys:
-            digest.update(torch.as_tensor(sample[key], dtype=torch.int64).numpy().tobytes())
-    return digest.hexdigest()[:16]
+            of_keys.update(torch.as_tensor(sample[key], dtype=torch.int64).numpy().tobytes())
+        # Pairs and images have no others: what else is in their samples is computed from these and the config.
+        others = sample.keys() - {*keys, *_NOT_TRAINED_ON} if "labels" in keys else ()
+        for part in _bytes_of({key: sample[key] for key in others}):
+            of_others.update(part)
+    return of_keys.hexdigest()[:16], of_others.hexdigest()[:16]
+
+
+def _bytes_of(value: Any) -> Iterator[bytes]:
+    """Yields the numbers and texts of a value, the same for a list, an array and a tensor, without other objects."""
+    if isinstance(value, Mapping):
+        value = [part for key in sorted(value, key=str) for part in (str(key), value[key])]
+    try:
+        numbers = np.asarray(value.double() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError):  # items of several lengths
+        numbers = np.empty(0, object)
+    if numbers.dtype.kind in "biuf":
+        yield str(numbers.shape).encode() + numbers.astype(np.float64).tobytes()
+    elif isinstance(value, list | tuple):
+        yield f"{len(value)} items".encode()
+        for item in value:
+            yield from _bytes_of(item)
+    else:
+        yield repr(value).encode() if isinstance(value, str | bytes) else type(value).__name__.encode()
 
 
 def _counts(sample: Sample, collator: Collator) -> Mapping[str, float]:

@@ -154,6 +154,7 @@ def _fingerprint_of(dataset: CheckedDataset, settings: DataSettings, dp_degree: 
     return {
         "num_samples": len(dataset),
         "hash_of_samples": dataset.report.hash_of_samples,
+        "other_content_hash": dataset.report.other_content_hash,
         **({"content_hash": hashes} if hashes else {}),
         **({"order": "feistel"} if is_lazy else {}),
         "global_batch_size": settings.samples_per_update_step(dp_degree),

@@ -1,14 +1,18 @@
-"""Lock of an output folder: one run at a time writes to it."""
+"""Lock of an output folder: one run at a time writes to it, and all of its ranks can."""
 
 import os
+import shutil
 import socket
 import time
+import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, publish
+from recipe_utils.files import write_atomically
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError
@@ -16,6 +20,8 @@ from recipe_utils.training.log import Log
 from recipe_utils.training.settings import RunSettings
 
 LOCK_FILE, HOLDER_FILE = ".run.lock", ".run.txt"
+_MAX_SECONDS = 30.0
+"""Time in which other nodes see a new folder; shared filesystems cache what is in a folder."""
 
 
 class LockedError(OSError):
@@ -50,11 +56,12 @@ class FolderLock:
 
 @contextmanager
 def lock_folder(settings: RunSettings, ranks: Ranks, log: Log) -> Iterator[None]:
-    """Creates ``output_dir`` and locks it in the block.
+    """Creates ``output_dir``, locks it in the block, and tries there what a checkpoint needs.
 
-    Raises ConfigError on all ranks if another run writes to it.
+    Raises ConfigError on all ranks if another run writes to it, folders cannot be renamed, or a rank has another one.
     """
     folder, problem = settings.output_dir, None
+    name, host = f"start_{uuid.uuid4().hex}.tmp", f"{socket.gethostname()}:{folder.resolve()}"
     with ExitStack() as at_exit:
         if ranks.is_zero:
             try:
@@ -67,7 +74,41 @@ def lock_folder(settings: RunSettings, ranks: Ranks, log: Log) -> Iterator[None]
                     log.warn(f"output_dir={folder}: it cannot be locked ({error}); run one at a time")
                 else:
                     problem = f"it cannot be created ({error}); set another folder"
-        problem = gather_objects(problem, ranks.cpu_group)[0]
+            problem = problem or _try_to_save(folder / name)
+        problem, name = gather_objects((problem, name), ranks.cpu_group)[0]
+        if problem is None:
+            hosts = gather_objects(None if _appears(folder / name) else host, ranks.cpu_group)
+            if lost := [f"rank {rank} ({host})" for rank, host in enumerate(hosts) if host]:
+                problem = f"{', '.join(lost[:3])} ({len(lost)} of {len(hosts)} ranks) cannot find what rank 0 ({host}) "
+                problem += "writes there; set it to a folder that all nodes share"
+            if ranks.is_zero:
+                shutil.rmtree(folder / name, ignore_errors=True)
         if problem is not None:
             raise ConfigError(f"output_dir={folder}: {problem}")
         yield
+
+
+def _try_to_save(trial: Path) -> str | None:
+    """Makes a folder with a file, and renames it to ``trial`` as a save does. Returns the problem, None on success."""
+    temporary = trial.with_name(TEMPORARY_EXPORT)
+    try:
+        temporary.mkdir(exist_ok=True)  # it may be a killed run's
+        write_atomically(temporary / "file", "")
+        publish(temporary, trial)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        text = f"a folder with a file cannot be made and renamed there ({error.strerror}), as each save does"
+        return f"{text}; set it to a folder on a local disk or a shared filesystem such as NFS"
+    return None
+
+
+def _appears(trial: Path) -> bool:
+    """Returns True once this rank sees a folder that rank 0 has made, False if it does not in time."""
+    deadline = time.monotonic() + _MAX_SECONDS
+    while not trial.is_dir():
+        if time.monotonic() > deadline:
+            return False
+        with suppress(OSError):  # NFS asks its server again, whatever it has cached
+            trial.parent.mkdir(parents=True, exist_ok=True)
+        time.sleep(0.1)
+    return True

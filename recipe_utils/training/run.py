@@ -135,7 +135,7 @@ class Run:
     def steps(self, loader: UpdateStepLoader, counted: str) -> Iterator[UpdateStep]:
         """Yields the remaining update steps of all epochs until a stop. Rank 0 shows a progress bar.
 
-        SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 request a stop from here on. After each epoch the model is exported
+        SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 request a stop from here on. After each epoch the model is exported
         and a checkpoint saved. Update steps whose total of the count ``counted`` is 0 are skipped on all ranks.
 
         Raises:
@@ -249,7 +249,8 @@ class Run:
     def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
-        self.checkpointing.save(self.state)
+        with self.stop.saving():
+            self.checkpointing.save(self.state)
 
     def export(self, name: str) -> str | None:
         """Exports the model with the weights of :attr:`.Parts.weights`; see :meth:`.Checkpointing.export`."""

@@ -82,6 +82,8 @@ class SampleReport(NamedTuple):
     """Index of a sample that can be trained on."""
     hash_of_samples: str = ""
     """Hash of the first, the middle and the last sample of each part of the dataset."""
+    other_content_hash: str = ""
+    """Hash of their values besides tokens and labels."""
     remarks: Mapping[str, int] = {}
     """Why samples are skipped or doubtful, and how many of ``num_remarked`` are; empty if training
     will stop at one of them."""

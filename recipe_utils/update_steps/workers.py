@@ -43,7 +43,7 @@ def load_batches(dataset: Dataset[Any], batches: Sequence[list[Any]], num_worker
                 batch_sampler=part,
                 num_workers=min(num_workers, len(part)),
                 collate_fn=list,
-                worker_init_fn=_end_with_parent,
+                worker_init_fn=_end_with_parent_only,
                 # Otherwise this background thread draws from the global generator.
                 generator=torch.Generator(),
             )
@@ -75,7 +75,9 @@ def load_batches(dataset: Dataset[Any], batches: Sequence[list[Any]], num_worker
         del loading  # ends its workers before others start
 
 
-def _end_with_parent(_: int) -> None:
+def _end_with_parent_only(_: int) -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; its parent saves, and needs samples until then
+        signal.signal(number, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None
     end_with_parent(parent.pid or os.getppid())

@@ -31,6 +31,7 @@ from recipe_runs import (
 )
 from torchtune.training import FullModelTorchTuneCheckpointer
 
+from recipe_utils.checkpoint.folder import check_whole
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.training import checkpointing
 
@@ -169,7 +170,7 @@ def run_until_signalled(config, at_step, on_rank, *signals):
 @pytest.mark.parametrize(
     ("changes", "signals"),
     [
-        ({"prefetch_update_steps": 4}, [USR1, signal.SIGUSR2, signal.SIGTERM, USR1]),
+        ({"prefetch_update_steps": 4}, [USR1, signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP]),
         slow({"prefetch_update_steps": 0, "enable_async_checkpointing": True}, []),
         slow({"pipeline_parallel_dim": 2}, [USR1]),
     ],
@@ -184,6 +185,32 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(cha
     assert saved(config) == ["step_2"]
     resumed = losses(run_distributed(run_recipe, 2, {**config, "resume_from_checkpoint": True})[0])
     assert logged + resumed == uninterrupted
+
+
+def run_with_signals_in_its_save(config):
+    """Gets SIGTERM in update step 2, and more signals at each file that is then written."""
+    numbers, fsync = itertools.cycle([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]), os.fsync
+
+    def fsync_and_signal(file):
+        os.kill(os.getpid(), next(numbers))
+        fsync(file)
+
+    with pytest.MonkeyPatch.context() as patches, set_up(config) as recipe:
+
+        def start():
+            patches.setattr(os, "fsync", fsync_and_signal)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        call_in_step(recipe, 2, start)
+        recipe.train()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+def test_further_signals_while_a_run_saves_do_not_undo_the_save(is_async, tiny_config):
+    config = config_of(tiny_config, save_every_n_steps=..., enable_async_checkpointing=is_async)
+    run_distributed(run_with_signals_in_its_save, 1, config)
+    assert saved(config) == ["step_2"]
+    assert check_whole(Path(config["output_dir"], "step_2")) is None
 
 
 DRAWING = {"_component_": "tiny.drawing_dataset", "num_samples": 38}

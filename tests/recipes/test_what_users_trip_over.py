@@ -136,6 +136,32 @@ def test_a_schedule_may_begin_where_there_was_none(resumed):
     assert rates[0] < 0.01
 
 
+def linear(optimizer, **given):
+    """Schedule of a user that takes whatever it is given."""
+    factor = lambda step: 1 - step / given["num_training_steps"]  # noqa: E731
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, given["last_epoch"])
+
+
+SCHEDULES = {
+    "transformers.get_constant_schedule_with_warmup": ({"num_warmup_steps": 4}, lambda step: min(step / 4, 1)),
+    "transformers.get_inverse_sqrt_schedule": ({"num_warmup_steps": 2}, lambda n: n / 2 if n < 2 else (2 / n) ** 0.5),
+    "transformers.get_constant_schedule": ({}, lambda step: 1),
+    "tiny.linear": ({}, lambda step: 1 - step / 8),
+}
+
+
+@pytest.mark.parametrize("path", SCHEDULES)
+def test_a_schedule_gets_the_steps_of_the_training_if_it_takes_them(path, tiny_config, monkeypatch):
+    monkeypatch.setattr(tiny, "linear", linear, raising=False)
+    given, factor = SCHEDULES[path]
+    config = tiny_config(optimizer=ADAMW, lr_scheduler={"_component_": path, **given}, save_every_n_steps=5)
+    expected = pytest.approx([0.01 * factor(step) for step in range(8)])
+    assert [metrics["lr"] for metrics in run_recipe(config)] == expected
+    shutil.rmtree(Path(config["output_dir"], "step_8"))
+    resumed = run_recipe({**config, "resume_from_checkpoint": True})
+    assert [metrics["lr"] for metrics in resumed] == pytest.approx(expected.expected[5:])
+
+
 def test_without_its_schedule_a_training_has_the_rate_of_the_config(resumed):
     """The checkpoint's rate is that of the schedule's last update step, near 0."""
     logged = run_recipe({**resumed(True), "lr_scheduler": None})
@@ -244,11 +270,7 @@ IMPOSSIBLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_a_checkpoint_with_impossible_values_is_refused(case, resumed):
-    """Its checksums are right."""
-    change, text = IMPOSSIBLE[case]
-    config = resumed()
+def change_state(config, change):
     folder = Path(config["output_dir"], "step_4")
     content = json.loads((folder / "state.json").read_text())
     change(content)
@@ -257,6 +279,26 @@ def test_a_checkpoint_with_impossible_values_is_refused(case, resumed):
     marker = json.loads((folder / MARKER).read_text())
     marker["files"]["state.json"] = [len(raw), zlib.crc32(raw)]
     (folder / MARKER).write_text(json.dumps(marker))
+
+
+WEIGHTED = {"_component_": "tiny.tiny_dataset", "num_samples": 32, "has_weights": True}
+"""The dataset of all others, whose targets have weights."""
+
+
+def test_other_weights_of_targets_are_refused_unless_the_checkpoint_has_no_hash_of_them(resumed):
+    config = resumed(dataset=WEIGHTED)
+    with pytest.raises(CheckpointError, match=r"^other_content_hash=.*: the checkpoint was saved with"):
+        run_recipe(config)
+    change_state(config, lambda content: content["data_fingerprint"].pop("other_content_hash"))
+    assert len(run_recipe(config)) == 4
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_a_checkpoint_with_impossible_values_is_refused(case, resumed):
+    """Its checksums are right."""
+    change, text = IMPOSSIBLE[case]
+    config = resumed()
+    change_state(config, change)
     with pytest.raises((ConfigError, CheckpointError), match=re.escape(text)):
         run_recipe(config)
 

@@ -33,11 +33,13 @@ def save_tiny(folder, model_type, seed=0, **changes):
 FILES = {
     "generation_config.json": '{"eos_token_id": [2, 0],\n "do_sample": false, "temperature": 0.6, "top_k": "many"}',
     "additional_chat_templates/tool_use.jinja": "{{ messages }}", "onnx/config.json": "{}",
+    "prophetnet.tokenizer": "b", "tokenizer.model.v3": "a", "LICENSE": "free", "README.md": "# read", "own_parser.py": "1",
 }  # fmt: skip
 """Files of a folder beside its weights; transformers neither loads nor saves the first without complaint."""
 OLD_WEIGHTS = (
     "tf_model.h5", "flax_model.msgpack", "onnx/model.onnx", "model.gguf", "original/params.json", ".cache/state.json",
     "training_args.bin", "epoch_7/config.json", "pytorch_model.bin.index.json",
+    "saved_model.pb", "model.engine", "model.ckpt.data-00000-of-00001", "model.ckpt.index", "checklist.chk",
 )  # fmt: skip
 
 

@@ -39,9 +39,10 @@ from torchtune import training
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 from torchtune.utils import get_device
 
-from recipe_utils.benchmark.baselines.start import load_start, make_lr_scheduler
+from recipe_utils.benchmark.baselines.start import load_start
 from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.token_audit import IGNORE_INDEX, samples_in_order
+from recipe_utils.optim.optimizer import make_schedule
 from recipe_utils.update_steps.samples import Sample
 
 
@@ -49,7 +50,7 @@ def train_text(config: DictConfig) -> None:
     """Fine-tunes with one row per update step."""
     bare = BareModel(config)
     optimizer = torchtune_config.instantiate(config.optimizer, bare.model.parameters())
-    lr_scheduler = make_lr_scheduler(config, optimizer)
+    lr_scheduler = make_schedule(config.get("lr_scheduler"), optimizer, config.max_steps_per_epoch)
     samples = samples_in_order(config, torchtune_config.instantiate(config.tokenizer), num_ranks=1)
     logger = LossLogger()
     per_step = config.batch_size * config.gradient_accumulation_steps

@@ -15,9 +15,9 @@ from torchtune import training
 from torchtune.data import padded_collate_sft
 from torchtune.utils import get_device
 
-from recipe_utils.benchmark.baselines.start import make_lr_scheduler
 from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.token_audit import IGNORE_INDEX, samples_in_order
+from recipe_utils.optim.optimizer import make_schedule
 from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.update_steps.samples import Sample
 
@@ -76,7 +76,7 @@ def train_hf_trainer(config: DictConfig) -> None:
         train_dataset=[{**each, "input_ids": each["tokens"]} for each in samples],
         data_collator=partial(_collate, tokenizer.pad_id),
         callbacks=[ReportLoss()],
-        optimizers=(optimizer, make_lr_scheduler(config, optimizer)),
+        optimizers=(optimizer, make_schedule(config.get("lr_scheduler"), optimizer, config.max_steps_per_epoch)),
     ).train()
 
 

@@ -1,4 +1,4 @@
-"""Initial weights, adapters and learning-rate schedule of baselines."""
+"""Initial weights and adapters of baselines."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -62,10 +62,3 @@ def load_start(model: nn.Module, config: DictConfig) -> None:
     freeze_base(model)
     loaded = load_checkpoint(torchtune_config.instantiate(config.checkpointer), config.checkpointer)
     model.load_state_dict({**loaded[training.MODEL_KEY], **loaded.get(training.ADAPTER_KEY, {})})
-
-
-def make_lr_scheduler(config: DictConfig, optimizer: torch.optim.Optimizer) -> Any:
-    """Builds the recipes' schedule over ``max_steps_per_epoch`` update steps, or None."""
-    return torchtune_config.instantiate(
-        config.get("lr_scheduler"), optimizer, num_training_steps=config.max_steps_per_epoch, last_epoch=-1
-    )

@@ -2,16 +2,19 @@
 
 import errno
 import os
+import re
 import resource
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from checkpoint_runs import die_at, files_of, killed_before_each_operation
 from distributed_runs import fork_context
-from recipe_runs import run_recipe_keeping_warnings, slow, writing_to
+from recipe_runs import keep_messages, run_recipe_keeping_warnings, slow, writing_to
 from safetensors.torch import load_file
 from torchtune.training import FullModelTorchTuneCheckpointer
+from transformers import utils as transformers_utils
 
 from recipe_utils.checkpoint.export import ExportError, export
 from recipe_utils.checkpoint.folder import check_whole, remove_leftovers
@@ -62,6 +65,41 @@ def test_torchtune_s_exports_have_the_same_files_beside_the_weights(tmp_path):
     exported = files_of(export(checkpointer, {"model": weights}, "epoch_0"))
     del exported["model-00001-of-00001.safetensors"], exported["model.safetensors.index.json"]
     assert exported == {n: c for n, c in before.items() if not n.endswith((".safetensors", ".lock"))}
+
+
+def names_that_transformers_reads():
+    """Returns the names of files of all its tokenizers, configs, processors and templates."""
+    constants = {name for name in vars(transformers_utils) if re.fullmatch(r"[A-Z_]+(?<!WEIGHTS)_(NAME|FILE)", name)}
+    names = {getattr(transformers_utils, name) for name in constants}
+    for path in Path(transformers_utils.__file__).parents[1].glob("models/*/tokenization_*.py"):
+        declared = re.search(r"VOCAB_FILES_NAMES = (\{[^}]*\})", path.read_text())
+        names |= set(re.findall(r': "([^"]+)"', declared[1])) if declared else set()
+    return {name for name in names if "." in name and not re.search(r"adapter_|\.safetensors|\.bin", name)}
+
+
+OTHERS_READ = {"tekken.json", "params.json", "tool_chat_template.jinja", "parser.py", "qwen.tiktoken", "vocab.bpe"}
+"""Names of files of vLLM, of Mistral, and of tokenizers in code of a folder."""
+UNKNOWN = {"saved_model.pb", "model.engine", "variables/variables.data-00000-of-00001", "model.ckpt.index", "rank0"}
+
+
+def test_an_export_copies_what_is_read_with_a_model_and_names_what_it_does_not_know(tmp_path):
+    checkpointer, weights = make_checkpointer(tmp_path)
+    names = names_that_transformers_reads() | OTHERS_READ
+    assert {"tokenizer.json", "spiece.model", "generation_config.json", "chat_template.jinja"} < names
+    for name in names | UNKNOWN | {"model.gguf"}:
+        (tmp_path / "fresh" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "fresh" / name).touch()
+    (tmp_path / "fresh/config.json").write_text("{}")
+    with (tmp_path / "fresh/web_text.txt").open("wb") as large:
+        large.truncate(1 << 29)
+    with keep_messages() as messages:
+        for name in ("export_step_1", "epoch_0"):
+            exported = files_of(export(checkpointer, {"model": weights}, name)).keys()
+    assert names <= exported
+    assert exported - names == {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
+    (text,) = [text for text in messages if "exports lack" in text]
+    assert text.startswith(f"{tmp_path}/fresh: exports lack 6 of its files, which may be old weights: model.ckpt.index")
+    assert "gguf" not in text
 
 
 def refuse(patches, operation, number):

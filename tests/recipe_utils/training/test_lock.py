@@ -1,22 +1,30 @@
-"""One run at a time writes to an output folder; a killed one does not lock others out."""
+"""One run at a time writes to an output folder, which all ranks share; a killed one does not lock others out."""
 
+import errno
 import os
 import signal
+import threading
 import time
+from pathlib import Path
 
 import pytest
-from distributed_runs import fork_context
+import yaml
+from distributed_runs import fork_context, run_distributed
+from programs import lines_on, tune_run_here
+from recipe_runs import SFT, run_recipe, slow
 
+from recipe_utils.settings.problems import ConfigError
+from recipe_utils.training import lock
 from recipe_utils.training.lock import HOLDER_FILE, LOCK_FILE, FolderLock, LockedError
 
 
 def hold(folder, has_it, forks):
-    lock = FolderLock(folder)
+    held = FolderLock(folder)
     if forks and os.fork() == 0:
         time.sleep(60)
     has_it.set()
     time.sleep(60)
-    lock.release()
+    held.release()
 
 
 @pytest.fixture
@@ -63,7 +71,85 @@ def test_files_without_a_holder_do_not_count_and_a_released_lock_leaves_none(tmp
     (tmp_path / LOCK_FILE).touch()
     (tmp_path / HOLDER_FILE).write_text("process 1 on elsewhere, since 1970")
     for _ in range(2):
-        lock = FolderLock(tmp_path)
+        held = FolderLock(tmp_path)
         assert (tmp_path / LOCK_FILE).exists()
-        lock.release()
+        held.release()
         assert not list(tmp_path.iterdir())
+
+
+# ---- What a save needs is tried at the start ----------------------------------------------------------
+
+
+def refused(operation, of_folders_only, number):
+    """Returns a function of the operating system as a mount of a bucket has it."""
+    function = getattr(os, operation)
+
+    def call(source, *others, **given):
+        if os.path.isdir(source) or not of_folders_only:
+            raise OSError(number, os.strerror(number), str(source))
+        return function(source, *others, **given)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("operation", "of_folders_only", "number"),
+    [("rename", True, errno.EMFILE), ("rename", True, errno.ENOSYS), ("replace", False, errno.ENOSYS)],
+    ids=["gcsfuse", "S3", "S3 files"],
+)
+def test_a_mount_that_cannot_rename_is_refused_at_the_start(
+    operation, of_folders_only, number, tiny_config, tmp_path, monkeypatch
+):
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(tiny_config(save_every_n_steps=1)))
+    monkeypatch.setattr(os, operation, refused(operation, of_folders_only, number))
+    code, screen = tune_run_here(SFT, "my.yaml", cwd=tmp_path)
+    text = (
+        f"  - output_dir={tmp_path}/out: a folder with a file cannot be made and renamed there ({os.strerror(number)})"
+    )
+    assert code == 2, screen
+    assert lines_on(screen)[-1].startswith(text)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def show(found, shown):
+    """Lets a node see a new folder of another late, as NFS does; only what begins with ``start_``."""
+    while not (paths := list(found.glob("start_*.tmp"))):
+        time.sleep(0.01)
+    time.sleep(1)
+    (shown / paths[0].name).symlink_to(paths[0])
+
+
+def start_on_a_node(config, tmp_path, is_late):
+    """Starts with a folder that each rank has for itself, because it is relative."""
+    folders = [tmp_path / str(rank) / "out" for rank in range(2)]
+    rank = int(os.environ["RANK"])
+    os.chdir(folders[rank].parent)
+    config = {**config, "output_dir": "out", "checkpointer": {**config["checkpointer"], "output_dir": "out"}}
+    if rank and is_late:
+        folders[1].mkdir()
+        threading.Thread(target=show, args=folders, daemon=True).start()
+    if is_late:
+        return len(run_recipe(config))
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(lock, "_MAX_SECONDS", 1.0)
+        with pytest.raises(ConfigError) as error:
+            run_recipe(config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("is_late", [False, slow(True)])
+def test_ranks_must_share_the_folder_but_may_see_it_late(is_late, tiny_config, tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    config = tiny_config(max_steps_per_epoch=1)
+    if not is_late:
+        config["checkpointer"]["checkpoint_dir"] = "/nowhere"  # refused later
+    found = run_distributed(start_on_a_node, 2, config, tmp_path, is_late)
+    if is_late:
+        assert found[0] == 1  # update step
+        return
+    host = os.uname().nodename
+    text = f"output_dir=out: rank 1 ({host}:{tmp_path}/1/out) (1 of 2 ranks) cannot find what rank 0 ({host}:{tmp_path}/0/out)"
+    assert text in found[0]
+    assert "set it to a folder that all nodes share" in found[1]
+    assert not [path for rank in "01" for path in Path(tmp_path, rank, "out").iterdir()]

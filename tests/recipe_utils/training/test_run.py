@@ -1,5 +1,6 @@
 """State and output of a run: closed on every way out, one run per folder, metrics in order."""
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import ListLogger, keep_messages, recipe_class
 
+from recipe_utils.parallel.stop import Stop
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.training.resume import warnings_of
 
@@ -43,7 +45,7 @@ def fail(*_):
 
 @pytest.mark.parametrize("way_out", ["its end", "a stop", "an error in training", "in setup"])
 def test_on_every_way_out_everything_is_closed_and_signals_are_restored(way_out, start, closed):
-    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
     handlers = [signal.getsignal(number) for number in numbers]
     recipe, cfg = start(save_every_n_steps=2)
     if way_out == "in setup":
@@ -68,6 +70,19 @@ def test_on_every_way_out_everything_is_closed_and_signals_are_restored(way_out,
     assert not dist.is_initialized()
     assert [signal.getsignal(number) for number in numbers] == handlers
     assert not [t for t in threading.enumerate() if t.name.startswith(("checkpoint", "prefetch"))]
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_hangup_requests_a_stop_unless_nohup_ignores_it(is_ignored):
+    stop, handler = Stop(), signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    stop.listen()
+    try:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.is_set() is not is_ignored
+    finally:
+        stop.close()
+        signal.signal(signal.SIGHUP, handler)
 
 
 def test_checkpointing_and_exports_are_due_within_an_epoch_but_not_at_its_end(start):

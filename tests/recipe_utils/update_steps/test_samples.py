@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 import tiny
+import torch
 from omegaconf import OmegaConf
 
 from recipe_utils.examples.stdlib_docs import docstring_tokenizer
@@ -165,6 +167,7 @@ def test_the_hash_depends_on_three_samples_of_each_part_and_their_keys():
         collator.fingerprint_keys = keys
         return report_of(checked(samples), collator, lengths, has_remarks=False).hash_of_samples
 
+    assert hashed(samples) == "0739a5d06d47ed86"  # as checkpoints of earlier commits have it
     assert hashed(samples) != hashed(relabeled)
     assert hashed(samples, keys=["tokens"]) == hashed(relabeled, keys=["tokens"])
     changed = [*samples[:3], samples[4], samples[4]]
@@ -172,6 +175,38 @@ def test_the_hash_depends_on_three_samples_of_each_part_and_their_keys():
     assert hashed(changed, (2, 3)) != hashed(samples, (2, 3))
     everything = report_of(checked(samples), Checks(), (5,), has_remarks=True)
     assert everything.hash_of_samples == hashed(samples)
+
+
+def other_hash_of(**values):
+    collator, sample = Checks(), {"tokens": [1, 2], "labels": [1, 2], "mask": [True], "is_cut": False, **values}
+    collator.fingerprint_keys = ("tokens", "labels")
+    return report_of(checked([sample]), collator, (1,), has_remarks=False).other_content_hash
+
+
+IMAGE = torch.arange(6.0).view(2, 3)
+DIFFERENT = {
+    "weights": [{"weights": [1, 0.5]}, {"weights": [1, 0.25]}, {}],
+    "images": [{"encoder_input": {"images": [[IMAGE + n]], "aspect_ratio": [[1]]}} for n in range(2)],
+    "shapes": [{"images": IMAGE}, {"images": IMAGE.T.reshape(3, 2)}, {"images": IMAGE.flatten()}],
+    "bf16": [{"image": IMAGE.bfloat16()}, {"image": (IMAGE + 1).bfloat16()}],
+    "texts": [{"prompts": ["a", "b"]}, {"prompts": ["ab"]}, {"prompts": ["a", ["b"]]}, {"prompt": ["a", "b"]}],
+    "lengths": [{"documents": [(1, [2, 3]), 4]}, {"documents": [(1, [2]), 3, 4]}, {"documents": [1, 2, 3, 4]}],
+    "numbers and texts": [{"id": 1}, {"id": "1"}, {"id": [1]}, {"id": None}],
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_all_that_a_sample_gives_to_the_training_is_hashed(kind):
+    hashes = [other_hash_of(**values) for values in DIFFERENT[kind]]
+    assert len({*hashes, other_hash_of(further=0)}) == len(hashes) + 1
+
+
+def test_a_hash_depends_on_values_and_not_on_their_types_or_order():
+    kinds = ([1.0, 0.5], (1, 0.5), np.array([1, 0.5], "f4"), torch.tensor([1, 0.5]).bfloat16())
+    assert len({other_hash_of(weights=kind, more=object(), part={"b": 1, "a": 2}) for kind in kinds}) == 1
+    assert other_hash_of(part={"a": 2, "b": 1}, more=object(), weights=[1, 0.5]) == other_hash_of(
+        weights=[1, 0.5], more=object(), part={"b": 1, "a": 2}
+    )
 
 
 class Opens:
