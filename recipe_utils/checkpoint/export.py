@@ -1,7 +1,6 @@
 """Atomic export of a model in the checkpointer's own format, and a config that samples from it."""
 
 import copy
-import inspect
 import json
 import os
 import re
@@ -16,22 +15,17 @@ from torchtune import training
 from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, publish
 from recipe_utils.checkpoint.peft import DESCRIPTION, write_peft
 from recipe_utils.files import fsync_tree, if_supported, log_once
-from recipe_utils.settings.components import component_at
+from recipe_utils.settings.components import component_at, taken_by
 
 _MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
-WEIGHTS = (
-    *_MODEL_FILES, ".index.json", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".onnx.data", ".ot", ".tflite",
-    ".mlmodel", ".ckpt", ".npz", ".pdparams", ".nemo", ".distcp", ".pkl", ".task",
-)  # fmt: skip
-"""Suffixes of weight files of all frameworks."""
+WEIGHTS = (*_MODEL_FILES, ".index.json", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".tflite", ".ckpt", ".pkl")
+"""Suffixes of weight files."""
 _COPIED = re.compile(
     r".*\.(json|jinja2?|txt|md|py|ya?ml|model|spm|tiktoken|bpe|codes|dict|pdf|png|jpe?g|svg)"
     r"|.*(tokenizer|vocab|merges).*|(licen[cs]e|notice|copying|readme|use_policy)[^.]*",
     re.IGNORECASE,
 )
 """Names of the files that an export takes from the folder of a model: all that transformers, PEFT and vLLM read."""
-_MOST_BYTES = 1 << 28
-"""Maximum size of such a file; the largest ``tokenizer.json`` have 60 MB."""
 _NOT_OF_A_MODEL = re.compile(r"\..*|.*\.tmp|(step|epoch|export_step|checkpoint)[_-]\d+|best|before_.*|logs|adapter")
 """Subfolders of the folder of a model that are caches, or outputs of a training."""
 _STOCK = (training.FullModelHFCheckpointer, training.FullModelMetaCheckpointer, training.FullModelTorchTuneCheckpointer)
@@ -106,16 +100,15 @@ def copy_files(base: str | Path, folder: Path, skipped: str | None = None) -> No
             if name != skipped and not _NOT_OF_A_MODEL.fullmatch(name)
             if not folder.resolve().is_relative_to(Path(root, name).resolve())  # the output folder
         ]
-        target = folder / Path(root).relative_to(base)
-        for name in names:
-            path = Path(root, name)
-            if name.startswith((".", "adapter_")) or name.endswith((*WEIGHTS, ".lock")) or not path.is_file():
+        for path in (Path(root, name) for name in names if not name.startswith((".", "adapter_"))):
+            copied = folder / path.relative_to(base)
+            if path.name.endswith((*WEIGHTS, ".lock")) or not path.is_file():
                 continue
-            if not _COPIED.fullmatch(name) or path.stat().st_size > _MOST_BYTES:
+            if _COPIED.fullmatch(path.name) and path.stat().st_size < 1 << 28:  # a tokenizer.json may have 60 MB
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copied)  # without its mode
+            else:
                 unknown.append(str(path.relative_to(base)))
-                continue
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target / name)  # without its mode
     if unknown:
         shown = ", ".join(sorted(unknown)[:5])
         log_once(f"{base}: exports lack {len(unknown)} of its files, which may be old weights: {shown}")
@@ -187,7 +180,7 @@ def _without_adapters(model: Mapping[str, Any]) -> dict[str, Any] | None:
         return dict(model)
     base = f"{module}.{name.split('lora_', 1)[1]}"
     try:
-        arguments = inspect.signature(component_at(base)).parameters
-    except (ValueError, TypeError):
+        component_at(base)
+    except ValueError:
         return None
-    return {"_component_": base, **{key: model[key] for key in model if key in arguments}}
+    return {**taken_by({"_component_": base}, model), "_component_": base}

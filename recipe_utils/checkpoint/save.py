@@ -69,7 +69,6 @@ class CheckpointWriter:
         self._copies: dict[str, Tensor] | None = {} if asynchronous else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._in_flight: Future[SaveOutcome] | None = None
-        self._interrupt: BaseException | None = None
         if self._rank == 0:
             remove_leftovers(self._folder)
 
@@ -85,7 +84,6 @@ class CheckpointWriter:
 
         Raises:
             ValueError: the model, the optimizer or ``state`` contains something that cannot be saved.
-            KeyboardInterrupt: raised after the other ranks have received the failure of this save.
         """
         finished = self.wait()
         tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
@@ -117,11 +115,7 @@ class CheckpointWriter:
             return self._write(final, (mine or {}) | random, documents, state, problem)
 
         if self._thread is None:
-            outcome = write()
-            interrupt, self._interrupt = self._interrupt, None
-            if interrupt is not None:
-                raise interrupt
-            return outcome
+            return write()
         self._in_flight = self._thread.submit(write)
         return finished
 
@@ -202,6 +196,3 @@ class CheckpointWriter:
             return write(*arguments), None
         except Exception as error:
             return None, str(error) or type(error).__name__
-        except BaseException as interrupt:
-            self._interrupt = interrupt
-            return None, type(interrupt).__name__

@@ -35,10 +35,9 @@ REPORTED_EXIT_CODE = 3
 def wait_for_ranks() -> None:
     """Patches torchrun's handling of signals and of reported errors in this process.
 
-    The first two of SIGTERM and SIGINT, and any SIGHUP, SIGUSR1 or SIGUSR2, are forwarded to the ranks, and the
-    launcher waits for them without a timeout. If all exit with code 0, so does the launcher; otherwise it exits
-    as torchrun does after a signal, without a restart. A third SIGTERM or SIGINT has torchrun's effect. A SIGHUP
-    that is ignored stays so, as ``nohup`` does.
+    The first two of SIGTERM and SIGINT, and any SIGHUP (unless ``nohup`` ignores it), SIGUSR1 or SIGUSR2, are forwarded
+    to the ranks, and the launcher waits for them without a timeout. If all exit with code 0, so does the launcher; else
+    it exits as torchrun does after a signal, without a restart. A third SIGTERM or SIGINT has torchrun's effect.
 
     Config errors are not restarted. The launcher prints nothing about errors that ranks reported.
     """

@@ -38,7 +38,7 @@ class OptimizerSettings:
 
     optimizer: Annotated[dict[str, Any], MadeWith(num_positional=1)]
     """A ``torch.optim``-style optimizer. ``fused: True`` skips non-finite gradients without a device synchronization."""
-    lr_scheduler: Annotated[dict[str, Any], MadeWith(1, ("last_epoch",), ("num_training_steps",))] | None = None
+    lr_scheduler: Annotated[dict[str, Any], MadeWith(1, ("last_epoch", "num_training_steps"))] | None = None
     """Learning-rate schedule, stepped once per optimizer step; null keeps the rate constant."""
     loraplus_lr_ratio: Positive | None = None
     """LoRA+: learning rate of LoRA's B and DoRA's magnitudes over that of A; null is 1."""
@@ -174,6 +174,10 @@ def check_optimizer(
     (optimizer, *_) = single_optimizers(build_optimizer(cfg, small, settings))
     with naming("lr_scheduler"):
         schedule = make_schedule(cfg_schedule, optimizer, num_training_steps=1)
+    takes_steps = cfg_schedule is None or taken_by(cfg_schedule, {"num_training_steps": 1})
+    if not takes_steps and not isinstance(schedule, LambdaLR):  # StepLR, built by a resume at its step, omits that
+        text = "its rates depend on those before, so a resume would change them; set a get_*_schedule_* of transformers"
+        raise ConfigError(Problem("lr_scheduler._component_", text, type(schedule).__name__))
     inner = [group for each in inner_optimizers(optimizer) for group in each.param_groups]
     if schedule is not None and {*map(id, inner)} - {*map(id, optimizer.param_groups)}:
         text = "its inner optimizers have groups of their own, whose rates lr_scheduler does not set"
@@ -181,20 +185,9 @@ def check_optimizer(
 
 
 def make_schedule(cfg: DictConfig | None, optimizer: Optimizer, num_training_steps: int, last_epoch: int = -1) -> Any:
-    """Builds a schedule of torchtune, transformers or the user; None if ``cfg`` is None.
-
-    Raises ConfigError for one of PyTorch's classes whose rates depend on the rates before: ``StepLR`` built at a
-    multiple of ``step_size`` omits its step.
-    """
-    if cfg is None:
-        return None
-    given = taken_by(cfg, {"num_training_steps": num_training_steps, "last_epoch": last_epoch})
-    schedule = config.instantiate(cfg, optimizer, **given)
-    if "num_training_steps" not in given and not isinstance(schedule, LambdaLR):
-        text = "its rates depend on those before, so a resume would change them; "
-        text += "set it to one of torchtune.training.lr_schedulers or transformers.get_*_schedule_*"
-        raise ConfigError(Problem("lr_scheduler._component_", text, cfg._component_))
-    return schedule
+    """Builds a schedule with those of the two numbers that it takes; None if ``cfg`` is None."""
+    numbers = {"num_training_steps": num_training_steps, "last_epoch": last_epoch}
+    return config.instantiate(cfg, optimizer, **taken_by(cfg or {}, numbers))
 
 
 def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:

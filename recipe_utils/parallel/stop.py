@@ -25,7 +25,6 @@ class Stop(threading.Event):
         super().__init__()
         self.is_agreed = False
         """True once all ranks stop after the same update step."""
-        self._next_ends = self._is_saving = False
         self._handlers_before: dict[signal.Signals, Any] = {}
         self._blocked_before: set[Any] = set()
 
@@ -45,22 +44,17 @@ class Stop(threading.Event):
 
     def _request(self, number: int, _: Any) -> None:
         self.set()
-        self._next_ends |= number in _FIRST_ONLY
-        self._handle()
-
-    def _handle(self) -> None:
-        ends = self._next_ends and not self._is_saving
-        for number in _FIRST_ONLY if self._handlers_before else ():
-            signal.signal(number, self._handlers_before[number] if ends else self._request)
+        for first in _FIRST_ONLY if number in _FIRST_ONLY else ():
+            signal.signal(first, self._handlers_before[first])
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Lets no further signal end the process in the block; until :meth:`close` if all ranks stop after it."""
-        self._is_saving = True
-        self._handle()
+        """Lets no second signal end the process in the block, or until :meth:`close` if all ranks stop after it."""
+        numbers = _FIRST_ONLY if self._handlers_before else ()
+        handlers = [signal.signal(number, lambda *_: self.set()) for number in numbers]
         yield
-        self._is_saving = self.is_agreed
-        self._handle()
+        for number, handler in zip(numbers, handlers, strict=True) if not self.is_agreed else ():
+            signal.signal(number, handler)
 
     def close(self) -> None:
         """Restores the handlers of signals."""

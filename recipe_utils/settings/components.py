@@ -30,13 +30,12 @@ PATHS = {
 class MadeWith:
     """Mark of a component key, with the positional and keyword arguments that the recipe adds.
 
-    The component must take ``keywords``; ``offered`` are added if it takes them. ``default`` is the path of the
-    component if the config has no ``_component_``.
+    The component must take the first keyword, and is given the others if it takes them. ``default`` is the path of
+    the component if the config has no ``_component_``.
     """
 
     num_positional: int = 0
     keywords: tuple[str, ...] = ()
-    offered: tuple[str, ...] = ()
     default: str | None = None
 
 
@@ -81,6 +80,12 @@ def may_mean_subset(entry: Mapping[Any, Any]) -> bool:
     return is_unclear and "name" in split_entry(entry)[1] and _passes_on(_parameters_of(entry) or {})
 
 
+def taken_by(component: Mapping[Any, Any], arguments: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns those of ``arguments`` that a component takes, all if it has no signature."""
+    takes = _parameters_of(component)
+    return {k: value for k, value in arguments.items() if takes is None or k in takes or _passes_on(takes)}
+
+
 def _parameters_of(component: Mapping[Any, Any]) -> Mapping[str, inspect.Parameter] | None:
     try:
         return inspect.signature(component_at(str(component.get("_component_")))).parameters
@@ -90,12 +95,6 @@ def _parameters_of(component: Mapping[Any, Any]) -> Mapping[str, inspect.Paramet
 
 def _passes_on(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-
-def taken_by(component: Mapping[Any, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of ``arguments`` that a component takes."""
-    parameters = _parameters_of(component) or arguments
-    return {name: value for name, value in arguments.items() if name in parameters or _passes_on(parameters)}
 
 
 def names_of_paths(component: Mapping[Any, Any]) -> set[str]:
@@ -151,8 +150,7 @@ def _check_arguments(key: str, made: Any, arguments: Mapping[str, Any], made_wit
         return
     kinds = {p.kind for p in parameters.values()}
     by_name = {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    keywords = *made_with.keywords, *made_with.offered
-    from_recipe = [*list(parameters)[: made_with.num_positional], *keywords]
+    from_recipe = [*list(parameters)[: made_with.num_positional], *made_with.keywords]
     hints = _hints(made)
     name_of_made = getattr(made, "__name__", str(made))
     # Given arguments first, by name and then by type; then those that are missing.
@@ -164,14 +162,14 @@ def _check_arguments(key: str, made: Any, arguments: Mapping[str, Any], made_wit
             yield Problem(f"{key}.{name}", f"{name_of_made} has no such argument; {solution}")
         elif name == "checkpoint_files" and argument == []:
             yield Problem(f"{key}.{name}", "it is empty; list the files of the weights", argument)
-        elif name in keywords:
+        elif name in made_with.keywords:
             yield Problem(f"{key}.{name}", "the recipe sets it; take it out", argument)
         elif name in by_name and argument != by_name[name].default and not fits(argument, hint):
             wanted = str(hint).replace("typing.", "")
             if get_origin(hint) is None:
                 wanted = getattr(hint, "__name__", wanted)
             yield Problem(f"{key}.{name}", f"{name_of_made} takes {wanted}", repr(argument))
-    lacking = ", ".join(name for name in made_with.keywords if name not in by_name)
+    lacking = ", ".join(name for name in made_with.keywords[:1] if name not in by_name)
     if lacking and inspect.Parameter.VAR_KEYWORD not in kinds:
         text = f"{name_of_made} does not take {lacking}, which the recipe gives it; "
         text += "torchtune.training.lr_schedulers and transformers.get_*_schedule_* do"

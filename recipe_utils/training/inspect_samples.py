@@ -5,6 +5,7 @@ rank 0 reads 100 samples, 0, 10, 20, ..., for the log: "dataset: 3 of 100 sample
 """
 
 import hashlib
+import json
 import re
 import time
 from collections import Counter
@@ -171,27 +172,17 @@ def _hashes_of(samples: Sequence[Sample | SampleError], keys: Sequence[str]) -> 
             of_keys.update(torch.as_tensor(sample[key], dtype=torch.int64).numpy().tobytes())
         # Pairs and images have no others: what else is in their samples is computed from these and the config.
         others = sample.keys() - {*keys, *_NOT_TRAINED_ON} if "labels" in keys else ()
-        for part in _bytes_of({key: sample[key] for key in others}):
-            of_others.update(part)
+        values = {key: sample[key] for key in sorted(others)}
+        of_others.update(json.dumps(values, skipkeys=True, default=_as_json).encode())
     return of_keys.hexdigest()[:16], of_others.hexdigest()[:16]
 
 
-def _bytes_of(value: Any) -> Iterator[bytes]:
-    """Yields the numbers and texts of a value, the same for a list, an array and a tensor, without other objects."""
-    if isinstance(value, Mapping):
-        value = [part for key in sorted(value, key=str) for part in (str(key), value[key])]
-    try:
-        numbers = np.asarray(value.double() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, ValueError):  # items of several lengths
-        numbers = np.empty(0, object)
-    if numbers.dtype.kind in "biuf":
-        yield str(numbers.shape).encode() + numbers.astype(np.float64).tobytes()
-    elif isinstance(value, list | tuple):
-        yield f"{len(value)} items".encode()
-        for item in value:
-            yield from _bytes_of(item)
-    else:
-        yield repr(value).encode() if isinstance(value, str | bytes) else type(value).__name__.encode()
+def _as_json(value: Any) -> Any:
+    """Returns shape and hash of an array, a tensor or an image; the type of another object."""
+    array = np.asarray(value.detach().cpu().double() if isinstance(value, torch.Tensor) else value)
+    if array.dtype.hasobject:
+        return type(value).__name__
+    return array.shape, hashlib.sha256(array.tobytes()).hexdigest()
 
 
 def _counts(sample: Sample, collator: Collator) -> Mapping[str, float]:

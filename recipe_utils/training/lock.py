@@ -20,8 +20,7 @@ from recipe_utils.training.log import Log
 from recipe_utils.training.settings import RunSettings
 
 LOCK_FILE, HOLDER_FILE = ".run.lock", ".run.txt"
-_MAX_SECONDS = 30.0
-"""Time in which other nodes see a new folder; shared filesystems cache what is in a folder."""
+_TRIES = 300
 
 
 class LockedError(OSError):
@@ -76,13 +75,11 @@ def lock_folder(settings: RunSettings, ranks: Ranks, log: Log) -> Iterator[None]
                     problem = f"it cannot be created ({error}); set another folder"
             problem = problem or _try_to_save(folder / name)
         problem, name = gather_objects((problem, name), ranks.cpu_group)[0]
-        if problem is None:
-            hosts = gather_objects(None if _appears(folder / name) else host, ranks.cpu_group)
-            if lost := [f"rank {rank} ({host})" for rank, host in enumerate(hosts) if host]:
-                problem = f"{', '.join(lost[:3])} ({len(lost)} of {len(hosts)} ranks) cannot find what rank 0 ({host}) "
-                problem += "writes there; set it to a folder that all nodes share"
-            if ranks.is_zero:
-                shutil.rmtree(folder / name, ignore_errors=True)
+        hosts = gather_objects(None if problem or _appears(folder / name) else host, ranks.cpu_group)
+        shutil.rmtree(folder / name, ignore_errors=True)
+        if lost := [f"rank {rank} ({host})" for rank, host in enumerate(hosts) if host]:
+            lost_ranks = f"{', '.join(lost[:3])}{', ...' * (len(lost) > 3)}"
+            problem = f"{lost_ranks} cannot find what rank 0 ({host}) writes; set it to a folder that all nodes share"
         if problem is not None:
             raise ConfigError(f"output_dir={folder}: {problem}")
         yield
@@ -103,12 +100,11 @@ def _try_to_save(trial: Path) -> str | None:
 
 
 def _appears(trial: Path) -> bool:
-    """Returns True once this rank sees a folder that rank 0 has made, False if it does not in time."""
-    deadline = time.monotonic() + _MAX_SECONDS
-    while not trial.is_dir():
-        if time.monotonic() > deadline:
-            return False
+    """Returns True once this rank sees a folder that rank 0 has made, False if it does not in 30 s."""
+    for _ in range(_TRIES):
+        if trial.is_dir():
+            return True
         with suppress(OSError):  # NFS asks its server again, whatever it has cached
             trial.parent.mkdir(parents=True, exist_ok=True)
         time.sleep(0.1)
-    return True
+    return False

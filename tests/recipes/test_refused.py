@@ -81,7 +81,7 @@ REFUSED = {
     (SFT, "optimizer.lr=-1"): "optimizer: Invalid learning rate: -1",
     (SFT, "optimizer.maximize=True"): "optimizer.maximize=True: it would raise the loss",
     (SFT, "optimizer.foreach=True optimizer.fused=True"): "optimizer: RuntimeError: `fused` and `foreach` cannot be",
-    (SFT, "lr_scheduler={_component_: torch.optim.lr_scheduler.StepLR, step_size: 2}"): "lr_scheduler._component_=torch.optim.lr_scheduler.StepLR: its rates depend on those before, so a resume would",
+    (SFT, "lr_scheduler={_component_: torch.optim.lr_scheduler.StepLR, step_size: 2}"): "lr_scheduler._component_=StepLR: its rates depend on those before, so a resume would",
     (SFT, "lr_scheduler={_component_: transformers.get_constant_schedule, num_training_steps: 2}"): "lr_scheduler.num_training_steps: get_constant_schedule has no such argument; take it out",
     (SFT, f"{COSINE} lr_scheduler.num_warmup_steps=1 lr_scheduler.last_epoch=5"): "lr_scheduler.last_epoch=5: the recipe sets it",
     (SFT, "checkpointer.should_load_recipe_state=True"): "checkpointer.should_load_recipe_state=True: training does not resume from",

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -201,12 +200,9 @@ def test_all_that_a_sample_gives_to_the_training_is_hashed(kind):
     assert len({*hashes, other_hash_of(further=0)}) == len(hashes) + 1
 
 
-def test_a_hash_depends_on_values_and_not_on_their_types_or_order():
-    kinds = ([1.0, 0.5], (1, 0.5), np.array([1, 0.5], "f4"), torch.tensor([1, 0.5]).bfloat16())
-    assert len({other_hash_of(weights=kind, more=object(), part={"b": 1, "a": 2}) for kind in kinds}) == 1
-    assert other_hash_of(part={"a": 2, "b": 1}, more=object(), weights=[1, 0.5]) == other_hash_of(
-        weights=[1, 0.5], more=object(), part={"b": 1, "a": 2}
-    )
+def test_a_hash_does_not_depend_on_the_order_of_keys_and_on_places_of_objects():
+    first, second = ({"a": object(), "b": (1, 0.5), ("no", "text"): 1}, {"a": object(), "b": [1, 0.5]})
+    assert other_hash_of(part=first, more=IMAGE) == other_hash_of(more=IMAGE.clone(), part=second)
 
 
 class Opens:
