@@ -8,7 +8,6 @@ tokenizer are read, only the ``config.json`` of a model of transformers, and not
 """
 
 import argparse
-import inspect
 import logging
 import os
 import sys
@@ -25,7 +24,7 @@ from torch.torch_version import TorchVersion
 from recipe_utils.check_gradient.recipe_file import parser_of, paths_of
 from recipe_utils.cli.registry import RECIPES
 from recipe_utils.forecast.fake_step import FakeTraining
-from recipe_utils.settings.components import component_at
+from recipe_utils.settings.components import taken_by
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.read import read_settings
@@ -49,8 +48,7 @@ def training_of(recipe: str, cfg: DictConfig, **changes: Any) -> FakeTraining:
         made.pop(key, None)
     made.update({**changes, "device": "cpu"})
     settings: Any = read_settings(made, settings_of(recipe))
-    takes = inspect.signature(component_at(made.optimizer["_component_"])).parameters
-    if on_cuda and "foreach" in takes and not made.optimizer.get("fused"):
+    if on_cuda and taken_by(made.optimizer, {"foreach": True}) and not made.optimizer.get("fused"):
         made.optimizer.setdefault("foreach", True)  # PyTorch's default there
     if settings.plans_by_tokens:
         settings = replace(settings, max_tokens_per_microbatch=1 << 24)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, publish
+from recipe_utils.checkpoint.folder import publish
 from recipe_utils.files import write_atomically
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
@@ -62,18 +62,13 @@ def lock_folder(settings: RunSettings, ranks: Ranks, log: Log) -> Iterator[None]
     folder, problem = settings.output_dir, None
     name, host = f"start_{uuid.uuid4().hex}.tmp", f"{socket.gethostname()}:{folder.resolve()}"
     with ExitStack() as at_exit:
-        if ranks.is_zero:
+        if ranks.is_zero and (problem := _try_to_save(folder / name)) is None:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
                 at_exit.callback(FolderLock(folder).release)
             except LockedError as error:
                 problem = f"another run writes to it ({error}); wait for its end, stop it, or set another folder"
-            except OSError as error:
-                if folder.is_dir():  # no reason not to train
-                    log.warn(f"output_dir={folder}: it cannot be locked ({error}); run one at a time")
-                else:
-                    problem = f"it cannot be created ({error}); set another folder"
-            problem = problem or _try_to_save(folder / name)
+            except OSError as error:  # no reason not to train
+                log.warn(f"output_dir={folder}: it cannot be locked ({error}); run one at a time")
         problem, name = gather_objects((problem, name), ranks.cpu_group)[0]
         hosts = gather_objects(None if problem or _appears(folder / name) else host, ranks.cpu_group)
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -87,9 +82,9 @@ def lock_folder(settings: RunSettings, ranks: Ranks, log: Log) -> Iterator[None]
 
 def _try_to_save(trial: Path) -> str | None:
     """Makes a folder with a file, and renames it to ``trial`` as a save does. Returns the problem, None on success."""
-    temporary = trial.with_name(TEMPORARY_EXPORT)
+    temporary = trial.with_name(f"{trial.stem}_.tmp")
     try:
-        temporary.mkdir(exist_ok=True)  # it may be a killed run's
+        temporary.mkdir(parents=True)
         write_atomically(temporary / "file", "")
         publish(temporary, trial)
     except OSError as error:
