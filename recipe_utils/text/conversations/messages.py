@@ -1,7 +1,6 @@
 """Messages of chat files as tools write them, converted to the form that chat templates take."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ Chat = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 _TEXT_PARTS = {"text", "input_text", "output_text"}
 _IDS = {"id", "type", "index", "call_id", "tool_call_id"}
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,6 @@ def in_openai_format(message: Any) -> tuple[dict[str, Any], float]:
     if calls is not None:
         openai["tool_calls"] = _calls(calls)
     openai.update(turn.others)
-    if half := _SURROGATE.search(json.dumps(openai, ensure_ascii=False, default=str)):
-        text = f"it contains {half[0]!r}, half of a character (a lone surrogate)"
-        raise SampleError(f"{text}; remove it, or write the whole character")
     has_more = openai.keys() & (CONTENT - {"content"})
     if openai.get("content") in (None, []) and not has_more:
         raise SampleError(f"content={message.get(content_key)!r}: it has no text")
@@ -155,18 +150,18 @@ def _calls(given: Any) -> list[dict[str, Any]]:
         function = parsed(call.get("function", call)) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise SampleError(f"tool_calls: {shown(each)} is no call; write {CALL}")
-        others = {key: value for key, value in call.items() if key != "function" and value not in EMPTY}
         try:
-            read = Call.of({**others, **function})
+            read = Call.of({key: value for key, value in {**call, **function}.items() if key != "function"})
         except SampleError as error:
             raise SampleError(f"tool_calls: {error}") from None
         arguments = read.arguments or {}
         if (unknown := read.others.keys() - _IDS) and not arguments:
             raise SampleError(f"tool_calls: its {', '.join(sorted(unknown))} would be lost; write {CALL}")
+        others = {key: value for key, value in call.items() if value not in EMPTY and key not in Call.names()}
         if "function" in call:
             function = {**function, "arguments": arguments}
         else:
-            others = {"type": "function", **({"id": call["id"]} if call.get("id") else {})}
+            others = {"type": "function", **({"id": call["id"]} if "id" in others else {})}
             function = {"name": read.name, "arguments": arguments}
         converted.append({**others, "function": function})
     return converted

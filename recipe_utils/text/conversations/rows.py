@@ -136,7 +136,7 @@ def check_repeated(
 def name_unread(dataset: Any, name: str, keys: Iterable[str]) -> None:
     """Logs the keys of a row that ``dataset`` does not read, each once."""
     named: set[str] = dataset.__dict__.setdefault("_named", set())
-    if unread := [key for key in keys if key not in named]:
+    if unread := [key for key in dict.fromkeys(keys) if key not in named]:
         named.update(unread)
         log_rank_zero(get_logger("INFO"), f"{name}: not read: {', '.join(unread)}")
 

@@ -13,27 +13,37 @@ second, so no value changes what is printed elsewhere.
 
 import json
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import count, groupby
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import count, groupby, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from recipe_utils.text.conversations.messages import Chat, Tools, content_as_text
-from recipe_utils.text.conversations.schema import THINKING
+from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text
+from recipe_utils.text.conversations.schema import CONTENT, THINKING
 from recipe_utils.update_steps.samples import SampleError
 
-Alike = dict[tuple[str, ...], tuple[int, int, int]]
-"""Number of messages between equal texts, and characters of a turn before and behind their values."""
-Render = Callable[..., str]
-"""Maps messages, tools and ``prompt=False`` to their text; raises SampleError if the template fails."""
 Encoded = tuple[np.ndarray, np.ndarray]
 """Tokens of a text, and the end of each in it [characters], int64 [n] each."""
 _LABELS = {"role", "type", "id", "index", "tool_call_id"}
-"""Keys of messages and calls that templates need not print."""
+"""Keys of messages that templates need not print."""
+_MARKED = {
+    "tool_calls": {"function", "name", "arguments"},
+    "content": {"text"},
+    "tools": {"function", "name", "description"},
+}
+"""Keys in these values whose values templates must print."""
+
+
+Render = Callable[..., str]
+"""Maps a conversation, a number of its first messages and ``prompt=False`` to a text; raises SampleError if that fails.
+
+Arguments of calls are mappings, or their JSON text.
+"""
 
 
 class Leaf(NamedTuple):
@@ -53,149 +63,161 @@ class Printed(NamedTuple):
     end: int
 
 
-class ChatTemplate:
-    """Chat template, with text ``source``, of the folder ``path``.
+class Rendering:
+    """Conversation with the texts of its first messages, without and with a mark behind each value."""
 
-    ``stop_tokens`` are ids of tokens that end a generation, and their texts; ``control_tokens`` are texts of added tokens
-    that the template prints. ``warn`` logs a text, once.
+    def __init__(self, render: Render, given: Conversation, mark: str) -> None:
+        self.render, self.given, self.chat, self.mark = render, given, given.chat, mark
+        self.marked, self.leaves = _with_marks(given, mark)
+        self.text, self.marked_text = (lru_cache(4)(partial(render, each)) for each in (given, self.marked))
+        # Number of messages between equal texts, and characters of a turn before and behind their values.
+        self.alike: dict[tuple[str, ...], tuple[int, int, int]] = {}
+        self.of_all: list[Printed] = []  # where the text of all messages has values
+
+
+class ChatTemplate:
+    """Chat template, with text ``source``, of the folder ``path``; ``render`` prints with it.
+
+    It reads ``variables``. ``stop_tokens`` are ids of tokens that end a generation, and their texts; ``control_tokens``
+    are texts of added tokens that the template prints. ``warn`` logs a text, once.
     """
 
     def __init__(
         self,
         render: Render,
         source: str,
+        variables: Set[str],
         stop_tokens: Mapping[int, str],
         control_tokens: Sequence[str],
         path: Path,
         warn: Callable[[str], None],
     ) -> None:
-        self.render, self._source, self._path, self._warn = render, source, path, warn
-        self._stop_ids, self._stop_names = np.array([*stop_tokens]), [*stop_tokens.values()]
-        self._stop = any_of(self._stop_names)
-        self._control = any_of([*self._stop_names, *control_tokens])
+        self._render, self._source, self._variables, self._path, self._warn = render, source, variables, path, warn
+        self._stop_tokens, self._stop = stop_tokens, any_of([*stop_tokens.values()])
+        self._control = any_of([*stop_tokens.values(), *control_tokens])
         self._inspected: set[str] = set()  # what was searched for a warning, once
 
-    def fitted(self, chat: Chat, tools: Tools) -> Chat:
-        """Returns messages whose contents the template prints as text.
+    def fitted(self, given: Conversation) -> Rendering:
+        """Returns a conversation in a form of which the template prints the values as text.
 
-        Lists of parts, and None, stay as they are if the template has branches for them. Otherwise the
-        texts of the parts are joined, and None becomes an empty text.
+        Lists of parts, and None, stay as they are if the template has branches for them. Otherwise the texts of the
+        parts are joined, and None becomes an empty text. Arguments of calls become JSON text if the template prints
+        text alone.
         """
-        if all(isinstance(message.get("content"), str) for message in chat):
-            return chat
-        plain = [{**message, "content": content_as_text(message.get("content"))} for message in chat]
-        # The form of which the template prints more values, and less of Python's.
-        mark, scores = _unused_mark(str(chat)), []
-        for form in (chat, plain):
-            marked, _, leaves = _with_marks(form, None, mark)
+        chat, texts = given.chat, f"{given}{self._source}"
+        mark = next(mark for n in count() if (mark := f"⟪{n}:") not in texts)
+        contents, arguments = [chat], [False, True][: 1 + any("tool_calls" in message for message in chat)]
+        if not all(isinstance(message.get("content"), str) for message in chat):
+            contents.append([{**message, "content": content_as_text(message.get("content"))} for message in chat])
+        scored: list[tuple[tuple[int, int], Rendering]] = []
+        for as_json, content in product(arguments, contents):
+            changed = [*map(_with_json_arguments, content)] if as_json else content
+            form = Rendering(self._render, replace(given, chat=changed), mark)
+            if len(contents) == len(arguments) == 1:
+                return form
+            # The form of which the template prints more values, and less of Python's.
             try:
-                text = self.render(marked, tools)
+                text = form.marked_text(len(chat))
             except SampleError:
                 text = ""
-            contents = [message.get("content") for message in marked]
-            is_python = any(isinstance(content, list) and str(content) in text for content in contents)
-            shown = {leaf[:2] for n, leaf in enumerate(leaves) if f"{mark}{n}⟫" in text}
-            scores.append((0 if is_python else len(shown), -text.count("None")))
-        return chat if scores[0] >= scores[1] else plain
+            shown = {leaf[:2] for n, leaf in enumerate(form.leaves) if f"{mark}{n}⟫" in text}
+            score = 0 if _shown_as_python(form, len(chat), text) else len(shown), -text.count("None")
+            scored.append((score, form))
+            if score == (len({leaf[:2] for leaf in form.leaves}), 0):
+                break
+        return max(scored, key=lambda each: each[0])[1]
 
     def targets(
-        self, chat: Chat, trains: Sequence[bool], tools: Tools, encode: Callable[[str], Encoded], alike: Alike
+        self, conversation: Rendering, trains: Sequence[bool], encode: Callable[[str], Encoded]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of a conversation, and the index of the message whose targets they are, or -1; int64 [n] each.
+        """Returns the tokens of the first ``len(trains)`` messages, and the message whose target each is, or -1; int64 [n] each.
 
-        ``trains`` has one item per message. An assistant's turn starts where the generation prompt ends, and ends after
-        its last stop token. Other messages train as a whole. A token belongs to the message of its last character.
-
-        Messages between equal texts start and end alike. Of these, only the first, second, fourth,
-        eighth, ... are rendered. ``alike`` keeps them, for beginnings of one conversation.
+        An assistant's turn starts where the generation prompt ends, and ends after its last stop token. Other messages
+        train as a whole. A token belongs to the message of its last character.
 
         Raises:
             SampleError: the template does not determine the targets; the error names the turn.
         """
-        text = self.render(chat, tools)
-        printed = self._printed(chat, tools, text)
+        chat, text = conversation.chat[: len(trains)], conversation.text(len(trains))
+        printed = self._printed(conversation, len(trains), text)
         tokens, ends = encode(text)
         owners = np.full(len(tokens), -1)
         turns: dict[int, range] = {}  # characters of the targets of a message
         # From characters to tokens; what a template prints behind the stop token is no target.
-        for index, start, limit in self._turns(chat, trains, tools, text, printed, alike):
+        for index, start, limit in self._turns(conversation, chat, trains, text, printed):
             first, last = np.searchsorted(ends, [start, limit], side="right")
             if chat[index]["role"] == "assistant":
-                stops = np.flatnonzero(np.isin(tokens[first:last], self._stop_ids))
-                if len(stops) == 0:
-                    names = ", ".join(self._stop_names)
+                while last > first and tokens[last - 1] not in self._stop_tokens:
+                    last -= 1
+                if last == first:
+                    names = ", ".join(self._stop_tokens.values())
                     problem = f"it ends with {text[start:limit][-20:]!r}, with no stop token ({names})"
                     remedy = "change chat_template.jinja, or add the token to eos_token_id in"
                     _refuse(chat, index, f"{problem}; {remedy} {self._path / 'generation_config.json'}")
-                last = first + stops[-1] + 1
             if first < last:
                 owners[first:last] = index
                 turns[index] = range(int(ends[first - 1]) if first else 0, int(ends[last - 1]))
         # Which tokens are targets is known; now each value must be among its own turn's.
-        if printed is None:
-            self._check_one_by_one(chat, trains, tools, text, turns)
-        else:
-            self._check(chat, trains, text, turns, printed)
+        exact = printed is not None
+        found = self._changes(conversation, len(trains), text) if printed is None else printed
+        self._check(conversation, trains, text, turns, found, exact)
         return tokens, owners
 
     def _turns(
-        self,
-        chat: Chat,
-        trains: Sequence[bool],
-        tools: Tools,
-        text: str,
-        printed: Sequence[Printed] | None,
-        alike: Alike,
+        self, conversation: Rendering, chat: Chat, trains: Sequence[bool], text: str, printed: list[Printed] | None
     ) -> Iterator[tuple[int, int, int]]:
-        """Yields index, start and limit [characters] of trained messages."""
-        render = cache(lambda num, prompt=False: self.render(chat[:num], tools, prompt))
+        """Yields index, start and limit [characters] of trained messages.
+
+        Messages between equal texts start and end alike. Of these, only the first, second, fourth, eighth, ... are
+        rendered.
+        """
         trained = [i for i, is_trained in enumerate(trains) if is_trained]
-        frames = _frames(chat, text, printed or (), {*trained})
+        frames = _frames(chat, text, printed or ())
         for index in trained:
             frame, begin, end = frames.get(index, ((), 0, 0))
-            num_alike, num_before, num_behind = alike.get(frame, (0, 0, 0))
+            num_alike, num_before, num_behind = conversation.alike.get(frame, (0, 0, 0))
             if num_alike & (num_alike - 1):  # neither 0 nor a power of two
                 start, limit = begin - num_before, end + num_behind
             else:
                 # The turn ends where the text of the conversation up to it ends.
-                alone = text if index + 1 == len(chat) else render(index + 1)
+                alone = text if index + 1 == len(chat) else conversation.text(index + 1)
                 limit, is_answer = self._common(alone, text), chat[index]["role"] == "assistant"
                 # It starts where the prompt before it ends.
                 is_same = True
                 if is_answer and index == 0:
                     first = next((p.begin for p in printed or () if p.leaf.message == 0), limit)
-                    start = self._start_of_greeting(alone, render, first)
+                    start = self._start_of_greeting(alone, conversation, first)
                     if start < 0:
                         self._warn("an assistant's first message, which no prompt precedes, is not trained")
                         continue
                 elif is_answer:
-                    start, is_same = self._start_of_answer(index, render, text)
+                    start, is_same = self._start_of_answer(index, conversation, text)
                 else:
-                    start = self._common(render(index), text) if index else 0
+                    start = self._common(conversation.text(index), text) if index else 0
                 rest = self._stop.sub("", alone[limit:])  # a template may end the conversation, too
                 has_stop = not is_answer or self._stop.search(text, start, limit)
                 if not is_same or rest.strip() or (not has_stop and limit < len(alone)):
                     changed = "it" if is_same else "what precedes it"
                     remedy = "change chat_template.jinja"
-                    if len(trained) > 1:
+                    if len(trained) > 1 and limit < len(alone):
                         remedy = "use a conversation_dataset with split_turns, or set tokenizer.train_on_last"
                     problem = f"the chat template renders {changed} otherwise once more follows"
                     _refuse(chat, index, f"{problem}; {remedy}")
-                self._report_empty_thinking(chat[:index], tools, text, start, printed)
+                self._report_empty_thinking(conversation, index, text, start, printed)
             if frame:
-                alike[frame] = num_alike + 1, begin - start, limit - end
+                conversation.alike[frame] = num_alike + 1, begin - start, limit - end
             yield index, start, limit
 
-    def _start_of_answer(self, index: int, render: Callable[..., str], text: str) -> tuple[int, bool]:
+    def _start_of_answer(self, index: int, conversation: Rendering, text: str) -> tuple[int, bool]:
         """Returns where an answer starts in ``text``, and False if its history is rendered otherwise there."""
-        prompt: str = render(index, True)
+        prompt = conversation.text(index, True)
         start = self._common(prompt, text)
         if start == len(prompt):
-            if "prompt" not in self._inspected and len(render(index)) == start:
+            if "prompt" not in self._inspected and len(conversation.text(index)) == start:
                 self._warn("the chat template has no generation prompt, so an answer's header is a target")
             self._inspected.add("prompt")
             return start, True
-        history = self._common(render(index), prompt)
+        history = self._common(conversation.text(index), prompt)
         if start < history:
             return start, False
         self._warn(f"generation prompts end with {prompt[start:]!r}, which this training never shows")
@@ -203,13 +225,13 @@ class ChatTemplate:
         parts = re.finditer(rf"\n|{self._control.pattern}", prompt[:start])
         return max([history, *(part.end() for part in parts)]), True
 
-    def _start_of_greeting(self, alone: str, render: Callable[..., str], first: int) -> int:
+    def _start_of_greeting(self, alone: str, conversation: Rendering, first: int) -> int:
         """Returns where a conversation's first message starts if it is an assistant's: behind the prompt of a second one.
 
         Returns -1 if that is not what precedes its first value, at ``first``.
         """
         try:
-            prompt: str = render(1, True)
+            prompt = conversation.text(1, True)
         except SampleError:  # templates may expect a user's message
             return -1
         header = prompt.removeprefix(alone)
@@ -217,24 +239,26 @@ class ChatTemplate:
         return start if header and header != prompt and start >= len(header) else -1
 
     def _report_empty_thinking(
-        self, history: Chat, tools: Tools, text: str, start: int, printed: Sequence[Printed] | None
+        self, conversation: Rendering, index: int, text: str, start: int, printed: Sequence[Printed] | None
     ) -> None:
-        """Warns of targets that start with an empty block, which the template prints for lack of thinking."""
-        block = re.match(r"\s*<(\w+)>\s*</\1>\s*", text[start : start + 99])
+        """Warns of targets that start with an empty block, or its end, which the template prints for lack of thinking."""
+        opened = re.search(r"<\w+>\s*$", text[max(start - 99, 0) : start])  # by the prompt
+        before = opened[0] if opened else ""
+        block = re.match(r"\s*<(\w+)>\s*</\1>\s*", before + text[start : start + 99])
         if block is None or "thinking" in self._inspected:
             return
-        index = len(history)
         begin = next((p.begin for p in printed or () if p.leaf.message == index), 0)
-        if begin < start + block.end():  # the message contains it
+        if begin < start + block.end() - len(before):  # the message contains it
             return
         self._inspected.add("thinking")
         remedy = "no variable of the chat template moves it to the prompt"
-        for name in sorted({*re.findall(r"\b\w*think\w*\b", self._source)}):
-            with_it = self.render(history, tools, True, {name: False})
-            if with_it.rstrip().endswith(block[0].strip()):
+        for name in sorted(name for name in self._variables if "think" in name):
+            given = replace(conversation.given, variables={**conversation.given.variables, name: False})
+            if conversation.render(given, index, True).rstrip().endswith(block[0].strip()):
                 remedy = f"set tokenizer.template_variables.{name} to False to make it a part of the prompt"
                 break
-        self._warn(f"answers without thinking start with {block[0]!r}, which is a target; {remedy}")
+        printed_text = block[0].removeprefix(before)
+        self._warn(f"answers without thinking start with {printed_text!r}, which is a target; {remedy}")
 
     def _common(self, one: str, other: str) -> int:
         """Returns the number of equal first characters, up to a whole control token."""
@@ -249,19 +273,36 @@ class ChatTemplate:
 
     # ---- Proof that each value is printed, and changes nothing else -----------------------------
 
-    def _printed(self, chat: Chat, tools: Tools, text: str) -> list[Printed] | None:
+    def _printed(self, conversation: Rendering, num: int, text: str) -> list[Printed] | None:
         """Returns where ``text``, the rendering, has each value; None if a value changes more than that.
 
-        Raises SampleError if the template prints Python's text of a list or a mapping.
+        A text needs no marks if it begins as that of all messages, up to the value before its last message, and has
+        known texts around this one's values. Only these values are returned.
         """
-        mark = _unused_mark(text)
-        marked_chat, marked_tools, leaves = _with_marks(chat, tools, mark)
+        chat, of_all = conversation.chat, conversation.of_all
+        if num < len(chat) and of_all:
+            found = [next((a for a, b in pairwise(of_all) if (b.leaf.message or 0) >= num - 1), of_all[-1])]
+            own = [leaf for leaf in conversation.leaves if leaf.message == num - 1]
+            for leaf in sorted(own, key=lambda leaf: leaf.key not in THINKING):
+                begin = text.find(value := str(leaf.value).strip(), found[-1].end)
+                found.append(Printed(leaf, begin, begin + len(value)))
+            frame, *_ = _frames(chat[:num], text, found).get(num - 1, [None])
+            if frame in conversation.alike and conversation.text(len(chat)).startswith(text[: found[0].end]):
+                return found
+        printed = self._printed_with_marks(conversation, num, text)
+        if num == len(chat):
+            conversation.of_all = printed or []
+        return printed
+
+    def _printed_with_marks(self, conversation: Rendering, num: int, text: str) -> list[Printed] | None:
+        """Returns the same for any text. Raises SampleError if it has Python's text of a list or a mapping."""
         try:
-            marked = self.render(marked_chat, marked_tools)
+            marked = conversation.marked_text(num)
         except SampleError:  # a template may compute with a number
             return None
-        if "{'" in marked or "['" in marked:
-            _refuse_text_of_python(marked_chat, marked_tools, marked)
+        if python := _shown_as_python(conversation, num, marked):
+            _refuse(conversation.chat, *python)
+        leaves, mark = conversation.leaves, conversation.mark
         literal, *pieces = re.split(rf"{re.escape(mark)}(\d+)⟫", marked)
         printed, end = [], 0
         for number, following in zip(pieces[::2], pieces[1::2], strict=True):
@@ -283,64 +324,69 @@ class ChatTemplate:
             literal = following
         if text[end:] != literal:
             return None
-        missing = sorted({*range(len(leaves))} - {*map(int, pieces[::2])})
-        return [*printed, *(Printed(leaves[number], -1, -1) for number in missing)]
+        shown = {*map(int, pieces[::2])}
+        missing = [leaf for n, leaf in enumerate(leaves) if n not in shown and (leaf.message or 0) < num]
+        return [*printed, *(Printed(leaf, -1, -1) for leaf in missing)]
+
+    def _changes(self, conversation: Rendering, num: int, text: str) -> list[Printed]:
+        """Returns the part of ``text`` that each value changes, for templates that print more than values."""
+        found = []
+        for number, leaf in enumerate(conversation.leaves):
+            if (leaf.message or 0) < num:
+                given, _ = _with_marks(conversation.given, conversation.mark, only=number)
+                changed = conversation.render(given, num)
+                begin = num_common(text, changed)
+                end = len(text) - num_common(text[begin:][::-1], changed[begin:][::-1])
+                found.append(Printed(leaf, *((begin, end) if changed != text else (-1, -1))))
+        return found
 
     def _check(
-        self, chat: Chat, trains: Sequence[bool], text: str, turns: Mapping[int, range], printed: Sequence[Printed]
+        self,
+        conversation: Rendering,
+        trains: Sequence[bool],
+        text: str,
+        turns: dict[int, range],
+        printed: list[Printed],
+        exact: bool,
     ) -> None:
         """Raises SampleError unless each value is printed whole, and not among the targets of another turn."""
+        chat = conversation.chat
         order = sorted(turns, key=lambda index: turns[index].start)
         starts = [turns[index].start for index in order]
         for leaf, begin, end in printed:
             index = leaf.message
             if end < 0:
-                self._take_left_out(chat, trains, leaf)
+                self._take_left_out(conversation, trains, leaf)
             elif index is not None:
-                at = bisect_right(starts, end - 1) - 1
-                owner = order[at] if at >= 0 and end <= turns[order[at]].stop else None
-                is_outside = index in turns and owner is None and not leaf.is_name
-                if is_outside or owner not in (None, index):
-                    _refuse_change_of_others(chat, index, leaf.key)
+                low = end - 1 if exact else begin
+                at = bisect_left(starts, end)
+                owners = {owner for owner in order[max(at - 2, 0) : at] if turns[owner].stop > low}
+                is_whole = index in owners and turns[index].start <= low and end <= turns[index].stop
+                if owners - {index} or (index in turns and not is_whole and not leaf.is_name):
+                    problem = f"its {leaf.key} changes tokens or targets of other turns"
+                    _refuse(chat, index, f"{problem}; change chat_template.jinja")
                 may_be_cut = index not in turns and chat[index]["role"] == "assistant"
                 kind = f"the {leaf.key} of a message ({chat[index]['role']})"
                 is_known = may_be_cut or kind in self._inspected
-                if not is_known and not _is_shown(leaf.value, text, begin, end):
+                if exact and not is_known and not _is_shown(leaf.value, text, begin, end):
                     self._inspected.add(kind)
                     self._warn(f"the chat template cuts or changes {kind}, such as {leaf.value.strip()[:40]!r}")
 
-    def _take_left_out(self, chat: Chat, trains: Sequence[bool], leaf: Leaf) -> None:
-        """Raises SampleError for a value that is not printed; earlier thinking and names may be left out."""
-        index, key = leaf.message, leaf.key
+    def _take_left_out(self, conversation: Rendering, trains: Sequence[bool], leaf: Leaf) -> None:
+        """Raises SampleError for content that is not printed; earlier thinking, names and other keys may be left out."""
+        index, key, chat = leaf.message, leaf.key, conversation.chat
         if index is None:
             if leaf.is_name:
                 raise SampleError("the chat template leaves tools out; remove them")
         elif key == "name":
             if chat[index]["role"] != "tool":
                 self._warn(f"the chat template leaves the name of a {chat[index]['role']} out")
+        elif key not in CONTENT:
+            conversation.given.unread.append(key)
         elif chat[index]["role"] != "assistant" or trains[index]:
             _refuse(chat, index, f"the chat template leaves its {key} out; remove the {key}")
         elif key not in THINKING:
             self._warn(f"the chat template leaves the {key} of earlier turns out")
-
-    def _check_one_by_one(
-        self, chat: Chat, trains: Sequence[bool], tools: Tools, text: str, turns: Mapping[int, range]
-    ) -> None:
-        """Checks as :meth:`_check` by changing one value after the other, for templates that print more than values."""
-        mark = _unused_mark(text)
-        for number, leaf in enumerate(_with_marks(chat, tools, mark)[2]):
-            changed = self.render(*_with_marks(chat, tools, mark, only=number)[:2])
-            index = leaf.message
-            if changed == text:
-                self._take_left_out(chat, trains, leaf)
-            elif index is not None:
-                start = num_common(text, changed)
-                end = len(text) - num_common(text[start:][::-1], changed[start:][::-1])
-                turn = turns.get(index, range(len(text)))
-                in_other = any(start < t.stop and t.start < end for i, t in turns.items() if i != index)
-                is_outside = not turn.start <= start <= end <= turn.stop
-                if in_other or (is_outside and not leaf.is_name):
-                    _refuse_change_of_others(chat, index, leaf.key)
 
 
 def any_of(texts: Sequence[str]) -> re.Pattern[str]:
@@ -349,30 +395,33 @@ def any_of(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _refuse(chat: Chat, index: int, text: str) -> NoReturn:
-    raise SampleError(f"turn {index} ({chat[index]['role']}): {text}")
+def _refuse(chat: Chat, index: int | None, text: str) -> NoReturn:
+    raise SampleError(text if index is None else f"turn {index} ({chat[index]['role']}): {text}")
 
 
-def _refuse_change_of_others(chat: Chat, index: int, key: str) -> NoReturn:
-    _refuse(chat, index, f"its {key} changes tokens or targets of other turns; change chat_template.jinja")
+def _shown_as_python(conversation: Rendering, num: int, marked_text: str) -> tuple[int | None, str] | None:
+    """Returns the message (None: tools) of a list or mapping that is printed as Python's text, and what is wrong.
 
+    That text is right where JSON has the same, ``[1, 2]``, and where calls are Python's, ``f(names=['a', 'b'])``.
+    """
 
-def _refuse_text_of_python(chat: Chat, tools: Tools, text: str) -> None:
-    """Raises SampleError if ``text`` contains ``str`` of a list or mapping that JSON writes otherwise."""
-
-    def is_shown(value: Any) -> bool:
+    def is_shown(value: Any, marked: Any, name: str = "", parent: str = "") -> bool:
         if not isinstance(value, list | Mapping) or not value:
             return False
-        inner = value.values() if isinstance(value, Mapping) else value
-        return str(value) in text or any(map(is_shown, inner))
+        # A list without a mark, of a tool, may be in another text by chance.
+        if (shown := str(marked)) in marked_text and (isinstance(value, Mapping) or conversation.mark in shown):
+            is_of_call = parent == "arguments" and f"{name}={shown}" in marked_text
+            return not is_of_call and str(value) != json.dumps(value, ensure_ascii=False)
+        keys = value if isinstance(value, Mapping) else range(len(value))
+        return any(is_shown(value[key], marked[key], str(key), name) for key in keys)
 
-    remedy = "change chat_template.jinja to print it with the filter tojson"
-    for index, message in enumerate(chat):
-        for key, value in message.items():
-            if is_shown(value):
-                _refuse(chat, index, f"the chat template prints its {key} as a list or mapping of Python; {remedy}")
-    if is_shown(tools):
-        raise SampleError(f"the chat template prints tools as a list or mapping of Python; {remedy}")
+    problem = "as a list or mapping of Python; change chat_template.jinja to print it with the filter tojson"
+    for index, (message, marked) in enumerate(zip(conversation.chat[:num], conversation.marked.chat, strict=False)):
+        for key in message:
+            if is_shown(message[key], marked[key], key):
+                return index, f"the chat template prints its {key} {problem}"
+    is_wrong = is_shown(conversation.given.tools, conversation.marked.tools)
+    return (None, f"the chat template prints tools {problem}") if is_wrong else None
 
 
 def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -389,69 +438,64 @@ def _is_shown(value: Any, text: str, begin: int, end: int) -> bool:
     if not isinstance(value, str) or text[begin:end] == value.strip():
         return True
     plain = value.strip()
-    for form in (plain, json.dumps(plain)[1:-1], json.dumps(plain, ensure_ascii=False)[1:-1]):
+    for form in (plain, json.dumps(plain)[1:-1], json.dumps(plain, ensure_ascii=False)[1:-1], repr(plain)[1:-1]):
         before = text[max(end - 3 * len(form) - 999, 0) : end]
         if "".join(before.split()).endswith("".join(form.split())):
             return True
     return False
 
 
-def _frames(
-    chat: Chat, text: str, printed: Sequence[Printed], indices: set[int]
-) -> dict[int, tuple[tuple[str, ...], int, int]]:
-    """Returns for messages the texts between their values and the neighbors', and where their values begin and end.
+def _frames(chat: Chat, text: str, printed: Sequence[Printed]) -> dict[int, tuple[tuple[str, ...], int, int]]:
+    """Returns for messages the texts around their values, and where these begin and end.
 
-    The first message has none, nor has one beside a value that is not text as it is.
+    The first message has none, nor has one with a value that is not printed as it is where a text ends.
     """
     shown = [leaf for leaf in printed if leaf.end >= 0]
     frames: dict[int, tuple[tuple[str, ...], int, int]] = {}
     for index, group in groupby(range(len(shown)), lambda at: shown[at].leaf.message):
-        if index not in indices or index is None or index in frames:
-            continue
         first, *rest = group
-        last = [first, *rest][-1]
-        around = [_extent(shown[at], text) for at in (first - 1, first, last)]
-        around.append(_extent(shown[last + 1], text) if last + 1 < len(shown) else (len(text), 0))
-        if first and None not in around:
-            (_, before), (begin, _), (_, end), (behind, _) = (extent or (0, 0) for extent in around)
+        own, behind = shown[first : first + len(rest) + 1], shown[first + len(rest) + 1 :][:1]
+        edges = [own[0], *behind]
+        if index in (None, *frames) or any(text[p.begin : p.end] != str(p.leaf.value).strip() for p in edges):
+            continue
+        if index is not None and first:
+            begins = [*(p.begin for p in own), behind[0].begin if behind else len(text)]
+            between = [text[p.end : begin] for p, begin in zip(shown[first - 1 :], begins, strict=False)]
             roles = [message["role"] for message in chat[index - 1 : index + 2]]
-            frames[index] = (*roles, text[before:begin], text[end:behind]), begin, end
+            frames[index] = (*roles, *between), own[0].begin, own[-1].end
     return frames
 
 
-def _extent(printed: Printed, text: str) -> tuple[int, int] | None:
-    """Returns where a text begins and ends with its white space, as far as that is printed; None for other values."""
-    leaf, begin, end = printed
-    if not isinstance(leaf.value, str) or text[begin:end] != (plain := leaf.value.strip()):
-        return None
-    before, behind = leaf.value.split(plain, 1)
-    begin -= len(before) if text.endswith(before, 0, begin) else 0
-    return begin, end + (len(behind) if text.startswith(behind, end) else 0)
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = []
+    for call in message.get("tool_calls", ()):
+        text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
-def _unused_mark(text: str) -> str:
-    return next(mark for n in count() if (mark := f"⟪{n}:") not in text)
-
-
-def _with_marks(chat: Chat, tools: Tools, mark: str, only: int | None = None) -> tuple[Chat, Tools, list[Leaf]]:
-    """Returns messages and tools with a numbered mark behind each value, and the values by number.
+def _with_marks(given: Conversation, mark: str, only: int | None = None) -> tuple[Conversation, list[Leaf]]:
+    """Returns what is given with a numbered mark behind each value, and the values by number.
 
     White space at the end of a text follows its mark. Other values are replaced by marks. With ``only``, no
     other value changes, and a number or boolean becomes another one. Only names and descriptions of tools are marked,
     because templates translate the rest.
     """
-    # Values are numbered in the order of their keys, so that two calls give a value the same number.
     leaves: list[Leaf] = []
 
-    def marked(index: int | None, key: str, value: Any, is_name: bool = False) -> Any:
+    def marked(index: int | None, key: str, value: Any, keys: Set[str] | None, name: str) -> Any:
+        if name == "arguments" and keys:  # of a call; each of them is a value
+            inner = marked(index, key, json.loads(value) if isinstance(value, str) else value, None, "")
+            return json.dumps(inner, ensure_ascii=False) if isinstance(value, str) else inner
         if isinstance(value, Mapping):
-            return {name: marked(index, key, inner) for name, inner in value.items()}
+            is_marked = {inner: keys is None or inner in keys for inner in value}
+            return {k: marked(index, key, v, keys, k) if is_marked[k] else v for k, v in value.items()}
         if isinstance(value, list):
-            return [marked(index, key, inner) for inner in value]
+            return [marked(index, key, inner, keys, name) for inner in value]
         plain = value.rstrip() if isinstance(value, str) else ""
-        if isinstance(value, str) and not plain:
+        if (isinstance(value, str) and not plain) or (value is None and keys):
             return value
-        leaves.append(Leaf(index, key, value, is_name))
+        leaves.append(Leaf(index, key, value, name == "name" and (key == "name" or keys is not None)))
         if only is not None and only != len(leaves) - 1:
             return value
         if only is not None and isinstance(value, int | float):
@@ -459,29 +503,14 @@ def _with_marks(chat: Chat, tools: Tools, mark: str, only: int | None = None) ->
         number = f"{mark}{len(leaves) - 1}⟫"
         return plain + number + (value[len(plain) :] if isinstance(value, str) else "")
 
-    def marked_call(index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = dict(call["function"])
-        function["name"] = marked(index, "tool_calls", function["name"], True)
-        function["arguments"] = marked(index, "tool_calls", function["arguments"])
-        return {**call, "function": function}
-
-    def marked_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-        if "function" in tool:
-            return {**tool, "function": marked_tool(tool["function"])}
-        texts = [key for key in ("name", "description") if isinstance(tool.get(key), str)]
-        return {**tool, **{key: marked(None, "tools", tool[key], key == "name") for key in texts}}
-
     # Roles and ids stay as they are: templates branch on them.
-    marked_chat: Chat = []
-    for index, message in enumerate(chat):
-        changed = dict(message)
-        for key in [key for key in message if key not in _LABELS]:
-            value = message[key]
-            if key == "tool_calls":
-                changed[key] = [marked_call(index, call) for call in value]
-            elif key == "content" and isinstance(value, list):
-                changed[key] = [{**part, "text": marked(index, key, part["text"])} for part in value]
-            elif value is not None:
-                changed[key] = marked(index, key, value, key == "name")
-        marked_chat.append(changed)
-    return marked_chat, tools and [marked_tool(tool) for tool in tools], leaves
+    chat: Chat = []
+    for index, message in enumerate(given.chat):
+        changed: dict[str, Any] = {}
+        for key, value in message.items():
+            # transformers gives one thought under several names
+            same = [k for k in changed if {k, key} <= {*THINKING} and message[k] == value]
+            of_all = marked(index, key, value, _MARKED.get(key), key) if key not in _LABELS and not same else value
+            changed[key] = changed[same[0]] if same else of_all
+        chat.append(changed)
+    return replace(given, chat=chat, tools=marked(None, "tools", given.tools, _MARKED["tools"], "")), leaves

@@ -4,19 +4,23 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import date as calendar_date
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError, nodes
+from jinja2.meta import find_undeclared_variables
 from tokenizers import Tokenizer
 from torchtune.utils import get_logger, log_rank_zero
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from recipe_utils.text.conversations.messages import Chat, Conversation, Tools, read_tools, read_turns
-from recipe_utils.text.conversations.template import Alike, ChatTemplate, Encoded, any_of, num_common
+from recipe_utils.text.conversations.messages import Conversation, read_tools, read_turns
+from recipe_utils.text.conversations.template import ChatTemplate, Encoded, Rendering, any_of, num_common
 from recipe_utils.update_steps.samples import SampleError
 
 _SEEDS = (
@@ -64,79 +68,87 @@ class FolderTokenizer:
         if max_seq_len is not None and max_seq_len < 1:
             raise ValueError(f"tokenizer.max_seq_len={max_seq_len}: set it to at least 1")
         self.max_seq_len, self._path, self._train_on_last = max_seq_len, Path(path), train_on_last
-        self._variables = template_variables or {}
         self._warned: set[str] = set()
-        self.tokenizer = inner = self._load(from_pretrained)
-        self.vocab_size = len(inner)
+        config, *models = map(self._json_of, ("tokenizer_config.json", "generation_config.json", "config.json"))
+        self.tokenizer, self._backend = inner, backend = self._load(from_pretrained)
+        self.vocab_size = backend.get_vocab_size()
+        template = inner.chat_template  # one, or several by name
+        sources = [*template.values()] if isinstance(template, dict) else [template or ""]
+        source = "\n".join(sources)
+        self._variables = template_variables or {}
+        given = {"messages", *inspect.signature(inner.apply_chat_template).parameters, *inner.SPECIAL_TOKENS_ATTRIBUTES}
+        self.template_variables = frozenset().union(*map(_variables_of, sources)) - (given - {"documents"})
+        """Names of variables that the chat template reads, without those that every conversation gives it."""
+        # A misspelt variable would be ignored in silence.
+        for name in self._variables:
+            if name not in self.template_variables:
+                known = ", ".join(sorted(self.template_variables)) or "none"
+                text = f"the chat template of {path} reads no such variable (it reads: {known}); correct its name"
+                raise ValueError(f"tokenizer.template_variables.{name}: {text}, or take it out")
         # A template that prints today's date would change the tokens of a run that resumes tomorrow.
-        if "strftime_now(" in str(inner.chat_template):
+        self._constants = {"documents": None, **inner.special_tokens_map}
+        if "strftime_now" in source:
             if date is None:
                 raise ValueError(
                     "tokenizer.date=None: the chat template prints today's date, which would change the "
                     f"tokens of a run that resumes; set it, such as to '{calendar_date.today()}'"
                 )
-            day = calendar_date.fromisoformat(date)
-            call = r"strftime_now\(\s*(['\"])(.*?)\1\s*\)"  # a template takes no functions as variables
-            dated = partial(re.sub, call, lambda match: repr(day.strftime(match[2])))
-            source = inner.chat_template  # one, or several by name
-            by_name = isinstance(source, dict)
-            inner.chat_template = {n: dated(s) for n, s in source.items()} if by_name else dated(source)
-        # A misspelt variable would be ignored in silence.
-        reserved = {"messages", *inspect.signature(inner.apply_chat_template).parameters}
-        for name in self._variables:
-            if name in reserved:
-                text = "it is no variable of the chat template, but what the tokenizer passes"
-                raise ValueError(f"tokenizer.template_variables.{name}: {text}; take it out")
-            if not re.search(rf"\b{re.escape(name)}\b", str(inner.chat_template)):
-                raise ValueError(
-                    f"tokenizer.template_variables.{name}: the chat template of {path} does not use it; correct "
-                    "its name, or take it out"
-                )
+            self._constants["strftime_now"] = calendar_date.fromisoformat(date).strftime
         # Ends of a generation, and whether texts begin with a BOS, are spread over four files of the folder.
-        source = str(inner.chat_template)
-        self.bos_id, self.eos_id = inner.bos_token_id, inner.eos_token_id
-        stops = {*_stops_of_generation(self._path), self.eos_id}
-        self.stop_tokens: list[int] = sorted(stops & {*inner.get_vocab().values()})
+        specials = inner.bos_token, inner.eos_token, inner.pad_token
+        self.bos_id, self.eos_id, pad_id = (token and backend.token_to_id(token) for token in specials)
+        self.pad_id = next(i for i in (pad_id, self.eos_id, 0) if i is not None)
+        ends: Any = next((ids for c in models if (ids := c.get("eos_token_id")) is not None), [])
+        ids = {*(ends if isinstance(ends, list) else [ends]), self.eos_id} - {None}
+        names = {i: token for i in sorted(ids) if (token := backend.id_to_token(i))}
+        self.stop_tokens: list[int] = [*names]
         """Tokens that end a generation, those of ``generation_config.json`` included."""
-        self.pad_id = next(i for i in (inner.pad_token_id, self.eos_id, 0) if i is not None)
-        self._backend = inner.backend_tokenizer  # starts no threads, with which workers cannot fork
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._begin = [i for i in self._backend.encode("").ids if i == self.bos_id]
+        self._begin = [i for i in inner.backend_tokenizer.encode("").ids if i == inner.bos_token_id]
         prints_bos = re.search(rf"bos_token|{re.escape(inner.bos_token or 'bos_token')}", source)
-        adds_bos = _json_of(self._path / "tokenizer_config.json").get("add_bos_token", bool(prints_bos))
+        adds_bos = config.get("add_bos_token", bool(prints_bos))
         self._is_without_bos = bool(not self._begin and self.bos_id is not None and adds_bos)
-        added = inner.added_tokens_decoder.values()
-        self._added = re.compile(f"({any_of([token.content for token in added]).pattern})")
-        self._special = any_of([token.content for token in added if token.special])
-        names = inner.convert_ids_to_tokens(self.stop_tokens)
-        used = [name for name in inner.get_added_vocab() if name in source]
-        self._template = ChatTemplate(
-            self._render, source, dict(zip(self.stop_tokens, names, strict=True)), used, self._path, self._warn
-        )
-        self.template_variables: frozenset[str] = frozenset()
-        self.decode = partial(inner.decode, skip_special_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self._separators = {i: token.content for i, token in added.items() if not token.normalized}
+        self._special_ids = {i for i, token in added.items() if token.special}
+        self._special = any_of([added[i].content for i in self._special_ids])
+        used = [token.content for token in added.values() if token.content in source]
+        variables = self.template_variables
+        self._template = ChatTemplate(self._render, source, variables, names, used, self._path, self._warn)
 
-    def _load(self, options: dict[str, Any] | None) -> Any:
-        """Returns the tokenizer; without ``options``, one whose ids are those of ``tokenizer.json``."""
+    def _json_of(self, name: str) -> dict[str, Any]:
+        """Returns the content of a file of the folder, if it exists."""
+        file = self._path / name
+        try:
+            content = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        except ValueError as error:
+            raise ValueError(f"tokenizer.path={self._path}: {name} is not JSON ({error}); copy it again") from None
+        if not isinstance(content, dict):
+            text = f"is a {type(content).__name__}, not a JSON object; copy it again"
+            raise ValueError(f"tokenizer.path={self._path}: {name} {text}")
+        return content
+
+    def _load(self, options: dict[str, Any] | None) -> tuple[Any, Tokenizer]:
+        """Returns the tokenizer of the folder's class, and one that encodes: without ``options`` by ``tokenizer.json``."""
+        file = Tokenizer.from_file(str(self._path / "tokenizer.json"))
         loaded = AutoTokenizer.from_pretrained(
             self._path, **{"local_files_only": True, "trust_remote_code": False, **(options or {})}
         )
-        if options is not None:
-            return loaded
-        file = Tokenizer.from_file(str(self._path / "tokenizer.json"))
-        for tokenizer in (file, loaded.backend_tokenizer):
+        by_class = loaded.backend_tokenizer  # starts no threads, with which workers cannot fork
+        for tokenizer in (file, by_class):
             tokenizer.no_truncation()
             tokenizer.no_padding()
+        if options is not None:
+            return loaded, by_class
+        # Tokens may be in tokenizer_config.json alone.
+        file.add_tokens([token for _, token in sorted(loaded.added_tokens_decoder.items())])
         for text in _PROBES:
-            by_class, by_file = (t.encode(text, add_special_tokens=False).ids for t in (loaded.backend_tokenizer, file))
-            if by_class != by_file:
+            if by_class.encode(text, add_special_tokens=False).ids != file.encode(text, add_special_tokens=False).ids:
                 self._warn(
                     f"{type(loaded).__name__}, the class of its tokenizer_config.json, encodes {text!r} otherwise "
                     "than tokenizer.json, which is taken (set tokenizer.from_pretrained={} to take the class)"
                 )
-                return PreTrainedTokenizerFast.from_pretrained(self._path, local_files_only=True)
-        return loaded
+                break
+        return loaded, file
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -144,12 +156,24 @@ class FolderTokenizer:
             log_rank_zero(get_logger("INFO"), f"tokenizer.path={self._path}: {text}", logging.WARNING)
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Returns the tokens of a text, with a BOS only if the folder's tokenizer adds one."""
+        """Returns the tokens of a text, with a BOS only if the folder's tokenizer adds one.
+
+        Raises SampleError if the text contains a special token, which would be trained.
+        """
         if add_bos and self._is_without_bos:
             self._warn(f"texts start without {self.tokenizer.bos_token}, with which this model's texts start")
-        tokens = self._backend.encode(text, add_special_tokens=False).ids
+        try:
+            tokens = self._backend.encode(text, add_special_tokens=False).ids
+        except TypeError:  # of a lone surrogate
+            tokens = []
+        if not tokens or not self._special_ids.isdisjoint(tokens):
+            self._check(text)
         end = [self.eos_id] if add_eos and self.eos_id is not None else []
         return [*(self._begin if add_bos else []), *tokens, *end]
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of tokens."""
+        return self._backend.decode([*map(int, token_ids)], skip_special_tokens)
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
         """Returns a sample with ``tokens`` and ``mask`` for its ``messages`` and ``tools``."""
@@ -164,8 +188,9 @@ class FolderTokenizer:
         """Returns the tokens of a conversation, and for each whether it is masked (no target).
 
         Messages are torchtune's, or mappings in OpenAI's format, where assistants train unless their ``weight`` is 0;
-        ``tools`` are in that format, or their JSON text. ``add_eos=False`` returns the prompt of a generation, without
-        an empty last message. Raises SampleError, with the turn, if the template does not determine the targets.
+        ``tools`` are in that format, or their JSON text.
+        ``add_eos=False`` returns the prompt of a generation, without an empty last message. Raises SampleError, with the
+        turn, if the template does not determine the targets.
         """
         chat, weights = read_turns(messages)
         for index, weight in enumerate(weights):
@@ -176,25 +201,22 @@ class FolderTokenizer:
         if add_eos:
             tokens, owners = self.tokenize(conversation)
             return tokens.tolist(), (owners < 0).tolist()
-        self._check(conversation)
-        is_open = chat[-1]["role"] == "assistant" and not chat[-1].get("content")
-        chat = self._template.fitted(chat[:-1] if is_open else chat, conversation.tools)
-        text = self._render(chat, conversation.tools, prompt=True)
-        prompt = self.encode(text, add_bos=False, add_eos=False)[: self.max_seq_len]
+        if chat[-1]["role"] == "assistant" and not chat[-1].get("content"):
+            conversation = replace(conversation, chat=chat[:-1])
+        text = self._rendering(conversation).text(len(conversation.chat), True)
+        prompt = self._encoded(text)[0][: self.max_seq_len].tolist()
         return prompt, [True] * len(prompt)
 
     def tokenize(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of a conversation, and the index of the message whose targets they are, or -1; int64 [n] each.
+        """Returns the tokens of a conversation, and the index of the message whose target each is, or -1; int64 [n] each.
 
         Raises SampleError, with the turn, if the template does not determine the targets.
         """
-        self._check(conversation)
         trains = [weight > 0 for weight in conversation.weights]
         if self._train_on_last:
             answers = [i for i, message in enumerate(conversation.chat) if message["role"] == "assistant"]
             trains = [i in answers[-1:] for i in range(len(trains))]
-        chat = self._template.fitted(conversation.chat, conversation.tools)
-        tokens, owners = self._template.targets(chat, trains, conversation.tools, self._encoded, {})
+        tokens, owners = self._template.targets(self._rendering(conversation), trains, self._encoded)
         return tokens[: self.max_seq_len], owners[: self.max_seq_len]
 
     def tokenize_turns(
@@ -202,41 +224,77 @@ class FolderTokenizer:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields the same as :meth:`tokenize` for the first ``end`` messages, of which only the last trains.
 
-        Encodes what is between added tokens once. The longest text is also encoded as a whole; if that
-        differs, so are all.
+        Each is rendered, about once. What it shares with the longest is encoded once.
         """
-        self._check(conversation)
-        chat, tools = self._template.fitted(conversation.chat, conversation.tools), conversation.tools
-        encode = _by_pieces(self._added, self._encoded)
-        text = self._render(chat[: ends[-1]], tools)
-        if not all(map(np.array_equal, encode(text), self._encoded(text))):
-            encode = self._encoded
-        alike: Alike = {}
+        rendering = self._rendering(replace(conversation, chat=conversation.chat[: ends[-1]]))
+        encode = self._encode_like(rendering.text(ends[-1]))
+        only = {end: [i == end - 1 and conversation.weights[i] > 0 for i in range(end)] for end in ends}
+        longest = self._template.targets(rendering, only[ends[-1]], encode)  # first: others are compared to it
         for end in ends:
-            last = [i == end - 1 and conversation.weights[i] > 0 for i in range(end)]
-            tokens, owners = self._template.targets(chat[:end], last, tools, encode, alike)
-            yield tokens[: self.max_seq_len], owners[: self.max_seq_len]
+            both = self._template.targets(rendering, only[end], encode) if end < ends[-1] else longest
+            yield both[0][: self.max_seq_len], both[1][: self.max_seq_len]
 
-    def _check(self, conversation: Conversation) -> None:
-        """Raises SampleError for a special token in a text."""
-        for index, message in enumerate(conversation.chat):
-            if special := self._special.search(json.dumps(message, ensure_ascii=False, default=str)):
-                text = f"its text contains the special token {special[0]}; remove it"
-                raise SampleError(f"turn {index} ({message['role']}): {text}")
+    def _rendering(self, conversation: Conversation) -> Rendering:
+        """Returns a conversation in the form that the template takes; raises SampleError if its texts cannot be trained."""
+        given = replace(conversation, variables={**self._variables, **conversation.variables})
+        texts: dict[str, Any] = {f"turn {i} ({message['role']})": message for i, message in enumerate(given.chat)}
+        for i, tool in enumerate(given.tools or ()):
+            texts[f"tools[{i}] ({tool.get('function', tool)['name']})"] = tool
+        for owner, value in {**texts, **given.variables}.items():
+            self._check(json.dumps(value, ensure_ascii=False, default=str), f"{owner}: ")
+        return self._template.fitted(self._as_templates_get(given))
+
+    def _check(self, text: str, owner: str = "") -> None:
+        """Raises SampleError for a text that contains a special token, which would be trained, or half a character."""
+        if special := self._special.search(text):
+            raise SampleError(f"{owner}its text contains the special token {special[0]}; remove it")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"{text[error.start]!r}, half of a character (a lone surrogate)"
+            raise SampleError(f"{owner}it contains {half}; remove it, or write the whole character") from None
 
     def _encoded(self, text: str) -> Encoded:
         encoded = self._backend.encode(text, add_special_tokens=False)
         tokens = np.array(encoded.ids, dtype=np.int64)
         return tokens, np.fromiter((end for _, end in encoded.offsets), np.int64, len(tokens))
 
-    def _render(self, chat: Chat, tools: Tools, prompt: bool = False, variables: Mapping[str, Any] = {}) -> str:
+    def _encode_like(self, known: str) -> Callable[[str], Encoded]:
+        """Returns a function that encodes texts, from the last added token on that begins what differs from ``known``."""
+        tokens, ends = self._encoded(known)
+        cuts = np.flatnonzero(np.isin(tokens, [*self._separators]))
+        longest = max(map(len, self._separators.values()), default=0)
+
+        def encode(text: str) -> Encoded:
+            num_cuts = np.searchsorted(ends[cuts], num_common(known, text) - longest, side="right")
+            if text == known or num_cuts == 0:
+                return (tokens, ends) if text == known else self._encoded(text)
+            cut = cuts[num_cuts - 1]
+            start = known.rindex(self._separators[tokens[cut]], 0, ends[cut])
+            new_tokens, new_ends = self._encoded(text[start:])
+            return np.append(tokens[:cut], new_tokens), np.append(ends[:cut], new_ends + start)
+
+        return encode
+
+    def _as_templates_get(self, given: Conversation) -> Conversation:
+        """Returns what ``apply_chat_template`` makes of it, by a template that prints what it is given."""
+        names = ", ".join(["messages", "tools", *given.variables])
+        shown = self.tokenizer.apply_chat_template(
+            given.chat, given.tools, chat_template=f"{{{{ [{names}] | tojson }}}}", tokenize=False, **given.variables
+        )
+        chat, tools, *values = json.loads(shown)
+        return replace(given, chat=chat, tools=tools, variables=dict(zip(given.variables, values, strict=True)))
+
+    def _render(self, given: Conversation, num: int, prompt: bool = False) -> str:
+        """Returns the text of the first messages, as ``apply_chat_template``, which copies all each time."""
         if self.tokenizer.chat_template is None:
             problem = "it has no chat template for messages; add a chat_template.jinja, or set dataset to a"
             raise SampleError(f"tokenizer.path={self._path}: {problem} text_completion_dataset")
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                chat, tools, tokenize=False, add_generation_prompt=prompt, **{**self._variables, **variables}
-            )
+            template = _compile_jinja_template(self.tokenizer.get_chat_template(tools=given.tools))
+            values = {**self._constants, **given.variables, "tools": given.tools, "add_generation_prompt": prompt}
+            context = template.new_context({**template.globals, **values, "messages": given.chat[:num]}, shared=True)
+            text = "".join(template.root_render_func(context))
         except Exception as error:  # any: a template is a program
             raise SampleError(f"the chat template fails: {error}") from error
         if self._begin and not text.startswith(bos := self.tokenizer.bos_token):
@@ -244,44 +302,22 @@ class FolderTokenizer:
         return text
 
 
-def _by_pieces(added: re.Pattern[str], encode: Callable[[str], Encoded]) -> Callable[[str], Encoded]:
-    """Returns a function that encodes the pieces of a text between added tokens, each once over all calls.
+@cache
+def _variables_of(source: str) -> frozenset[str]:
+    """Returns names that a template reads before it sets them, as it is written."""
 
-    Consecutive texts of a conversation begin alike, so the tokens of their common first pieces are kept, too.
-    """
-    known: dict[str, Encoded] = {}
-    pieces: list[str] = []
-    starts: list[tuple[int, int]] = [(0, 0)]  # of each piece: tokens and characters before it
-    tokens = ends = np.empty(0, dtype=np.int64)
+    def names(node: nodes.Node, own: frozenset[str] = frozenset()) -> Iterator[nodes.Name]:
+        if isinstance(node, nodes.Name) and node.ctx != "param" and node.name not in own:
+            yield node
+        if isinstance(node, nodes.Macro | nodes.CallBlock):
+            own |= {argument.name for argument in node.args}
+        children = [*node.iter_child_nodes()]
+        for child in reversed(children) if isinstance(node, nodes.Assign) else children:
+            yield from names(child, own)
 
-    def encode_pieces(text: str) -> Encoded:
-        nonlocal pieces, tokens, ends
-        before, pieces = pieces, added.split(text)
-        num_same = num_common(before, pieces)
-        del starts[num_same + 1 :]
-        num_tokens, num_characters = starts[-1]
-        parts = [(tokens[:num_tokens], ends[:num_tokens])]
-        for piece in pieces[num_same:]:
-            if piece not in known:
-                known[piece] = encode(piece)
-            ids, ends_in_piece = known[piece]
-            parts.append((ids, ends_in_piece + num_characters))
-            num_tokens, num_characters = num_tokens + len(ids), num_characters + len(piece)
-            starts.append((num_tokens, num_characters))
-        tokens, ends = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        return tokens, ends
-
-    return encode_pieces
-
-
-def _stops_of_generation(path: Path) -> list[int]:
-    """Returns ``eos_token_id`` of ``generation_config.json``; without one, of ``config.json``."""
-    for file in (path / "generation_config.json", path / "config.json"):
-        ids = _json_of(file).get("eos_token_id")
-        if ids is not None:
-            return ids if isinstance(ids, list) else [ids]
-    return []
-
-
-def _json_of(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        tree = _compile_jinja_template(source).environment.parse(source)
+    except TemplateError:  # reported with the first sample
+        return frozenset()
+    first = {name.name: name.ctx for name in reversed([*names(tree)])}
+    return frozenset(name for name in find_undeclared_variables(tree) if first.get(name) == "load")
