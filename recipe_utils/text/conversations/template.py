@@ -115,15 +115,15 @@ class ChatTemplate:
             form = Rendering(self._render, replace(given, chat=changed), mark)
             if len(contents) == len(arguments) == 1:
                 return form
-            # The form of which the template prints more values, and less of Python's.
             try:
                 text = form.marked_text(len(chat))
             except SampleError:
                 text = ""
-            shown = {leaf[:2] for n, leaf in enumerate(form.leaves) if f"{mark}{n}⟫" in text}
+            # The form of which the template prints more values, and less of Python's.
+            shown = {form.leaves[int(number)][:2] for number in re.findall(rf"{mark}(\d+)⟫", text)}
             score = 0 if _shown_as_python(form, len(chat), text) else len(shown), -text.count("None")
             scored.append((score, form))
-            if score == (len({leaf[:2] for leaf in form.leaves}), 0):
+            if score == (len({leaf[:2] for leaf in form.leaves if leaf.key not in THINKING or leaf[:2] in shown}), 0):
                 break
         return max(scored, key=lambda each: each[0])[1]
 
@@ -133,10 +133,8 @@ class ChatTemplate:
         """Returns the tokens of the first ``len(trains)`` messages, and the message whose target each is, or -1; int64 [n] each.
 
         An assistant's turn starts where the generation prompt ends, and ends after its last stop token. Other messages
-        train as a whole. A token belongs to the message of its last character.
-
-        Raises:
-            SampleError: the template does not determine the targets; the error names the turn.
+        train as a whole. A token belongs to the message of its last character. Raises SampleError, with the turn, if the
+        template does not determine the targets.
         """
         chat, text = conversation.chat[: len(trains)], conversation.text(len(trains))
         printed = self._printed(conversation, len(trains), text)
@@ -168,8 +166,7 @@ class ChatTemplate:
     ) -> Iterator[tuple[int, int, int]]:
         """Yields index, start and limit [characters] of trained messages.
 
-        Messages between equal texts start and end alike. Of these, only the first, second, fourth, eighth, ... are
-        rendered.
+        Of those between equal texts, which start and end alike, the first, second, fourth, eighth, ... are rendered.
         """
         trained = [i for i, is_trained in enumerate(trains) if is_trained]
         frames = _frames(chat, text, printed or ())

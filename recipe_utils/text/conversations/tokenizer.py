@@ -283,6 +283,10 @@ class FolderTokenizer:
             given.chat, given.tools, chat_template=f"{{{{ [{names}] | tojson }}}}", tokenize=False, **given.variables
         )
         chat, tools, *values = json.loads(shown)
+        # Of one value under several names, the row's name comes first.
+        chat = [
+            {**{key: new[key] for key in old if key in new}, **new} for old, new in zip(given.chat, chat, strict=True)
+        ]
         return replace(given, chat=chat, tools=tools, variables=dict(zip(given.variables, values, strict=True)))
 
     def _render(self, given: Conversation, num: int, prompt: bool = False) -> str:
