@@ -122,6 +122,8 @@ def tokenize_texts(tokenizer: Any, texts: Texts) -> list[tuple[list[int], list[b
     else:
         answers = tuple(prompt + answer for answer in answers)
     encode = partial(tokenizer.encode, add_bos=True, add_eos=False)
+    if isinstance(tokenizer, FolderTokenizer):  # the texts may be those of a chat template
+        encode = partial(encode, is_rendered=True)
     prompt_tokens, *sides = (encode(text=text) for text in (prompt, *answers))
     eos_id, end = tokenizer.eos_id, tokenizer.max_seq_len
     for tokens in sides:

@@ -155,10 +155,10 @@ class FolderTokenizer:
             self._warned.add(text)
             log_rank_zero(get_logger("INFO"), f"tokenizer.path={self._path}: {text}", logging.WARNING)
 
-    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True, is_rendered: bool = False) -> list[int]:
         """Returns the tokens of a text, with a BOS only if the folder's tokenizer adds one.
 
-        Raises SampleError if the text contains a special token, which would be trained.
+        Raises SampleError if the text contains a special token, which would be trained, and not ``is_rendered``.
         """
         if add_bos and self._is_without_bos:
             self._warn(f"texts start without {self.tokenizer.bos_token}, with which this model's texts start")
@@ -166,7 +166,7 @@ class FolderTokenizer:
             tokens = self._backend.encode(text, add_special_tokens=False).ids
         except TypeError:  # of a lone surrogate
             tokens = []
-        if not tokens or not self._special_ids.isdisjoint(tokens):
+        if not tokens or not (is_rendered or self._special_ids.isdisjoint(tokens)):
             self._check(text)
         end = [self.eos_id] if add_eos and self.eos_id is not None else []
         return [*(self._begin if add_bos else []), *tokens, *end]

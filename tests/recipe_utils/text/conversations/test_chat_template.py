@@ -7,6 +7,7 @@ import pickle
 import re
 import tempfile
 from collections import Counter
+from datetime import datetime
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -133,7 +134,9 @@ def outcome(tokenizer, trains_as, chat, tools):
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in TABLE])
-def test_targets_are_those_of_trl_but_for_named_differences(name, tmp_path):
+def test_targets_are_those_of_trl_but_for_named_differences(name, tmp_path, monkeypatch):
+    day = SimpleNamespace(now=lambda: datetime(2026, 1, 31))
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", day)
     found = [stops for start, stops in STOPS.items() if name.startswith(start)]
     stops = found[0] if found else ["<|im_end|>", "<|endoftext|>"]
     texts = [(TEMPLATES / f"{name}{which}.jinja").read_text() for which in ("_training", "")]
@@ -491,7 +494,7 @@ def test_turns_before_the_answers_are_prompt_in_a_training(component, chatml, wr
     means, model = [], tiny.tiny_model(config["model"])
     for text in ("6, I think.<|im_end|>", "6; I guess<|im_end|>"):
         prompt = chatml.tokenizer.apply_chat_template(TWO[:3], tokenize=False, add_generation_prompt=True)
-        prompt, whole = (chatml.encode(each, False, False) for each in (prompt, prompt + text))
+        prompt, whole = (chatml.tokenizer.encode(each, add_special_tokens=False) for each in (prompt, prompt + text))
         log_probs = F.log_softmax(model(torch.tensor([whole]))[0], dim=-1)
         places = range(len(prompt), len(whole))
         means.append(sum(log_probs[i - 1, whole[i]].item() for i in places) / len(places))
@@ -641,7 +644,9 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
     tokenizer_of(tmp_path / "thinks", thinks, template_variables={"enable_thinking": True})
     with pytest.raises(ValueError, match=r"^tokenizer\.template_variables\.enable_thinkin: "):
         tokenizer_of(tmp_path / "thinks", thinks, template_variables={"enable_thinkin": True})
-    with pytest.raises(ValueError, match=r"template_variables\.tokenize: it is no variable"):
+    with pytest.raises(
+        ValueError, match=r"template_variables\.tokenize: .*no such variable \(it reads: enable_thinking\)"
+    ):
         tokenizer_of(tmp_path / "thinks", thinks, template_variables={"tokenize": True})
     with pytest.raises(ValueError, match="set tokenizer to a folder_tokenizer"):
         conversation_dataset(object(), write())

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 from chats import CHATML, TOOL_CHATML, TOOLS, call, say, targets, tokenizer_of
@@ -168,7 +169,7 @@ def test_a_greeting_of_a_template_without_a_header_is_history(read, caplog):
         (use([F]), CHATML, "turn 1 .*: the chat template leaves its tool_calls out"),
         (use([F]), TOOL_CHATML.replace("tojson }}</", "length }}</"), "turn 1 .*: the chat template leaves its tool_calls out"),
         (use([F]), TOOL_CHATML.replace("{{ c.function.name }}", "f"), "turn 1 .*: the chat template leaves its tool_calls out"),
-        (use([F]), TOOL_CHATML.replace("arguments | tojson", "arguments"), "turn 1 .* prints its tool_calls as a list or mapping of Python; .*tojson"),
+        (use([F]), TOOL_CHATML.replace("c.function.arguments | tojson", "m.tool_calls"), "turn 1 .* prints its tool_calls as a list or mapping of Python; .*tojson"),
         (use([F]), TOOL_CHATML.replace("tools | tojson", "tools | string"), "prints tools as a list or mapping of Python"),
         (use([F]), TOOL_CHATML.replace("tools | tojson", "'tools'"), "leaves tools out"),
         ({"messages": [say("user", "Hi"), say("assistant", None, refusal="No.")]}, CHATML, "turn 1 .*: the chat template leaves its refusal out"),
@@ -252,29 +253,29 @@ def test_turns_between_equal_texts_start_and_end_as_if_each_was_rendered(templat
     assert [list(each["tokens"]) for each in shared] == [whole["tokens"][: len(each["tokens"])] for each in shared]
 
 
-def test_each_piece_of_a_long_conversation_is_tokenized_twice_at_most(tmp_path):
-    """Once by itself, once in the whole; and few beginnings are rendered."""
+def test_each_turn_of_a_long_conversation_is_rendered_about_once_and_tokenized_twice(tmp_path):
     tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": LONG}))
-    encode, render, num = tokenizer._encoded, tokenizer.tokenizer.apply_chat_template, [0, 0]
+    template, inner, num = tokenizer._template, tokenizer.tokenizer, [0, 0, 0]
+    functions = tokenizer._encoded, template._render, inner.apply_chat_template
 
-    def counted_encode(text):
-        num[0] += len(text)
-        return encode(text)
+    def counted(which, function, *args, **kwargs):
+        num[which] += len(args[0]) if which == 0 else 1
+        return function(*args, **kwargs)
 
-    def counted_render(*args, **kwargs):
-        num[1] += 1
-        return render(*args, **kwargs)
-
-    num_characters = len(render(LONG, tokenize=False))
-    tokenizer._encoded, tokenizer.tokenizer.apply_chat_template = counted_encode, counted_render
+    num_characters = len(inner.apply_chat_template(LONG, tokenize=False))
+    tokenizer._encoded, template._render, inner.apply_chat_template = (
+        partial(counted, which, function) for which, function in enumerate(functions)
+    )
     conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), "shared")[0]
-    assert num[0] <= 2 * num_characters
-    assert num[1] <= 1 + 2 * 24 + 16  # the longest; each turn and its marks; prompts of the 1st, 2nd, 4th, ... turn
-    num[:] = 0, 0
+    assert num[0] <= 2 * num_characters  # in the whole, and at the end
+    assert num[1] <= 24 + 2 + 8  # each turn; marks, of all and of one; prompts of the 1st, 2nd, 4th, ... turn
+    assert num[2] == 1
+    num[:] = 0, 0, 0
     conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"))[0]
     assert num[0] == num_characters
     assert num[1] <= 2 + 2 * 7
+    assert num[2] == 1
 
 
 # ---- The tokenizer --------------------------------------------------------------------------------
