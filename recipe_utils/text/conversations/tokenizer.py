@@ -69,7 +69,8 @@ class FolderTokenizer:
             raise ValueError(f"tokenizer.max_seq_len={max_seq_len}: set it to at least 1")
         self.max_seq_len, self._path, self._train_on_last = max_seq_len, Path(path), train_on_last
         self._warned: set[str] = set()
-        config, *models = map(self._json_of, ("tokenizer_config.json", "generation_config.json", "config.json"))
+        names = "tokenizer_config", "generation_config", "config", "special_tokens_map", "added_tokens", "tokenizer"
+        config, *models = [self._json_of(f"{name}.json") for name in names][:3]
         self.tokenizer, self._backend = inner, backend = self._load(from_pretrained)
         self.vocab_size = backend.get_vocab_size()
         template = inner.chat_template  # one, or several by name
@@ -278,6 +279,8 @@ class FolderTokenizer:
 
     def _as_templates_get(self, given: Conversation) -> Conversation:
         """Returns what ``apply_chat_template`` makes of it, by a template that prints what it is given."""
+        if not given.tools and not given.variables and all(m.keys() <= {"role", "content"} for m in given.chat):
+            return given
         names = ", ".join(["messages", "tools", *given.variables])
         shown = self.tokenizer.apply_chat_template(
             given.chat, given.tools, chat_template=f"{{{{ [{names}] | tojson }}}}", tokenize=False, **given.variables
