@@ -41,6 +41,13 @@ def test_ratios_are_paired_by_round_and_update_step():
     assert fast.extra_seconds == (-1.75, -1.5, -1.25)  # 1 less in step 2, 2 less in step 3
 
 
+def test_the_share_of_a_product_is_that_of_flops_per_second():
+    stock, fast = summarize([replace(STEPS[0], num_flops=300), *STEPS[1:]], LOSSES, "stock", (), 1000.0)
+    assert (stock.share_of_product, fast.share_of_product) == (0.15, None)
+    table = report.throughput_table([stock, fast], "stock", {})
+    assert [row.split("|")[8].strip() for row in table.splitlines()[2:]] == ["15%", ""]
+
+
 def test_losses_of_another_model_are_not_compared():
     stock, fast = summarize(STEPS, LOSSES, "stock", ["fast"])
     assert fast.loss_deviation is None
