@@ -3,10 +3,12 @@
 All baselines train the same model from the same weights on the same samples: torchtune's recipe,
 this project's, Hugging Face's Trainer, and a bare loop as the upper bound. All run at once in
 separate processes and take turns of one optimizer step, in an order that changes every step. Ratios
-are taken step by step, so other load on the machine affects all baselines.
+are taken step by step, so other load on the machine affects all baselines. ``in_turns=False`` runs
+one after the other, for a GPU whose memory does not hold all.
 
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark overrides.batch_size=8
+    tune run benchmark_tokens_per_second --config llama3_2/1B_gpu_benchmark
 
 Other configs: ``llama3_2/5M_lora_benchmark``, ``5M_dpo_benchmark``, ``5M_to_1M_KD_benchmark``. Keys
 of an entry of ``baselines`` override the recipe's config:
@@ -14,8 +16,10 @@ of an entry of ``baselines`` override the recipe's config:
 """
 
 import json
+import math
 import shlex
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -34,6 +38,7 @@ from recipe_utils.benchmark import report
 from recipe_utils.benchmark.baselines.kinds import DISTILLATION, PAIRS
 from recipe_utils.benchmark.baselines.start import write_fresh_adapters
 from recipe_utils.benchmark.baselines.worker import write_spec
+from recipe_utils.benchmark.flops import product_flops_per_second, product_size
 from recipe_utils.benchmark.interleave import BaselineDiedError, Processes, RankReport
 from recipe_utils.benchmark.lineup import Baseline, line_up, load_base_config, merge
 from recipe_utils.cli.registry import RECIPES, config_path
@@ -56,8 +61,6 @@ class Settings:
 
     output_dir: FilePath
     """Folder for the report and the output of the baselines."""
-    update_step_config: str
-    """Config of `update_step_recipe` for all baselines, by name or path."""
     baselines: Annotated[dict[str, Any], AS_WRITTEN]
     """Baselines: name -> `kind` (stock, update_step, hf_trainer, or limit, a bare loop),
     `recipe` (a file of kind update_step; default: `update_step_recipe`) and overrides of the config."""
@@ -65,10 +68,14 @@ class Settings:
         "full_finetune_update_step", "full_dpo_update_step", "knowledge_distillation_update_step"
     ] = "full_finetune_update_step"
     """Recipe of the config. Only fine-tuning has an hf_trainer and a limit."""
+    update_step_config: str | None = None
+    """Config of `update_step_recipe` for all baselines, by name or path; null: `overrides` contain all its keys."""
     overrides: Annotated[dict[str, Any], AS_WRITTEN] | None = None
     """Overrides of the config for all baselines."""
     reference: str | None = None
     """Name of the baseline that ratios are taken over; null is the first one."""
+    in_turns: bool = True
+    """True: all baselines at once, in turns of an update step. False: each runs all its update steps of a round alone."""
     num_warmup_steps: Count = 1
     """Untimed update steps of each round. The first one includes loading."""
     num_update_steps: Count = 8
@@ -105,7 +112,8 @@ class BenchmarkTokensPerSecond:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = settings = read_settings(cfg, Settings)
-        base = merge(load_base_config(settings.update_step_config), settings.overrides or {})
+        given = settings.update_step_config
+        base = merge(OmegaConf.create() if given is None else load_base_config(given), settings.overrides or {})
         counts = settings.nproc_per_node, settings.num_steps
         self.baselines, self.missing = line_up(
             settings.update_step_recipe, base, settings.baselines, settings.output_dir, *counts
@@ -116,6 +124,8 @@ class BenchmarkTokensPerSecond:
             raise ConfigError(Problem("reference", f"{reason}; set another", self.reference))
         model = self.baselines[self.reference].config["model"]
         self.other_models = [name for name, each in self.baselines.items() if each.config["model"] != model]
+        self.device = torch.device(self.baselines[self.reference].config["device"])
+        self.product_rates: list[float] = []
         self.steps: list[report.TimedStep] = []
         self.losses: dict[str, list[list[float]]] = {name: [] for name in self.baselines}
 
@@ -128,35 +138,38 @@ class BenchmarkTokensPerSecond:
 
     def run_round(self, number: int) -> None:
         """Starts all baselines, runs them in turns and ends them."""
+        self.time_product()
         running: dict[str, Processes] = {}
         losses: dict[str, list[float]] = {}
-        num_steps = self.settings.num_steps
-        bar = tqdm(total=num_steps, desc=f"round {number}/{self.settings.num_rounds}")
+        num_steps, num_warmup = self.settings.num_steps, self.settings.num_warmup_steps
+        names = [name for name in self.baselines if name not in self.missing]
+        turns = [(step, name) for name in names for step in range(1, num_steps + 1)]
+        if self.settings.in_turns:
+            rotated = {
+                step: names[step % len(names) :] + names[: step % len(names)] for step in range(1, num_steps + 1)
+            }
+            turns = [(step, name) for step, in_order in rotated.items() for name in in_order]
+        bar = tqdm(total=len(turns), desc=f"round {number}/{self.settings.num_rounds}")
         try:
-            for name, baseline in self.baselines.items():
-                if name not in self.missing:
-                    running[name] = self._start(baseline, number)
-                    losses[name] = []
-            for step in range(1, num_steps + 1):
-                names = list(running)
-                first = step % len(names)
-                for name in names[first:] + names[:first]:
-                    time.sleep(SETTLE_SECONDS)
-                    try:
-                        seconds, reports = running[name].take_turn()
-                    except BaselineDiedError as error:
-                        self._continue_without(name, error)
-                        running.pop(name).kill()
-                        continue
-                    losses[name] += reports[0].losses
-                    if step > self.settings.num_warmup_steps:
-                        self.steps.append(self._timed_step(number, step, name, seconds, reports))
+            # Those that wait for their first turn import their modules, and have no memory on the device yet.
+            for name in names:
+                running[name] = self._start(self.baselines[name], number)
+                losses[name] = []
+            for step, name in turns:
                 bar.update(1)
-            for name, processes in running.items():
+                if name not in running:
+                    continue
+                time.sleep(SETTLE_SECONDS)
                 try:
-                    losses[name] += processes.finish()
+                    seconds, reports = running[name].take_turn()
+                    losses[name] += reports[0].losses
+                    if step > num_warmup:
+                        self.steps.append(self._timed_step(number, step, name, seconds, reports))
+                    if step == num_steps:
+                        losses[name] += running[name].finish()
                 except BaselineDiedError as error:
                     self._continue_without(name, error)
+                    running.pop(name).kill()
         finally:
             bar.close()
             for processes in running.values():
@@ -164,16 +177,26 @@ class BenchmarkTokensPerSecond:
         for name, of_round in losses.items():
             self.losses[name].append(of_round)
 
+    def time_product(self) -> None:
+        """Times the product that update steps are compared with, unless all FLOPs are unknown."""
+        if any(each.contents[0].num_flops for each in self.baselines.values()):
+            dtype = self.baselines[self.reference].config["dtype"]
+            self.product_rates.append(product_flops_per_second(self.device, dtype))
+
     def write_report(self) -> None:
         """Prints the tables and writes benchmark.md and benchmark.json."""
+        self.time_product()
         first = next(iter(self.baselines.values()))
         losses = self.losses
         if first.recipe == DISTILLATION:  # losses compare in the first update step only
             losses = {name: [each[:1] for each in rounds] for name, rounds in losses.items()}
-        summaries = report.summarize(self.steps, losses, self.reference, self.other_models)
+        # Processes on a CPU share its cores.
+        num_devices = self.settings.nproc_per_node if self.device.type == "cuda" else 1
+        peak = num_devices * statistics.median(self.product_rates or [math.nan])
+        summaries = report.summarize(self.steps, losses, self.reference, self.other_models, peak)
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         command, versions = _command(), report.versions()
-        machine = report.machine_name(torch.device(first.config["device"]))
+        machine = report.machine_name(self.device)
         shown_versions = ", ".join(f"{name} {number}" for name, number in versions.items())
         parts = [
             "# Target tokens per second",
@@ -186,6 +209,16 @@ class BenchmarkTokensPerSecond:
             "A ratio is taken over the reference in the same round and update step. "
             f"{report.samples_sentence(self.steps, summaries)}",
         ]
+        if not self.settings.in_turns:
+            parts.append("The baselines ran one after the other, each alone on the device.")
+        if self.product_rates:
+            rates = [f"{rate / 1e12:.4g}" for rate in (min(self.product_rates), max(self.product_rates))]
+            parts.append(
+                "The share of the product is that of the FLOPs of products with weights (6 per weight and token; "
+                "the output layer: and target) and of causal attention within samples, without recomputation: all "
+                f"that padding computes is lost. Two matrices of {product_size(self.device):,} squared in "
+                f"{first.config['dtype']}, timed before each round and at the end: {' to '.join(rates)} TFLOP/s."
+            )
         if first.recipe == PAIRS:
             parts.append(
                 "Targets are those of both answers. Real tokens are those that go into the trained model: a shared "
@@ -207,6 +240,7 @@ class BenchmarkTokensPerSecond:
             "machine": machine,
             "versions": versions,
             "reference": self.reference,
+            "product_flops_per_second": self.product_rates,
             "baselines": self.baselines,
             "missing": self.missing,
             "summaries": summaries,
@@ -253,6 +287,7 @@ class BenchmarkTokensPerSecond:
             fingerprint=sum(each.fingerprint for each in reports) + contents.fingerprint_of_shared,
             expected_fingerprint=contents.fingerprint,
             peak_memory_bytes=max(each.peak_memory_bytes for each in reports),
+            num_flops=contents.num_flops,
         )
 
 
