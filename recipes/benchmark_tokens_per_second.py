@@ -16,10 +16,8 @@ of an entry of ``baselines`` override the recipe's config:
 """
 
 import json
-import math
 import shlex
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +26,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from pydantic.dataclasses import dataclass
 from torchtune import config, utils
@@ -38,11 +35,12 @@ from recipe_utils.benchmark import report
 from recipe_utils.benchmark.baselines.kinds import DISTILLATION, PAIRS
 from recipe_utils.benchmark.baselines.start import write_fresh_adapters
 from recipe_utils.benchmark.baselines.worker import write_spec
-from recipe_utils.benchmark.flops import product_flops_per_second, product_size
+from recipe_utils.benchmark.flops import product_rate
 from recipe_utils.benchmark.interleave import BaselineDiedError, Processes, RankReport
 from recipe_utils.benchmark.lineup import Baseline, line_up, load_base_config, merge
 from recipe_utils.cli.registry import RECIPES, config_path
 from recipe_utils.parallel.process_group import world_size_from_env
+from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath, Positive
 from recipe_utils.settings.problems import ConfigError, Problem, problems_with_folder
 from recipe_utils.settings.read import read_settings
@@ -114,6 +112,7 @@ class BenchmarkTokensPerSecond:
         self.settings = settings = read_settings(cfg, Settings)
         given = settings.update_step_config
         base = merge(OmegaConf.create() if given is None else load_base_config(given), settings.overrides or {})
+        self.device = resolve_device(base.get("device"))
         counts = settings.nproc_per_node, settings.num_steps
         self.baselines, self.missing = line_up(
             settings.update_step_recipe, base, settings.baselines, settings.output_dir, *counts
@@ -122,10 +121,10 @@ class BenchmarkTokensPerSecond:
         if self.reference not in self.baselines:
             reason = self.missing.get(self.reference, "no baseline can run")
             raise ConfigError(Problem("reference", f"{reason}; set another", self.reference))
-        model = self.baselines[self.reference].config["model"]
-        self.other_models = [name for name, each in self.baselines.items() if each.config["model"] != model]
-        self.device = torch.device(self.baselines[self.reference].config["device"])
-        self.product_rates: list[float] = []
+        of_reference = self.baselines[self.reference].config
+        others = (name for name, each in self.baselines.items() if each.config["model"] != of_reference["model"])
+        self.other_models = list(others)
+        self.product_size, self.product_rate = product_rate(self.device, of_reference["dtype"])
         self.steps: list[report.TimedStep] = []
         self.losses: dict[str, list[list[float]]] = {name: [] for name in self.baselines}
 
@@ -138,10 +137,9 @@ class BenchmarkTokensPerSecond:
 
     def run_round(self, number: int) -> None:
         """Starts all baselines, runs them in turns and ends them."""
-        self.time_product()
         running: dict[str, Processes] = {}
         losses: dict[str, list[float]] = {}
-        num_steps, num_warmup = self.settings.num_steps, self.settings.num_warmup_steps
+        num_steps = self.settings.num_steps
         names = [name for name in self.baselines if name not in self.missing]
         turns = [(step, name) for name in names for step in range(1, num_steps + 1)]
         if self.settings.in_turns:
@@ -163,7 +161,7 @@ class BenchmarkTokensPerSecond:
                 try:
                     seconds, reports = running[name].take_turn()
                     losses[name] += reports[0].losses
-                    if step > num_warmup:
+                    if step > self.settings.num_warmup_steps:
                         self.steps.append(self._timed_step(number, step, name, seconds, reports))
                     if step == num_steps:
                         losses[name] += running[name].finish()
@@ -177,22 +175,13 @@ class BenchmarkTokensPerSecond:
         for name, of_round in losses.items():
             self.losses[name].append(of_round)
 
-    def time_product(self) -> None:
-        """Times the product that update steps are compared with, unless all FLOPs are unknown."""
-        if any(each.contents[0].num_flops for each in self.baselines.values()):
-            dtype = self.baselines[self.reference].config["dtype"]
-            self.product_rates.append(product_flops_per_second(self.device, dtype))
-
     def write_report(self) -> None:
         """Prints the tables and writes benchmark.md and benchmark.json."""
-        self.time_product()
         first = next(iter(self.baselines.values()))
         losses = self.losses
         if first.recipe == DISTILLATION:  # losses compare in the first update step only
             losses = {name: [each[:1] for each in rounds] for name, rounds in losses.items()}
-        # Processes on a CPU share its cores.
-        num_devices = self.settings.nproc_per_node if self.device.type == "cuda" else 1
-        peak = num_devices * statistics.median(self.product_rates or [math.nan])
+        peak = self.product_rate * (self.settings.nproc_per_node if self.device.type == "cuda" else 1)
         summaries = report.summarize(self.steps, losses, self.reference, self.other_models, peak)
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         command, versions = _command(), report.versions()
@@ -211,13 +200,12 @@ class BenchmarkTokensPerSecond:
         ]
         if not self.settings.in_turns:
             parts.append("The baselines ran one after the other, each alone on the device.")
-        if self.product_rates:
-            rates = [f"{rate / 1e12:.4g}" for rate in (min(self.product_rates), max(self.product_rates))]
+        if any(row.share_of_product for row in summaries):
             parts.append(
-                "The share of the product is that of the FLOPs of products with weights (6 per weight and token; "
-                "the output layer: and target) and of causal attention within samples, without recomputation: all "
-                f"that padding computes is lost. Two matrices of {product_size(self.device):,} squared in "
-                f"{first.config['dtype']}, timed before each round and at the end: {' to '.join(rates)} TFLOP/s."
+                f"Share of the product: FLOPs of an update step without padding and recomputation (6 per weight and "
+                "token, in the output layer per weight and target; causal attention) per second, over those of a "
+                f"{first.config['dtype']} product of {self.product_size} x {self.product_size} matrices timed before "
+                f"the first round: {self.product_rate / 1e12:.4g} TFLOP/s."
             )
         if first.recipe == PAIRS:
             parts.append(
@@ -240,7 +228,7 @@ class BenchmarkTokensPerSecond:
             "machine": machine,
             "versions": versions,
             "reference": self.reference,
-            "product_flops_per_second": self.product_rates,
+            "product_flops_per_second": self.product_rate,
             "baselines": self.baselines,
             "missing": self.missing,
             "summaries": summaries,

@@ -34,20 +34,12 @@ def decoder_flops(decoder: Any, document_lengths: Sequence[int], num_targets: in
 def countable_decoder(component: Any) -> TransformerDecoder | None:
     """Returns a model on the meta device if :func:`decoder_flops` holds: of torchtune, without adapters or images."""
     decoder = build_on_meta(partial(torchtune_config.instantiate, OmegaConf.create(component)), ModelSettings())
-    is_plain = isinstance(decoder, TransformerDecoder) and not get_adapter_params(decoder)
-    return decoder if is_plain else None
+    return decoder if isinstance(decoder, TransformerDecoder) and not get_adapter_params(decoder) else None
 
 
-def product_size(device: torch.device) -> int:
-    """Returns the number of rows and columns of both matrices of :func:`product_flops_per_second`."""
-    return 8192 if device.type == "cuda" else 1024
-
-
-def product_flops_per_second(device: torch.device, dtype: str) -> float:
-    """Times a product of two square matrices of random numbers."""
-    left = torch.randn([product_size(device)] * 2, device=device, dtype=training.get_dtype(dtype, device))
+def product_rate(device: torch.device, dtype: str) -> tuple[int, float]:
+    """Times a product of two random square matrices. Returns their number of rows, and FLOPs per second."""
+    size = 8192 if device.type == "cuda" else 1024
+    left = torch.randn(size, size, device=device, dtype=training.get_dtype(dtype, device))
     timer = Timer("left @ left", globals={"left": left}, num_threads=torch.get_num_threads())
-    seconds = timer.blocked_autorange().median
-    del left, timer
-    torch.cuda.empty_cache()  # for the baselines; without CUDA, does nothing
-    return 2 * product_size(device) ** 3 / seconds
+    return size, 2 * size**3 / timer.blocked_autorange().median

@@ -35,7 +35,6 @@ _FIXED = {
     "save_every_n_steps": None,
     "log_every_n_steps": 1,
     "log_peak_memory_stats": False,
-    "profiler": None,
 }
 """Keys that a benchmark sets for all baselines."""
 _DEFAULTS = {
@@ -191,7 +190,8 @@ def _resolve(
         return f"skipped: {reason}"
 
     # Everything that would differ between the trainers, or that one of them requires, is set.
-    config = merge(merge(base, overrides), {**_FIXED, "output_dir": str(output_dir)})
+    fixed = {**_FIXED, "output_dir": str(output_dir), "profiler": overrides.get("profiler")}
+    config = merge(merge(base, overrides), fixed)
     config.pop("dataset_val", None)
     for key, value in {**_DEFAULTS, "device": resolve_device(None).type}.items():
         config.setdefault(key, value)
@@ -268,9 +268,8 @@ def _contents_of(
         count = partial(contents_of_pairs, shares_prefixes=is_packed and cfg.get("prefix_sharing") is not False)
     steps = range(0, num_steps * per_step, per_step)
     contents = [count(samples[start : start + per_step], tokenizer.pad_id) for start in steps]
-    if decoder is None:
-        return contents
-    return [
-        replace(each, num_flops=sum(decoder_flops(decoder, each.document_lengths, each.num_target_tokens)))
-        for each in contents
-    ]
+    for i, each in enumerate(contents) if decoder is not None else ():
+        contents[i] = replace(
+            each, num_flops=sum(decoder_flops(decoder, each.document_lengths, each.num_target_tokens))
+        )
+    return contents

@@ -17,13 +17,8 @@ def random_texts(
 ) -> Sequence[Sample]:
     """Returns samples whose second half are targets, the same ones in every call.
 
-    Args:
-        tokenizer: has ``max_seq_len``, which longer samples are truncated to, and ``pad_id``.
-        vocab_size: number of tokens to draw from.
-        num_samples: number of samples.
-        median: median of the log-normal distribution of lengths [tokens].
-        sigma: standard deviation of the lengths' logarithm; 0.9 is that of conversations.
-        packed: pack samples into rows of ``tokenizer.max_seq_len`` tokens, as torchtune does.
+    Lengths are log-normal: ``median`` [tokens], ``sigma`` of their logarithm, at most ``tokenizer.max_seq_len``.
+    ``packed`` returns them in rows of that length, as torchtune packs them.
     """
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     samples: list[Sample] = []

@@ -39,8 +39,8 @@ class StepContents:
     """Numbers of tokens that attend to each other, without padding."""
     fingerprint_of_shared: int = 0
     """Fingerprint of the shared tokens of pairs, which the model computes once."""
-    num_flops: int | None = None
-    """See :func:`.flops.decoder_flops`; None where it does not hold."""
+    num_flops: int = 0
+    """See :func:`.flops.decoder_flops`; 0 where it does not hold."""
 
 
 def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:

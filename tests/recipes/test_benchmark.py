@@ -25,7 +25,6 @@ from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark import interleave
 from recipe_utils.benchmark.baselines import worker
-from recipe_utils.benchmark.gpu import SMALL
 from recipe_utils.cli.registry import config_path
 
 RECIPE = "benchmark_tokens_per_second"
@@ -161,7 +160,6 @@ def test_all_baselines_train_the_same_update_steps_with_the_same_losses(of_text)
 def test_every_baseline_has_its_speed_padding_and_memory_over_the_reference(of_text):
     _, markdown, results = of_text
     assert "| over stock (quartiles) |" in markdown
-    assert "| seconds per update step more than stock (quartiles) |" in markdown
     summaries = by_name(results)
     assert summaries["stock"]["ratio"] == [1, 1, 1]
     for summary in summaries.values():
@@ -183,6 +181,17 @@ def test_a_baseline_that_fails_is_reported_and_the_others_continue(of_text):
 
 
 # ---- One after the other, without a file -----------------------------------------------------------
+
+
+SMALL = {
+    "model": {
+        "vocab_size": 512, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64,
+        "intermediate_dim": 128, "max_seq_len": 128,
+    },
+    "dataset": {"num_samples": 800, "median": 20},
+    "device": "cpu",
+    "dtype": "fp32",
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -211,8 +220,7 @@ def test_the_benchmark_of_a_gpu_runs_in_small_on_a_cpu(tmp_path):
     positions = {name: each["positions_per_target"] for name, each in summaries.items()}
     assert positions["packed"] < positions["stock_packed"] < positions["stock"] == positions["hf_trainer"]
     assert "The baselines ran one after the other" in screen
-    assert len(results["product_flops_per_second"]) == 2
-    peak = statistics.median(results["product_flops_per_second"])
+    peak = results["product_flops_per_second"]
     for name, each in summaries.items():
         rates = [step["num_flops"] / step["seconds"] for step in results["steps"] if step["baseline"] == name]
         assert each["share_of_product"] == pytest.approx(statistics.median(rates) / peak)
@@ -329,6 +337,7 @@ def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path,
         ({"reference": "stoc"}, ["reference=stoc: no entry of baselines has this name; set it to one of"]),
         ({"baselines": {}}, ["baselines: there are none"]),
         ({"overrides": {"optimizer_in_bwd": True}}, ["overrides.optimizer_in_bwd=True"]),
+        ({"overrides": {"device": "mtia"}}, ["device=mtia: "]),
         (
             {"num_update_steps": 500},
             [

@@ -1,51 +1,49 @@
-import json
-import re
+import subprocess
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from recipe_utils.benchmark import gpu
-from recipe_utils.benchmark.gpu import STAGES, main
-
-SMALL = ["--device", "cpu", "--small"]
+from recipe_utils.benchmark.gpu import commands, main
 
 
 @pytest.mark.slow
-def test_all_stages_run_in_small_on_a_cpu_and_no_check_fails(tmp_path, capsys):
-    assert main([*SMALL, "--out", str(tmp_path)]) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert list(results) == list(STAGES)
-    checks = results["gradients"]["output"]
-    assert [name.split()[0].split("/5M_")[1] for name in checks] == [
-        "full_update_step", "full_update_step", "lora_update_step", "to_1M_KD_update_step",
-    ]  # fmt: skip
-    for printed in checks.values():
-        assert printed[-1] == "Equal to single samples within the precision of fp32."
+def test_gradients_of_both_libraries_qlora_and_a_teacher_equal_single_samples_on_a_cpu(capsys):
+    assert main(["--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    assert len(re.findall(r"^ +[0-9.]+ ms +[0-9]+ x  \S", printed, re.M)) == 10
-    kernels = results["profile"]["kernels_ms"]
-    shares = dict(re.findall(r"(\w+) ([0-9.]+)%", results["profile"]["lines"][1]))
-    products = sum(time for name, time in kernels.items() if name in ("aten::mm", "aten::addmm", "aten::bmm"))
-    assert float(shares["products"]) == pytest.approx(100 * products / sum(kernels.values()), abs=0.1)
-    assert sum(map(float, shares.values())) == pytest.approx(100, abs=0.3)
+    for name in ("llama3_2/5M_full", "qwen3/5M_full", "llama3_2/5M_lora", "llama3_2/5M_to_1M_KD"):
+        assert f"{name}_update_step fp32 null: exit code 0" in printed
+    assert printed.count("Equal to single samples within the precision of fp32.") == 4
+    assert "update step 1 of llama3_2/5M_lora_update_step" in printed
+    assert printed.endswith("All checks passed.\n")
 
 
-def raises(run):
-    raise RuntimeError("no such kernel")
+def test_a_gpu_has_each_kernel_in_each_precision_and_the_tests(tmp_path):
+    (tests, argv), *checks = commands("cuda", str(tmp_path))
+    assert tests == "tests"
+    assert argv[argv.index("-k") + 1] == "cuda"
+    for config in ("llama3_2/5M_lora_update_step", "llama3_2/5M_to_1M_KD_update_step"):
+        kernels = [name.split()[1:] for name, _ in checks if name.startswith(config)]
+        of_bf16, of_fp32 = ([k for dtype, k in kernels if dtype == given] for given in ("bf16", "fp32"))
+        assert sorted(of_bf16) == ["by_document", "flex", "varlen"]
+        assert sorted(of_fp32) == ["by_document", "flex"]
 
 
-def fails(run):
-    return {"failures": ["exit code 2", "exit code 3"]}
+def test_a_command_that_fails_is_named_with_its_output(monkeypatch, capsys):
+    def run(argv, **_):
+        failed = "qwen3/5M_full_update_step" in argv
+        return SimpleNamespace(returncode=int(failed), stderr="no such kernel" * failed, stdout="")
 
-
-def test_stages_that_raise_or_fail_are_named_and_the_others_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gpu, "STAGES", {"first": raises, "second": fails, "third": raises})
-    assert main([*SMALL, "--out", str(tmp_path), "--stages", "first,second"]) == 1
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert list(found) == ["first", "second"]
-    assert "in raises" in found["first"]["raised"]
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main(["--device", "cpu"]) == 1
     printed = capsys.readouterr().out
-    assert "FAILED first: RuntimeError: no such kernel" in printed
-    assert "FAILED second: exit code 2\nFAILED second: exit code 3" in printed
+    assert "qwen3/5M_full_update_step fp32 null: exit code 1\nno such kernel\n" in printed
+    assert printed.count("exit code 0") == 3
+    assert printed.endswith("1 commands failed.\n")
+
+
+def test_a_missing_gpu_is_reported(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        main([*SMALL, "--stages", "first,fourth"])
-    assert "there is no fourth; there are first, second, third" in capsys.readouterr().err
+        main([])
+    assert "--device cuda: PyTorch finds none; on a CPU use --device cpu" in capsys.readouterr().err
