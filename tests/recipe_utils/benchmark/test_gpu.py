@@ -1,10 +1,18 @@
+import gzip
+import json
+import re
 import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from recipe_utils.benchmark import gpu
 from recipe_utils.benchmark.gpu import commands, main
+
+PAGE = Path(gpu.__file__).with_name("README.md")
 
 
 @pytest.mark.slow
@@ -40,6 +48,19 @@ def test_a_command_that_fails_is_named_with_its_output(monkeypatch, capsys):
     assert "qwen3/5M_full_update_step fp32 null: exit code 1\nno such kernel\n" in printed
     assert printed.count("exit code 0") == 3
     assert printed.endswith("1 commands failed.\n")
+
+
+def test_the_command_of_the_page_prints_the_largest_kernels_and_the_share_of_products(tmp_path):
+    durations = {"nvjet_tst_128x256": 500, "ampere_bf16_gemm": 100, "flash_fwd<cutlass::bfloat16_t>": 300, "copy": 100}
+    events = [{"cat": "kernel", "name": name, "dur": us / 2} for name, us in durations.items() for _ in range(2)]
+    events += [{"cat": "gpu_user_annotation", "name": "forward", "dur": 9000}, {"name": "process_name"}]
+    trace = tmp_path / "trace.json.gz"
+    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    command = re.search(r"<<'END'\n(.*?)\nEND\n", PAGE.read_text(), re.S)[1]
+    printed = subprocess.run([sys.executable, "-c", command, trace], capture_output=True, text=True, check=True).stdout
+    first, *_, last = printed.splitlines()
+    assert first.split() == ["50.0%", "0.50", "ms", "nvjet_tst_128x256"]
+    assert last == "products: 60.0% of 1.0 ms in kernels"
 
 
 def test_a_missing_gpu_is_reported(capsys, monkeypatch):
