@@ -3,10 +3,12 @@
 All baselines train the same model from the same weights on the same samples: torchtune's recipe,
 this project's, Hugging Face's Trainer, and a bare loop as the upper bound. All run at once in
 separate processes and take turns of one optimizer step, in an order that changes every step. Ratios
-are taken step by step, so other load on the machine affects all baselines.
+are taken step by step, so other load on the machine affects all baselines. ``in_turns=False`` runs
+one after the other, for a GPU whose memory does not hold all.
 
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark overrides.batch_size=8
+    tune run benchmark_tokens_per_second --config llama3_2/1B_gpu_benchmark
 
 Other configs: ``llama3_2/5M_lora_benchmark``, ``5M_dpo_benchmark``, ``5M_to_1M_KD_benchmark``. Keys
 of an entry of ``baselines`` override the recipe's config:
@@ -24,7 +26,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from pydantic.dataclasses import dataclass
 from torchtune import config, utils
@@ -34,10 +35,12 @@ from recipe_utils.benchmark import report
 from recipe_utils.benchmark.baselines.kinds import DISTILLATION, PAIRS
 from recipe_utils.benchmark.baselines.start import write_fresh_adapters
 from recipe_utils.benchmark.baselines.worker import write_spec
+from recipe_utils.benchmark.flops import product_rate
 from recipe_utils.benchmark.interleave import BaselineDiedError, Processes, RankReport
 from recipe_utils.benchmark.lineup import Baseline, line_up, load_base_config, merge
 from recipe_utils.cli.registry import RECIPES, config_path
 from recipe_utils.parallel.process_group import world_size_from_env
+from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath, Positive
 from recipe_utils.settings.problems import ConfigError, Problem, problems_with_folder
 from recipe_utils.settings.read import read_settings
@@ -56,8 +59,6 @@ class Settings:
 
     output_dir: FilePath
     """Folder for the report and the output of the baselines."""
-    update_step_config: str
-    """Config of `update_step_recipe` for all baselines, by name or path."""
     baselines: Annotated[dict[str, Any], AS_WRITTEN]
     """Baselines: name -> `kind` (stock, update_step, hf_trainer, or limit, a bare loop),
     `recipe` (a file of kind update_step; default: `update_step_recipe`) and overrides of the config."""
@@ -65,10 +66,14 @@ class Settings:
         "full_finetune_update_step", "full_dpo_update_step", "knowledge_distillation_update_step"
     ] = "full_finetune_update_step"
     """Recipe of the config. Only fine-tuning has an hf_trainer and a limit."""
+    update_step_config: str | None = None
+    """Config of `update_step_recipe` for all baselines, by name or path; null: `overrides` contain all its keys."""
     overrides: Annotated[dict[str, Any], AS_WRITTEN] | None = None
     """Overrides of the config for all baselines."""
     reference: str | None = None
     """Name of the baseline that ratios are taken over; null is the first one."""
+    in_turns: bool = True
+    """True: all baselines at once, in turns of an update step. False: each runs all its update steps of a round alone."""
     num_warmup_steps: Count = 1
     """Untimed update steps of each round. The first one includes loading."""
     num_update_steps: Count = 8
@@ -105,7 +110,9 @@ class BenchmarkTokensPerSecond:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = settings = read_settings(cfg, Settings)
-        base = merge(load_base_config(settings.update_step_config), settings.overrides or {})
+        given = settings.update_step_config
+        base = merge(OmegaConf.create() if given is None else load_base_config(given), settings.overrides or {})
+        self.device = resolve_device(base.get("device"))
         counts = settings.nproc_per_node, settings.num_steps
         self.baselines, self.missing = line_up(
             settings.update_step_recipe, base, settings.baselines, settings.output_dir, *counts
@@ -114,8 +121,10 @@ class BenchmarkTokensPerSecond:
         if self.reference not in self.baselines:
             reason = self.missing.get(self.reference, "no baseline can run")
             raise ConfigError(Problem("reference", f"{reason}; set another", self.reference))
-        model = self.baselines[self.reference].config["model"]
-        self.other_models = [name for name, each in self.baselines.items() if each.config["model"] != model]
+        of_reference = self.baselines[self.reference].config
+        others = (name for name, each in self.baselines.items() if each.config["model"] != of_reference["model"])
+        self.other_models = list(others)
+        self.product_size, self.product_rate = product_rate(self.device, of_reference["dtype"])
         self.steps: list[report.TimedStep] = []
         self.losses: dict[str, list[list[float]]] = {name: [] for name in self.baselines}
 
@@ -131,32 +140,34 @@ class BenchmarkTokensPerSecond:
         running: dict[str, Processes] = {}
         losses: dict[str, list[float]] = {}
         num_steps = self.settings.num_steps
-        bar = tqdm(total=num_steps, desc=f"round {number}/{self.settings.num_rounds}")
+        names = [name for name in self.baselines if name not in self.missing]
+        turns = [(step, name) for name in names for step in range(1, num_steps + 1)]
+        if self.settings.in_turns:
+            rotated = {
+                step: names[step % len(names) :] + names[: step % len(names)] for step in range(1, num_steps + 1)
+            }
+            turns = [(step, name) for step, in_order in rotated.items() for name in in_order]
+        bar = tqdm(total=len(turns), desc=f"round {number}/{self.settings.num_rounds}")
         try:
-            for name, baseline in self.baselines.items():
-                if name not in self.missing:
-                    running[name] = self._start(baseline, number)
-                    losses[name] = []
-            for step in range(1, num_steps + 1):
-                names = list(running)
-                first = step % len(names)
-                for name in names[first:] + names[:first]:
-                    time.sleep(SETTLE_SECONDS)
-                    try:
-                        seconds, reports = running[name].take_turn()
-                    except BaselineDiedError as error:
-                        self._continue_without(name, error)
-                        running.pop(name).kill()
-                        continue
+            # Those that wait for their first turn import their modules, and have no memory on the device yet.
+            for name in names:
+                running[name] = self._start(self.baselines[name], number)
+                losses[name] = []
+            for step, name in turns:
+                bar.update(1)
+                if name not in running:
+                    continue
+                time.sleep(SETTLE_SECONDS)
+                try:
+                    seconds, reports = running[name].take_turn()
                     losses[name] += reports[0].losses
                     if step > self.settings.num_warmup_steps:
                         self.steps.append(self._timed_step(number, step, name, seconds, reports))
-                bar.update(1)
-            for name, processes in running.items():
-                try:
-                    losses[name] += processes.finish()
+                    if step == num_steps:
+                        losses[name] += running[name].finish()
                 except BaselineDiedError as error:
                     self._continue_without(name, error)
+                    running.pop(name).kill()
         finally:
             bar.close()
             for processes in running.values():
@@ -170,10 +181,11 @@ class BenchmarkTokensPerSecond:
         losses = self.losses
         if first.recipe == DISTILLATION:  # losses compare in the first update step only
             losses = {name: [each[:1] for each in rounds] for name, rounds in losses.items()}
-        summaries = report.summarize(self.steps, losses, self.reference, self.other_models)
+        peak = self.product_rate * (self.settings.nproc_per_node if self.device.type == "cuda" else 1)
+        summaries = report.summarize(self.steps, losses, self.reference, self.other_models, peak)
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         command, versions = _command(), report.versions()
-        machine = report.machine_name(torch.device(first.config["device"]))
+        machine = report.machine_name(self.device)
         shown_versions = ", ".join(f"{name} {number}" for name, number in versions.items())
         parts = [
             "# Target tokens per second",
@@ -186,6 +198,15 @@ class BenchmarkTokensPerSecond:
             "A ratio is taken over the reference in the same round and update step. "
             f"{report.samples_sentence(self.steps, summaries)}",
         ]
+        if not self.settings.in_turns:
+            parts.append("The baselines ran one after the other, each alone on the device.")
+        if any(row.share_of_product for row in summaries):
+            parts.append(
+                f"Share of the product: FLOPs of an update step without padding and recomputation (6 per weight and "
+                "token, in the output layer per weight and target; causal attention) per second, over those of a "
+                f"{first.config['dtype']} product of {self.product_size} x {self.product_size} matrices timed before "
+                f"the first round: {self.product_rate / 1e12:.4g} TFLOP/s."
+            )
         if first.recipe == PAIRS:
             parts.append(
                 "Targets are those of both answers. Real tokens are those that go into the trained model: a shared "
@@ -207,6 +228,7 @@ class BenchmarkTokensPerSecond:
             "machine": machine,
             "versions": versions,
             "reference": self.reference,
+            "product_flops_per_second": self.product_rate,
             "baselines": self.baselines,
             "missing": self.missing,
             "summaries": summaries,
@@ -253,6 +275,7 @@ class BenchmarkTokensPerSecond:
             fingerprint=sum(each.fingerprint for each in reports) + contents.fingerprint_of_shared,
             expected_fingerprint=contents.fingerprint,
             peak_memory_bytes=max(each.peak_memory_bytes for each in reports),
+            num_flops=contents.num_flops,
         )
 
 

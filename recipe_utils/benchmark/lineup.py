@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark.baselines.kinds import DISTILLATION, KINDS, OWN_KEYS, PAIRS, TEXT, why_skipped
-from recipe_utils.benchmark.baselines.start import adapters_in
+from recipe_utils.benchmark.baselines.start import adapters_in, llama_config
+from recipe_utils.benchmark.flops import countable_decoder, decoder_flops
 from recipe_utils.benchmark.token_audit import StepContents, contents_of, contents_of_pairs, samples_in_order
 from recipe_utils.cli.registry import config_path
 from recipe_utils.parallel.ranks import resolve_device
@@ -34,7 +35,6 @@ _FIXED = {
     "save_every_n_steps": None,
     "log_every_n_steps": 1,
     "log_peak_memory_stats": False,
-    "profiler": None,
 }
 """Keys that a benchmark sets for all baselines."""
 _DEFAULTS = {
@@ -56,7 +56,7 @@ _STOCK_LOSSES = {
 """Recipe -> key -> torchtune's loss that replaces a loss of this project in stock recipes."""
 _SUPPORTED = {
     "optimizer_in_bwd": (False, "it would step in every backward; set it to False"),
-    "dataset.packed": (False, "kind=update_step packs while training; set it to False"),
+    "dataset.packed": (False, "hf_trainer and limit do not read rows; set it in an entry of kind=stock"),
     "quantizer": (None, "only kind=update_step trains with it; set it to null"),
     "sft_loss_weight": (0, "only kind=update_step adds it; set it to 0"),
     "tensor_parallel_dim": (1, "only data-parallel processes are compared; set it to 1"),
@@ -181,12 +181,17 @@ def _resolve(
     # Only keys of this entry: it may have replaced the reference to a key of the base config.
     if problems := [problem for problem in check_keys(merged, settings)[1] if problem.root in overrides]:
         raise ConfigError(*problems)
+    if kind in ("hf_trainer", "limit") and OmegaConf.select(merged, "dataset.packed"):
+        raise ConfigError(
+            Problem("dataset.packed", f"kind={kind} does not read rows; set it in one of kind=stock", True)
+        )
     adapters = adapters_in(merged)
     if reason := why_skipped(recipe, kind, num_ranks, adapters):
         return f"skipped: {reason}"
 
     # Everything that would differ between the trainers, or that one of them requires, is set.
-    config = merge(merge(base, overrides), {**_FIXED, "output_dir": str(output_dir)})
+    fixed = {**_FIXED, "output_dir": str(output_dir), "profiler": overrides.get("profiler")}
+    config = merge(merge(base, overrides), fixed)
     config.pop("dataset_val", None)
     for key, value in {**_DEFAULTS, "device": resolve_device(None).type}.items():
         config.setdefault(key, value)
@@ -205,6 +210,8 @@ def _resolve(
     config.pop("global_batch_size", None)
     config.max_steps_per_epoch = num_steps + SPARE_STEPS
     container: Any = OmegaConf.to_container(config, resolve=True)
+    if kind == "hf_trainer" and "checkpoint_dir" not in container["checkpointer"]:
+        llama_config(container["model"])  # raises ValueError
     # Keys used only in references are resolved; the recipe would reject them.
     known = {*keys_of(settings), *foreign}
     plain = {str(key): value for key, value in container.items() if key in known}
@@ -255,8 +262,14 @@ def _contents_of(
             f"{len(samples) // per_step} update steps of {per_step}, warm-up included; set it lower"
         )
     count = contents_of
+    decoder = countable_decoder(config["model"]) if recipe == TEXT else None
     if recipe == PAIRS:
         is_packed = kind == "update_step" and cfg.get("microbatching") == "packed"
         count = partial(contents_of_pairs, shares_prefixes=is_packed and cfg.get("prefix_sharing") is not False)
     steps = range(0, num_steps * per_step, per_step)
-    return [count(samples[start : start + per_step], tokenizer.pad_id) for start in steps]
+    contents = [count(samples[start : start + per_step], tokenizer.pad_id) for start in steps]
+    for i, each in enumerate(contents) if decoder is not None else ():
+        contents[i] = replace(
+            each, num_flops=sum(decoder_flops(decoder, each.document_lengths, each.num_target_tokens))
+        )
+    return contents

@@ -29,6 +29,8 @@ class TimedStep:
     expected_fingerprint: int
     peak_memory_bytes: int
     """Peak so far, maximum over ranks."""
+    num_flops: int = 0
+    """FLOPs without those of padding; 0 if not countable."""
 
     @property
     def rate(self) -> float:
@@ -53,13 +55,13 @@ class Summary:
     target_tokens_per_second: Quartiles
     ratio: Quartiles
     """Target tokens per second divided by the reference's."""
-    extra_seconds: Quartiles
-    """Seconds of an update step minus the reference's."""
     positions_per_target: float
     padding_fraction: float
     peak_memory_bytes: int
     """Median over the rounds."""
     memory_ratio: float
+    share_of_product: float | None
+    """FLOPs per second, without those of padding, over those of a large matrix product; None if not countable."""
     loss_deviation: float | None
     """Largest relative difference to the reference's loss; None if losses do not compare."""
     has_same_samples: bool
@@ -78,6 +80,7 @@ def summarize(
     losses: Mapping[str, Sequence[Sequence[float]]],
     reference: str,
     other_models: Collection[str] = (),
+    product_flops_per_second: float = math.nan,
 ) -> list[Summary]:
     """Compares baselines that made a step with the reference, in the order of ``losses``.
 
@@ -94,6 +97,7 @@ def summarize(
         # Paired with the reference's step of the same round and samples, minutes apart at most.
         pairs = [(step, references[step.round, step.step]) for step in timed]
         num_positions = sum(step.num_positions for step in timed)
+        flops = [step.num_flops / step.seconds for step in timed if step.num_flops]
         contents = [[(s.fingerprint, s.num_target_tokens) for s in column] for column in zip(*pairs, strict=True)]
         has_same_samples = contents[0] == contents[1]
         compares = has_same_samples and name not in other_models
@@ -103,11 +107,11 @@ def summarize(
                 num_steps=len(timed),
                 target_tokens_per_second=quartiles([step.rate for step in timed]),
                 ratio=quartiles([step.rate / other.rate for step, other in pairs]),
-                extra_seconds=quartiles([step.seconds - other.seconds for step, other in pairs]),
                 positions_per_target=num_positions / sum(step.num_target_tokens for step in timed),
                 padding_fraction=1 - sum(step.num_real_tokens for step in timed) / num_positions,
                 peak_memory_bytes=_peak_memory(timed),
                 memory_ratio=_peak_memory(timed) / reference_memory,
+                share_of_product=statistics.median(flops) / product_flops_per_second if flops else None,
                 loss_deviation=_deviation(losses[name], losses[reference]) if compares else None,
                 has_same_samples=has_same_samples,
             )
@@ -118,22 +122,21 @@ def summarize(
 def throughput_table(summaries: Sequence[Summary], reference: str, missing: Mapping[str, str]) -> str:
     """Returns the main table in Markdown. ``missing``: baseline without figures -> reason."""
     columns = (
-        "baseline", "target tokens/s (quartiles)", f"over {reference} (quartiles)",
-        f"seconds per update step more than {reference} (quartiles)", "positions per target",
-        "padding", f"peak memory GB (over {reference})", "loss deviation",
+        "baseline", "target tokens/s (quartiles)", f"over {reference} (quartiles)", "positions per target", "padding",
+        f"peak memory GB (over {reference})", "share of the product", "loss deviation",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for row in summaries:
-        rate, ratio, extra = row.target_tokens_per_second, row.ratio, row.extra_seconds
+        rate, ratio = row.target_tokens_per_second, row.ratio
         deviation = "another model" if row.has_same_samples else "other samples"
         if row.loss_deviation is not None:
             deviation = f"{row.loss_deviation:.1e}" if row.baseline != reference else "0"
+        share = "" if row.share_of_product is None else f"{row.share_of_product:.0%}"
         lines.append(
             f"| {row.baseline} | **{rate.median:.0f}** ({rate.lower:.0f}-{rate.upper:.0f}) | "
             f"**{ratio.median:.2f}** ({ratio.lower:.2f}-{ratio.upper:.2f}) | "
-            f"{extra.median:.3f} ({extra.lower:.3f} to {extra.upper:.3f}) | "
             f"{row.positions_per_target:.2f} | {row.padding_fraction:.0%} | "
-            f"{row.peak_memory_bytes / 1e9:.2f} ({row.memory_ratio:.2f}) | {deviation} |"
+            f"{row.peak_memory_bytes / 1e9:.2f} ({row.memory_ratio:.2f}) | {share} | {deviation} |"
         )
     empty = "| " * (len(columns) - 2) + "|"
     return "\n".join([*lines, *(f"| {name} | {why} {empty}" for name, why in missing.items())])

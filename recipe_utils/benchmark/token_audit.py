@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recipe_utils.preference.pairs import num_shared_tokens
 from recipe_utils.text.datasets import load_dataset
-from recipe_utils.text.rows import num_real_tokens
+from recipe_utils.text.rows import document_lengths_of, num_real_tokens
 from recipe_utils.update_steps.permutation import epoch_permutation
 from recipe_utils.update_steps.samples import Sample
 
@@ -35,19 +35,27 @@ class StepContents:
     """Tokens that the model computes."""
     fingerprint: int
     """Fingerprint of all tokens."""
+    document_lengths: tuple[int, ...]
+    """Numbers of tokens that attend to each other, without padding."""
     fingerprint_of_shared: int = 0
     """Fingerprint of the shared tokens of pairs, which the model computes once."""
+    num_flops: int = 0
+    """See :func:`.flops.decoder_flops`; 0 where it does not hold."""
 
 
 def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
-    """Counts the samples of an update step."""
-    num_targets = num_real = tokens_fingerprint = 0
+    """Counts the samples of an update step, or its rows of a packed dataset."""
+    num_targets = tokens_fingerprint = 0
+    lengths: list[int] = []
     for sample in samples:
         is_target = torch.as_tensor(sample["labels"]) != IGNORE_INDEX
-        num_targets += int(is_target[1:].sum())  # the first token is not predicted
-        num_real += num_real_tokens(sample, IGNORE_INDEX)
+        documents = np.asarray(document_lengths_of(sample))
+        is_target[documents.cumsum() - documents] = False  # the first token of a document is not predicted
+        num_targets += int(is_target.sum())
+        has_padding = num_real_tokens(sample, IGNORE_INDEX) < len(is_target)  # the last document
+        lengths += documents[: len(documents) - has_padding].tolist()
         tokens_fingerprint += int(fingerprint(torch.as_tensor(sample["tokens"]), pad_id))
-    return StepContents(num_targets, num_real, tokens_fingerprint)
+    return StepContents(num_targets, sum(lengths), tokens_fingerprint, tuple(lengths))
 
 
 def contents_of_pairs(pairs: Iterable[Sample], pad_id: int, shares_prefixes: bool) -> StepContents:

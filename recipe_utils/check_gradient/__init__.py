@@ -39,24 +39,27 @@ class GradientRecorder(Optimizer):
 
 
 class RandomWeights:
-    """Checkpointer of a ``model``'s component with random weights that are exact in any precision."""
+    """Checkpointer of a ``model``'s component with random weights that are exact in any precision.
 
-    def __init__(self, model: dict[str, Any], seed: int, **_: Any) -> None:
-        self._model, self._seed = OmegaConf.create(model), seed
+    They are drawn on ``device``, and depend on its type.
+    """
+
+    def __init__(self, model: dict[str, Any], seed: int, device: str = "cpu", **_: Any) -> None:
+        self._model, self._seed, self._device = OmegaConf.create(model), seed, device
         self._checkpoint_dir = model.get("path")  # of a model of transformers
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Returns all weights but adapters, by name."""
         like = build_plain(self._model, torch.float32, torch.device("meta")).state_dict()
         names = (name for name in like if ".lora_" not in name and "magnitude" not in name)
-        self._generator = torch.Generator().manual_seed(self._seed)
+        self._generator = torch.Generator(self._device).manual_seed(self._seed)
         return {training.MODEL_KEY: {name: self.draw(name, like[name].shape) for name in names}}
 
     def draw(self, name: str, shape: torch.Size) -> Tensor:
         """Returns a weight of standard deviation 0.02, added to 1 for norms."""
-        weight = torch.randn(shape, generator=self._generator) * 0.02
+        weight = torch.randn(shape, generator=self._generator, device=self._device) * 0.02
         is_scale = weight.dim() == 1 and not name.endswith("bias")
-        return (weight + is_scale).bfloat16()
+        return (weight + is_scale).bfloat16().cpu()
 
 
 def first_layers(model: dict[str, Any], num_layers: int) -> nn.Module:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 from multiprocessing.connection import Connection
@@ -24,6 +25,7 @@ from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark import interleave
 from recipe_utils.benchmark.baselines import worker
+from recipe_utils.cli.registry import config_path
 
 RECIPE = "benchmark_tokens_per_second"
 STOCK, LIMIT = {"kind": "stock"}, {"kind": "limit"}
@@ -92,17 +94,22 @@ def work(spec, pipe, output):
 
 def run_here(folder, *args, **changes):
     """Returns the screen, the Markdown and the JSON of a benchmark with forked workers."""
-    config_path, output = write_configs(folder, *args, **changes)
+    screen, markdown, results = run_config(*write_configs(folder, *args, **changes))
+    for summary in results["summaries"]:
+        assert summary["has_same_samples"], summary["baseline"]
+    assert "Every update step had the same tokens in every baseline." in screen
+    return screen, markdown, results
+
+
+def run_config(path, output):
+    """Returns what :func:`run_here` does, for the path of a config and its output."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(interleave, "Popen", ForkedWorker)
         patches.setattr(signal, "signal", lambda *_: None)
-        code, screen = tune_run_here(RECIPE, config_path)
+        code, screen = tune_run_here(RECIPE, path)
     assert code == 0, screen
     results = json.loads((output / "benchmark.json").read_text())
-    for summary in results["summaries"]:
-        assert summary["has_same_samples"], summary["baseline"]
     assert all(step["fingerprint"] == step["expected_fingerprint"] for step in results["steps"])
-    assert "Every update step had the same tokens in every baseline." in screen
     return screen, (output / "benchmark.md").read_text(), results
 
 
@@ -153,7 +160,6 @@ def test_all_baselines_train_the_same_update_steps_with_the_same_losses(of_text)
 def test_every_baseline_has_its_speed_padding_and_memory_over_the_reference(of_text):
     _, markdown, results = of_text
     assert "| over stock (quartiles) |" in markdown
-    assert "| seconds per update step more than stock (quartiles) |" in markdown
     summaries = by_name(results)
     assert summaries["stock"]["ratio"] == [1, 1, 1]
     for summary in summaries.values():
@@ -172,6 +178,52 @@ def test_a_baseline_that_fails_is_reported_and_the_others_continue(of_text):
     assert "broken: rank 0 ended with exit code 1; the last lines of" in screen
     assert "max_tokens_per_microbatch=8: microbatching=in_order counts samples" in screen
     assert "| broken | failed, see the log |" in markdown
+
+
+# ---- One after the other, without a file -----------------------------------------------------------
+
+
+SMALL = {
+    "model": {
+        "vocab_size": 512, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64,
+        "intermediate_dim": 128, "max_seq_len": 128,
+    },
+    "dataset": {"num_samples": 800, "median": 20},
+    "device": "cpu",
+    "dtype": "fp32",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_a_gpu_runs_in_small_on_a_cpu(tmp_path):
+    cfg = OmegaConf.merge(
+        OmegaConf.load(config_path("llama3_2/1B_gpu_benchmark")),
+        {
+            "output_dir": str(tmp_path),
+            "overrides": SMALL,
+            "baselines": {name: {"compile": False} for name in ("stock_compiled", "stock_packed", "packed_compiled")},
+            "num_warmup_steps": 1,
+            "num_update_steps": 2,
+        },
+    )
+    OmegaConf.save(cfg, tmp_path / "small.yaml")
+    screen, markdown, results = run_config(tmp_path / "small.yaml", tmp_path)
+    ran = [step["baseline"] for step in results["steps"]]
+    assert ran == [name for name in cfg.baselines for _ in range(2)]
+    summaries = by_name(results)
+    assert not summaries["stock_packed"].pop("has_same_samples")
+    assert "Other samples per update step than the reference: stock_packed; tokens per second still compare" in markdown
+    found = deviations(results)
+    assert found.pop("stock_packed") is None
+    assert max(found.values()) < 1e-5
+    assert summaries["packed"]["padding_fraction"] == 0 < summaries["stock_packed"]["padding_fraction"]
+    positions = {name: each["positions_per_target"] for name, each in summaries.items()}
+    assert positions["packed"] < positions["stock_packed"] < positions["stock"] == positions["hf_trainer"]
+    assert "The baselines ran one after the other" in screen
+    peak = results["product_flops_per_second"]
+    for name, each in summaries.items():
+        rates = [step["num_flops"] / step["seconds"] for step in results["steps"] if step["baseline"] == name]
+        assert each["share_of_product"] == pytest.approx(statistics.median(rates) / peak)
 
 
 # ---- Adapters, pairs, a teacher -------------------------------------------------------------------
@@ -205,7 +257,7 @@ def test_all_baselines_train_the_same_pairs_and_compute_shared_tokens_once(tmp_p
         "stock": STOCK,
         "packed": {**PACKED, "prefix_sharing": False},
         "shared": PACKED,
-        "shared_cached": {**PACKED, "reference": "cached", "precompute_reference": True},
+        "shared_cached": {**PACKED, "reference": "cached"},
     }
     *_, results = run_here(
         tmp_path,
@@ -263,10 +315,8 @@ def workers_of(folder):
 @pytest.mark.slow
 def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path, started):
     changes = {"num_update_steps": 30, "num_rounds": 9}
-    config_path, folder = write_configs(tmp_path, {"in_order": IN_ORDER}, **changes)
-    process = Popen(
-        [TUNE, "run", RECIPE, "--config", str(config_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    path, folder = write_configs(tmp_path, {"in_order": IN_ORDER}, **changes)
+    process = Popen([TUNE, "run", RECIPE, "--config", str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     started.append(process)
     printed = b""
     while not re.search(rb"\| [1-9][0-9]*/31", printed):  # the progress bar
@@ -287,6 +337,7 @@ def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path,
         ({"reference": "stoc"}, ["reference=stoc: no entry of baselines has this name; set it to one of"]),
         ({"baselines": {}}, ["baselines: there are none"]),
         ({"overrides": {"optimizer_in_bwd": True}}, ["overrides.optimizer_in_bwd=True"]),
+        ({"overrides": {"device": "mtia"}}, ["device=mtia: "]),
         (
             {"num_update_steps": 500},
             [
@@ -299,8 +350,8 @@ def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path,
 )
 def test_problems_of_a_config_are_reported(changes, expected, tmp_path):
     baselines = {"stock": {"kind": "stok"}, "ours": {"kind": "update_step", "microbatchng": "in_order"}, "limit": LIMIT}
-    config_path, _ = write_configs(tmp_path, **{"baselines": baselines, **changes})
-    code, screen = tune_run_here(RECIPE, config_path)
+    path, _ = write_configs(tmp_path, **{"baselines": baselines, **changes})
+    code, screen = tune_run_here(RECIPE, path)
     assert code == 2
     for problem in expected:
         assert problem in screen

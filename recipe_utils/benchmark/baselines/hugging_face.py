@@ -1,20 +1,22 @@
 """Hugging Face's Trainer as a baseline, with DDP on several processes.
 
-It uses the checkpoint folder and optimizer of the config and the samples in the recipes' order,
-tokenized before the first step.
+It uses the weights and optimizer of the config and the samples in the recipes' order, tokenized before the first step.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 from torch import Tensor
 from torchtune import config as torchtune_config
 from torchtune import training
 from torchtune.data import padded_collate_sft
+from torchtune.models.convert_weights import tune_to_hf
 from torchtune.utils import get_device
 
+from recipe_utils.benchmark.baselines.start import llama_config
 from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.token_audit import IGNORE_INDEX, samples_in_order
 from recipe_utils.optim.optimizer import make_schedule
@@ -28,7 +30,7 @@ def train_hf_trainer(config: DictConfig) -> None:
     ``train_sampling_strategy`` is ``sequential`` or ``batch_rebalance``, which sorts and splits the
     samples of each update step.
     """
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
     from transformers.trainer_callback import TrainerCallback
 
     class ReportLoss(TrainerCallback):
@@ -44,10 +46,8 @@ def train_hf_trainer(config: DictConfig) -> None:
 
     tokenizer = torchtune_config.instantiate(config.tokenizer)
     samples = samples_in_order(config, tokenizer, world_size_from_env())
-    torchtune_config.instantiate(config.checkpointer)  # one of fresh weights writes them
     device = get_device(config.device)
-    dtype = training.get_dtype(config.dtype, device=device)
-    model = AutoModelForCausalLM.from_pretrained(config.checkpointer.checkpoint_dir, dtype=dtype).to(device)
+    model = _load_model(config, device)
     optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
     is_on_cpu = device.type == "cpu"
     args = TrainingArguments(
@@ -78,6 +78,29 @@ def train_hf_trainer(config: DictConfig) -> None:
         callbacks=[ReportLoss()],
         optimizers=(optimizer, make_schedule(config.get("lr_scheduler"), optimizer, config.max_steps_per_epoch)),
     ).train()
+
+
+def _load_model(config: DictConfig, device: torch.device) -> Any:
+    """Returns the model of a checkpoint's folder, or a Llama with the weights of a checkpointer without a folder."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    dtype = training.get_dtype(config.dtype, device=device)
+    checkpointer = torchtune_config.instantiate(config.checkpointer)  # one of fresh weights writes them
+    if (folder := config.checkpointer.get("checkpoint_dir")) is not None:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    hf_config = LlamaConfig.from_dict(llama_config(config.model))
+    with device:
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+    weights = tune_to_hf(
+        checkpointer.load_checkpoint()[training.MODEL_KEY],
+        num_heads=hf_config.num_attention_heads,
+        num_kv_heads=hf_config.num_key_value_heads,
+        dim=hf_config.hidden_size,
+    )
+    if hf_config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights)
+    return model
 
 
 def _collate(pad_id: int, batch: Sequence[Sample]) -> Mapping[str, Tensor]:

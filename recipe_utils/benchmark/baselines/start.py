@@ -14,6 +14,7 @@ from torchtune import training
 
 from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import unwrapped
+from recipe_utils.examples.fresh_weights import _DEFAULTS, _FIXED, _HF_NAMES
 from recipe_utils.models.adapters.lora import Adapters, find_adapters, freeze_base, fresh_adapters
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.settings import ModelSettings
@@ -28,6 +29,17 @@ def adapters_in(config: Mapping[str, Any]) -> Adapters:
     make_model = partial(torchtune_config.instantiate, OmegaConf.create(cfg_model))
     with naming("model"):
         return find_adapters(build_on_meta(make_model, ModelSettings()))
+
+
+def llama_config(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the ``config.json`` of a Llama of torchtune; raises ValueError for another model."""
+    if not model["_component_"].endswith(".llama3_2") or model.get("scale_factor") != 1:
+        raise ValueError(
+            f"model={model['_component_']}: without checkpointer.checkpoint_dir, transformers builds "
+            "torchtune.models.llama3_2.llama3_2 with scale_factor=1 only; take out this entry"
+        )
+    sizes = {hf_name: {**_DEFAULTS, **model}[name] for name, hf_name in _HF_NAMES.items()}
+    return {**_FIXED, **sizes, "head_dim": model["embed_dim"] // model["num_heads"]}
 
 
 def write_fresh_adapters(config: DictConfig) -> None:

@@ -1,87 +1,70 @@
+import gzip
 import json
-from functools import partial
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from recipe_runs import slow
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-from torchtune.models.qwen2 import qwen2
 
 from recipe_utils.benchmark import gpu
-from recipe_utils.benchmark.gpu import STAGES, decoder_flops, main
-from recipe_utils.benchmark.token_audit import IGNORE_INDEX
-from recipe_utils.losses import LinearCrossEntropyLoss
-from recipe_utils.losses.attach import attach_loss
-from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import build_on_meta
-from recipe_utils.models.settings import ModelSettings
-from recipe_utils.text.rows import collate_packed_microbatch
-from recipe_utils.update_steps.step import Targets
+from recipe_utils.benchmark.gpu import commands, main
 
-SMALL = ["--device", "cpu", "--small"]
+PAGE = Path(gpu.__file__).with_name("README.md")
 
 
 @pytest.mark.slow
-def test_all_stages_run_in_small_on_a_cpu_and_no_check_fails(tmp_path, capsys):
-    assert main([*SMALL, "--out", str(tmp_path)]) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert list(results) == list(STAGES)
-    (printed,) = results["gradients"]["output"].values()
-    assert printed[-1] == "Equal to single samples within the precision of fp32."
+def test_gradients_of_both_libraries_qlora_and_a_teacher_equal_single_samples_on_a_cpu(capsys):
+    assert main(["--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    rows = results["speed"]["rows"]
-    assert len(rows) == 3
-    assert all(row["target_tokens_per_second"] > 0 and row["share_of_peak"] > 0 for row in rows)
-    assert printed.count("share_of_peak") == 3
+    for name in ("llama3_2/5M_full", "qwen3/5M_full", "llama3_2/5M_lora", "llama3_2/5M_to_1M_KD"):
+        assert f"{name}_update_step fp32 null: exit code 0" in printed
+    assert printed.count("Equal to single samples within the precision of fp32.") == 4
+    assert "update step 1 of llama3_2/5M_lora_update_step" in printed
+    assert printed.endswith("All checks passed.\n")
 
 
-def raises(run):
-    raise RuntimeError("no such kernel")
+def test_a_gpu_has_each_kernel_in_each_precision_and_the_tests(tmp_path):
+    (tests, argv), *checks = commands("cuda", str(tmp_path))
+    assert tests == "tests"
+    assert argv[argv.index("-k") + 1] == "cuda"
+    for config in ("llama3_2/5M_lora_update_step", "llama3_2/5M_to_1M_KD_update_step"):
+        kernels = [name.split()[1:] for name, _ in checks if name.startswith(config)]
+        of_bf16, of_fp32 = ([k for dtype, k in kernels if dtype == given] for given in ("bf16", "fp32"))
+        assert sorted(of_bf16) == ["by_document", "flex", "varlen"]
+        assert sorted(of_fp32) == ["by_document", "flex"]
 
 
-def fails(run):
-    return {"failures": ["exit code 2", "exit code 3"]}
+def test_a_command_that_fails_is_named_with_its_output(monkeypatch, capsys):
+    def run(argv, **_):
+        failed = "qwen3/5M_full_update_step" in argv
+        return SimpleNamespace(returncode=int(failed), stderr="no such kernel" * failed, stdout="")
 
-
-def test_stages_that_raise_or_fail_are_named_and_the_others_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gpu, "STAGES", {"first": raises, "second": fails, "third": raises})
-    assert main([*SMALL, "--out", str(tmp_path), "--stages", "first,second"]) == 1
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert list(found) == ["first", "second"]
-    assert "in raises" in found["first"]["raised"]
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main(["--device", "cpu"]) == 1
     printed = capsys.readouterr().out
-    assert "FAILED first: RuntimeError: no such kernel" in printed
-    assert "FAILED second: exit code 2\nFAILED second: exit code 3" in printed
+    assert "qwen3/5M_full_update_step fp32 null: exit code 1\nno such kernel\n" in printed
+    assert printed.count("exit code 0") == 3
+    assert printed.endswith("1 commands failed.\n")
+
+
+def test_the_command_of_the_page_prints_the_largest_kernels_and_the_share_of_products(tmp_path):
+    durations = {"nvjet_tst_128x256": 500, "ampere_bf16_gemm": 100, "flash_fwd<cutlass::bfloat16_t>": 300, "copy": 100}
+    events = [{"cat": "kernel", "name": name, "dur": us / 2} for name, us in durations.items() for _ in range(2)]
+    events += [{"cat": "gpu_user_annotation", "name": "forward", "dur": 9000}, {"name": "process_name"}]
+    trace = tmp_path / "trace.json.gz"
+    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    command = re.search(r"<<'END'\n(.*?)\nEND\n", PAGE.read_text(), re.S)[1]
+    printed = subprocess.run([sys.executable, "-c", command, trace], capture_output=True, text=True, check=True).stdout
+    first, *_, last = printed.splitlines()
+    assert first.split() == ["50.0%", "0.50", "ms", "nvjet_tst_128x256"]
+    assert last == "products: 60.0% of 1.0 ms in kernels"
+
+
+def test_a_missing_gpu_is_reported(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        main([*SMALL, "--stages", "first,fourth"])
-    assert "there is no fourth; there are first, second, third" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("own", [{}, slow({"tie_word_embeddings": True})])
-def test_flops_of_a_decoder_are_those_that_pytorch_counts(own):
-    sizes = {"vocab_size": 101, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
-    sizes |= {"intermediate_dim": 48, "max_seq_len": 64, **own}
-    model = build_on_meta(partial(qwen2, **sizes), ModelSettings())
-    attend_within_documents(model, torch.device("cpu"), 64)
-    attach_loss(model, LinearCrossEntropyLoss(tokens_per_chunk=7))
-    lengths = [5, 11, 24]
-    samples = [{"tokens": [1] * n, "labels": [IGNORE_INDEX] * (n // 2) + [1] * -(-n // 2)} for n in lengths]
-    row = collate_packed_microbatch(samples, IGNORE_INDEX)
-    with torch.device("meta"):
-        for module in model.modules():
-            if hasattr(module, "rope_init"):
-                module.rope_init()
-        inputs = {**row.inputs, "tokens": row.inputs["tokens"].to("meta")}
-        inputs["input_pos"] = inputs["input_pos"].to("meta")
-    targets = Targets(row.targets.labels.to("meta"), row.targets.positions.to("meta"))
-
-    def flops_of_addmm(_, left, right, **__):  # PyTorch does not count it in place
-        return 2 * left[0] * left[1] * right[1]
-
-    in_place = {torch.ops.aten.addmm_: flops_of_addmm}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(**inputs, targets=targets)[0].backward()
-    of_weights, of_attention = decoder_flops(model, lengths, len(row.targets.positions))
-    # PyTorch counts all pairs of queries and keys, of which causal attention needs half.
-    assert counter.get_total_flops() == of_weights + 2 * of_attention
+        main([])
+    assert "--device cuda: PyTorch finds none; on a CPU use --device cpu" in capsys.readouterr().err

@@ -134,6 +134,29 @@ def test_keys_and_components_of_the_base_config_are_checked(read):
         assert any(text.startswith(f"overrides.{override}: ") for text in found)
 
 
+def test_a_packed_dataset_is_of_stock_only(read):
+    packed = {"dataset": {"packed": True}, "batch_size": 1}  # rows of 64 tokens
+    baselines, _ = read(baselines={"stock": {"kind": "stock"}, "stock_packed": {"kind": "stock", **packed}})
+    of_samples, of_rows = (each.contents[0] for each in baselines.values())
+    assert len(of_samples.document_lengths) == 4
+    assert len(of_rows.document_lengths) > 4
+    assert 64 < of_rows.num_real_tokens == sum(of_rows.document_lengths) <= 2 * 64
+    assert of_rows.num_flops > of_samples.num_flops
+    wrong = {"hf": {"kind": "hf_trainer", **packed}, "limit": {"kind": "limit", **packed}}
+    for kind, problem in zip(wrong, problems(read, baselines=wrong), strict=True):
+        assert problem.startswith(
+            f"baselines.{kind}: dataset.packed=True: kind={wrong[kind]['kind']} does not read rows"
+        )
+
+
+def test_transformers_trainer_without_a_folder_builds_a_llama_only(read):
+    random = {"_component_": "recipe_utils.check_gradient.RandomWeights", "model": "${model}", "seed": 0}
+    baselines = {"hf": {"kind": "hf_trainer"}}
+    assert list(read({"checkpointer": random}, baselines=baselines)[0]) == ["hf"]
+    (problem,) = problems(read, {"checkpointer": random, "model": tiny.GEMMA2_MODEL}, baselines=baselines)
+    assert problem.startswith("baselines.hf: model=torchtune.models.gemma2.gemma2: without checkpointer.checkpoint_dir")
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("batch_size", 0), ("batch_size", "2"), ("global_batch_size", 3), ("dataset", {"num": 1})]
 )
@@ -178,7 +201,8 @@ def test_an_unreadable_config_is_refused(tmp_path):
 @pytest.mark.parametrize("name", [n for n in RECIPE_CONFIGS if n not in OF_TRAINED_BASE])
 def test_configs_of_the_benchmark_are_read(name, tmp_path):
     cfg = OmegaConf.load(config_path(name))
-    base = merge(load_base_config(cfg.update_step_config), OmegaConf.to_container(cfg.overrides))
+    base = load_base_config(cfg.update_step_config) if "update_step_config" in cfg else OmegaConf.create()
+    base = merge(base, {**OmegaConf.to_container(cfg.overrides), "device": "cpu"})
     recipe = cfg.get("update_step_recipe", "full_finetune_update_step")
     assert line_up(recipe, base, OmegaConf.to_container(cfg.baselines), tmp_path, 1, 3)[0]
 

@@ -37,8 +37,13 @@ def test_ratios_are_paired_by_round_and_update_step():
     assert stock.ratio == (1, 1, 1)
     assert fast.ratio.median == 2.5  # 2 in step 2, 3 in step 3
     assert fast.target_tokens_per_second.median == 200
-    assert stock.extra_seconds == (0, 0, 0)
-    assert fast.extra_seconds == (-1.75, -1.5, -1.25)  # 1 less in step 2, 2 less in step 3
+
+
+def test_the_share_of_a_product_is_that_of_flops_per_second():
+    stock, fast = summarize([replace(STEPS[0], num_flops=300), *STEPS[1:]], LOSSES, "stock", (), 1000.0)
+    assert (stock.share_of_product, fast.share_of_product) == (0.15, None)
+    table = report.throughput_table([stock, fast], "stock", {})
+    assert [row.split("|")[7].strip() for row in table.splitlines()[2:]] == ["15%", ""]
 
 
 def test_losses_of_another_model_are_not_compared():
@@ -80,5 +85,4 @@ def test_samples_other_than_the_data_order_s_are_reported():
 def test_tables_name_baselines_without_figures():
     table = report.throughput_table(summarize(STEPS, LOSSES, "stock"), "stock", {"limit": "skipped: one process only"})
     assert "| fast | **200** (150-250) | **2.50** (2.25-2.75) |" in table
-    assert "| -1.500 (-1.750 to -1.250) |" in table
     assert "| limit | skipped: one process only |" in table

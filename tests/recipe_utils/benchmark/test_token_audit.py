@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torchtune.datasets import PackedDataset
 
 from recipe_utils.benchmark.token_audit import FedTokens, contents_of, contents_of_pairs, fingerprint
 
@@ -19,6 +20,15 @@ def fed_tokens(monkeypatch):
 def test_the_first_token_of_a_sample_is_no_target():
     contents = contents_of(SAMPLES, pad_id=1)
     assert (contents.num_target_tokens, contents.num_real_tokens) == (4, 7)
+    assert contents.document_lengths == (3, 4)
+
+
+def test_rows_of_torchtunes_packed_dataset_have_the_targets_and_tokens_of_their_samples():
+    """The last row has one token of padding, the first label of a sample is no target."""
+    rows = PackedDataset(SAMPLES, max_seq_len=4, padding_idx=1)
+    assert [row["seq_lens"].tolist() for row in rows] == [[3, 1], [4]]
+    assert contents_of(rows, pad_id=1) == contents_of(SAMPLES, pad_id=1)
+    assert contents_of(PackedDataset(SAMPLES, max_seq_len=9), pad_id=1) == contents_of(SAMPLES, pad_id=1)
 
 
 def test_fingerprints_see_tokens_but_neither_order_nor_padding():
