@@ -127,7 +127,7 @@ class FullDPORecipe:
         build("ref_checkpointer", self.reference.check, cfg.get("ref_checkpointer"), meta_model, self.checkpointer)
 
         # ---- Data
-        limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
+        limits = limits_of(meta_model, ranks.device, ranks.dims.tp)
         collator = PairCollator(settings, self.tokenizer, limits, settings.prefix_sharing)
         datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair))
         self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))

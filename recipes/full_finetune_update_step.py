@@ -128,7 +128,7 @@ class FullFinetuneRecipe:
         build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
 
         # ---- Data
-        limits = limits_of(meta_model, ranks.device, settings.compile, ranks.dims.tp)
+        limits = limits_of(meta_model, ranks.device, ranks.dims.tp)
         datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer))
         # A target may have a weight; the sum of weights over all ranks is what the loss is divided by.
         self.divisor, of_targets = ("weights", ("weights",)) if hasattr(loss_fn, "weights") else ("target_tokens", ())

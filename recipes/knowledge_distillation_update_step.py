@@ -136,7 +136,7 @@ class KDRecipe:
             loss_fn = build("", make_distillation_loss, loss_fn, kd_loss_fn, settings.kd_ratio)
 
         # ---- Data
-        limits = limits_of(meta_model, ranks.device, settings.compile, teacher=self.teacher.meta_model)
+        limits = limits_of(meta_model, ranks.device, teacher=self.teacher.meta_model)
         datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer))
         collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, any(map(makes_trees, datasets)))
         self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))

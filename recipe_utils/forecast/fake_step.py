@@ -94,7 +94,7 @@ class FakeTraining:
             )
             make_teacher, frozen_loss = partial(config.instantiate, cfg.teacher_model), HiddenAtTargets()
             meta_frozen = teacher = build("teacher_model", build_on_meta, make_teacher, modules)
-        limits = limits_of(meta_model, self.ranks.device, False, self.ranks.dims.tp, teacher)
+        limits = limits_of(meta_model, self.ranks.device, self.ranks.dims.tp, teacher)
         tokens: Any = SimpleNamespace(pad_id=0, max_seq_len=cfg.tokenizer.get("max_seq_len"))
         if self._is_of_pairs:
             self.collator: Any = PairCollator(settings, tokens, limits, settings.prefix_sharing)

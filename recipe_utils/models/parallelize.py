@@ -33,7 +33,7 @@ def parallelize(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> None
     # A parameter that tensor parallelism or FSDP2 has sharded could not change its precision.
     cast_trained_weights(model, settings)
     # Layers are compiled before they are wrapped: wrappers break the graph.
-    apply_compile(model, settings, ranks)
+    apply_compile(model, settings)
     # Tensor parallelism needs plain parameters and the names of the plan, without wrappers.
     apply_tensor_parallel(model, settings, ranks)
     # The recomputation is inside of FSDP2's units, so that it finds gathered weights.
@@ -80,17 +80,20 @@ def cast_trained_weights(model: nn.Module, settings: ModelSettings) -> None:
             parameter.data = parameter.data.to(settings.torch_weights_dtype)
 
 
-def apply_compile(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> None:
+def apply_compile(model: nn.Module, settings: ModelSettings) -> None:
     """Compiles each layer; without ``compile``, replaces norms and RoPE by faster ones."""
     if not settings.compile:
         fuse_norms_and_rope(model)
         return
     configure_compiler()
-    if (decoder := transformers_decoder(model)) is None:
-        training.compile_model(model, verbose=ranks.is_zero)
-        return
-    for layer in decoder.layers:
-        layer.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
+    if (decoder := transformers_decoder(model)) is not None:
+        layers = decoder.layers
+    else:
+        kinds = (modules.TransformerSelfAttentionLayer, modules.TransformerCrossAttentionLayer)
+        layers = [module for module in text_decoder(model).modules() if isinstance(module, kinds)]
+    # Dynamic from the start: by default, a second length of rows would be compiled in the middle of a training.
+    for layer in layers:
+        layer.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"), dynamic=True)
 
 
 def apply_tensor_parallel(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> None:

@@ -23,7 +23,6 @@ attention. Not measured."""
 def limits_of(
     model: nn.Module,
     device: torch.device,
-    compiles: bool,
     tensor_parallel_dim: int = 1,
     teacher: nn.Module | None = None,
 ) -> ModelLimits:
@@ -32,10 +31,10 @@ def limits_of(
     With a ``teacher``, samples and rows are within the limits of both models.
     """
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
-    attentions = [attention_of(model, device, compiles, tensor_parallel_dim)]
+    attentions = [attention_of(model, device, tensor_parallel_dim)]
     limits_length = "the model's"
     if teacher is not None:
-        attention = attention_of(teacher, device, compiles)
+        attention = attention_of(teacher, device)
         num_heads = tuple((f"teacher_{key}", number) for key, number in attention.num_heads)
         attentions.append(replace(attention, num_heads=num_heads))
         teacher_vocab_size, teacher_length = vocab_size_and_max_seq_len(teacher)

@@ -5,12 +5,17 @@ round of two rows. Longest first, each sample goes into the cheaper row with spa
 into the second. The costlier row goes to the rank with the least load: rank 0 computes [5, 3, 2], rank 1 [9].
 Sorted and padded in twos, the same samples are 2 x 9 + 2 x 3 = 24 positions instead of 19.
 
+Where rows are padded to few lengths, full ones waste least. At most 10 tokens on one rank, samples of 6, 4, 3, 2 and 1
+are rows of 8 each: [6, 2] and [4, 3, 1], padded to 10. Full rows first, they are [6, 4] and [3, 2, 1], of which the
+second may be padded to 7.
+
 With up to two ranks per row, four ranks of at most 100 tokens and samples of 190, 60, 50 and 10 tokens, the long one
 begins a row of ranks 0 and 1, which compute 95 tokens each. The others fill rows of ranks 2 and 3: [60] and [50, 10].
 """
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -53,13 +58,15 @@ def plan_packed(
     batch_size: int = 1,
     max_tokens_per_microbatch: int | None = None,
     max_ranks_per_row: int = 1,
+    fills_rows: bool = False,
     cost: MicrobatchCost,
 ) -> list[Microbatches]:
     """Packs whole samples without padding into few rows of about equal cost.
 
     A sample longer than a rank's bound begins a row of 2, 4, ... ranks, as few as hold it. Longest first, each other
     sample goes into the row with the least cost per rank so far (Graham 1969, doi:10.1137/0117039) among those with
-    space; if a sample fits in none, one more row per rank is opened.
+    space; if a sample fits in none, one more row per rank is opened. With ``fills_rows``, the rows of all rounds but
+    the last are filled one after the other, and only the rest is shared by cost.
 
     Arguments and the result are those of :func:`recipe_utils.plans.padded.plan_least_padding`; a microbatch is one row,
     ``max_tokens_per_microbatch`` bounds its tokens on each of its ranks, and ``max_ranks_per_row``, a power of two, the
@@ -81,9 +88,16 @@ def plan_packed(
     # As few rounds as the tokens need; one more as long as whole samples leave too much space unused.
     num_tokens = sum(min(sample.length, sample.num_ranks * max_tokens) for sample in samples)
     num_rounds = max(-(-num_tokens // (num_ranks * max_tokens)), 1)
-    while (rows := _filled(_opened(long, num_ranks, max_tokens, num_rounds), short)) is None:
+    num_full = num_rounds - 1 if fills_rows else 0
+    while True:
+        opened, rest = _opened(long, num_ranks, max_tokens, num_rounds), list(short)
+        full = [row for row in opened if row.round < num_full]
+        for row in full:
+            _fill(row, rest)
+        shared = _filled([row for row in opened if row.round >= num_full], rest)
+        if shared is not None:
+            return _dealt([row for row in full if row.positions] + shared, num_ranks)
         num_rounds += 1
-    return _dealt(rows, num_ranks)
 
 
 def _opened(long: Sequence[_Sample], num_ranks: int, max_tokens: int, num_rounds: int) -> list[_Row]:
@@ -98,6 +112,16 @@ def _opened(long: Sequence[_Sample], num_ranks: int, max_tokens: int, num_rounds
         rows.append(_Row(index, sample.num_ranks, sample.num_ranks * max_tokens))
         rows[-1].add(sample)
     return rows + [_Row(index, 1, max_tokens) for index, free in enumerate(num_free) for _ in range(free)]
+
+
+def _fill(row: _Row, samples: list[_Sample]) -> None:
+    """Moves the longest sample that fits, given longest first, to a row until none does."""
+    index = 0
+    while index < len(samples):
+        if row.fits(samples[index].length):
+            row.add(samples.pop(index))
+        else:
+            index = bisect_left(samples, -row.space, index, key=lambda sample: -sample.length)
 
 
 def _filled(rows: Sequence[_Row], short: Sequence[_Sample]) -> list[_Row] | None:

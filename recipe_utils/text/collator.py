@@ -100,7 +100,7 @@ class RowCollator(Collator):
         if not settings.is_packed:
             return None, settings.make_plan(bound, limits.cost, num_rows)
         multiple = limits.multiple_of_packed_rows(bound, self._trees, settings.max_ranks_per_row)
-        return multiple, settings.make_plan(bound, limits.cost)
+        return multiple, settings.make_plan(bound, limits.cost, fills_rows=multiple != limits.row_multiple)
 
     def with_budget(self, max_tokens: int) -> Self:
         """Returns a collator of microbatches of at most ``max_tokens``, including padding of packed rows.
@@ -215,7 +215,8 @@ class TextCollator(RowCollator):
         row_multiple, plan = super()._layout()
         if self._trees is None:
             return row_multiple, plan
-        return row_multiple, self.settings.make_plan(self._tree_bound(self.max_tokens), self.limits.cost)
+        has_few_lengths, longest = row_multiple != self.limits.row_multiple, self._tree_bound(self.max_tokens)
+        return row_multiple, self.settings.make_plan(longest, self.limits.cost, fills_rows=has_few_lengths)
 
     def _tree_bound(self, max_tokens: int | None) -> int:
         """Returns the positions of a tree, of which a sample may need several."""

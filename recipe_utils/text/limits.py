@@ -37,8 +37,6 @@ class PackedAttention:
     """Reasons against layouts that are not computed, and keys to set instead."""
     other_attention: str | None = None
     """Attention class that cannot keep the documents of a row apart; None if all can."""
-    num_compiled_lengths: int | None = None
-    """Number of lengths that compiled layers may have; None if they are not compiled."""
     runs_by_document: bool = False
     """True if modules run by document, in microbatches of one row of any length."""
     num_heads: tuple[tuple[str, int], ...] = ()
@@ -50,10 +48,8 @@ class PackedAttention:
 
     def num_row_lengths(self, has_trees: bool = False) -> int | None:
         """Returns the number of lengths that packed rows may have; None for any."""
-        if self.runs_by_document or self.num_compiled_lengths is not None:
-            return None if self.runs_by_document else self.num_compiled_lengths
         kernel = (has_trees and self.kernel_of_trees) or self.kernel
-        return _NUM_FLEX_LENGTHS if kernel == "flex" else None
+        return _NUM_FLEX_LENGTHS if kernel == "flex" and not self.runs_by_document else None
 
     def refusals(self, trees: tuple[str, str] | None, num_ranks: int) -> Iterator[Problem | str]:
         """Yields reasons against packed rows over ``num_ranks`` each, with ``trees``."""
@@ -139,7 +135,7 @@ class ModelLimits(NamedTuple):
         if num_lengths is not None and row_length is None:
             text = (
                 "without max_tokens_per_microbatch or tokenizer.max_seq_len rows have no fixed length, which "
-                "compile=True and flex attention need; set one of the two"
+                "flex attention needs; set one of the two"
             )
             problems.append(Problem("microbatching", text, "packed"))
         if problems:

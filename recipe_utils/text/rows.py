@@ -32,14 +32,17 @@ CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 def packed(
     pieces: Sequence[Piece], ignore_index: int, padding_idx: int = 0, row_multiple: int | None = None
 ) -> Microbatch:
-    """Makes a microbatch of one row, padded to a multiple of ``row_multiple`` with one more document."""
+    """Makes a microbatch of one row, padded to a multiple of ``row_multiple`` with one more document.
+
+    One position is padded to two, because compiled layers would be compiled again for it.
+    """
     columns = [piece.columns for piece in pieces]
     documents = [document for piece in pieces for document in piece.documents]
     num_real = sum(column.size(1) for column in columns)
-    if row_multiple is not None and num_real % row_multiple:
-        documents.append(-num_real % row_multiple)
-        padding = torch.tensor([[padding_idx], [ignore_index], [0]])
-        columns.append(padding.expand(3, -num_real % row_multiple))
+    num_padding = max(-num_real % (row_multiple or 1), 2 - num_real)
+    if num_padding > 0:
+        documents.append(num_padding)
+        columns.append(torch.tensor([[padding_idx], [ignore_index], [0]]).expand(3, num_padding))
     rows = torch.cat(columns, dim=1).unsqueeze(1)
     return _microbatch(rows, [documents], num_real, ignore_index)
 

@@ -171,10 +171,13 @@ class DataSettings:
             )
         raise ConfigError(Problem("global_batch_size", text, total))
 
-    def make_plan(self, max_tokens: int | None, cost: MicrobatchCost, num_rows: int = 1) -> Plan:
+    def make_plan(
+        self, max_tokens: int | None, cost: MicrobatchCost, num_rows: int = 1, fills_rows: bool = False
+    ) -> Plan:
         """Returns the plan of ``microbatching``, see :func:`recipe_utils.plans.padded.plan_least_padding`.
 
-        ``cost`` is the device's. A sample with ``num_rows`` padded rows of one length counts as one row.
+        ``cost`` is the device's. A sample with ``num_rows`` padded rows of one length counts as one row. Packed rows
+        are filled one after the other with ``fills_rows``.
         """
         if not self.plans_by_tokens:
             return partial(plan_in_order, batch_size=self.batch_size)
@@ -184,7 +187,7 @@ class DataSettings:
             "cost": cost._replace(overhead=cost.overhead / num_rows),
         }
         if self.is_packed:
-            return partial(plan_packed, max_ranks_per_row=self.max_ranks_per_row, **limits)
+            return partial(plan_packed, max_ranks_per_row=self.max_ranks_per_row, fills_rows=fills_rows, **limits)
         return partial(plan_least_padding, **limits)
 
     def of_validation(self) -> "DataSettings":

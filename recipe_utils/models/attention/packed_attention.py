@@ -34,9 +34,6 @@ _log = get_logger("INFO")
 
 _NAMES = {"varlen": "FlashAttention", "flex": "flex attention"}
 _DTYPES = {"varlen": (torch.bfloat16, torch.float16), "flex": (torch.bfloat16, torch.float16, torch.float32)}
-_COMPILED_LENGTHS = {"cuda": 4, "cpu": 1}
-"""Lengths of packed rows where layers are compiled: for the first and then with dynamic shapes. On a
-CPU, compiling DoRA's layers for a second length takes minutes."""
 
 
 class AttentionNeeds(NamedTuple):
@@ -68,9 +65,7 @@ def other_attention(model: nn.Module) -> str | None:
     return next((kind.__name__ for kind in types if kind is not MultiHeadAttention), None)
 
 
-def attention_of(
-    model: nn.Module, device: torch.device, compiles: bool = False, tensor_parallel_dim: int = 1
-) -> PackedAttention:
+def attention_of(model: nn.Module, device: torch.device, tensor_parallel_dim: int = 1) -> PackedAttention:
     """Returns the capability of ``model``, whole or a stage in its compute precision, on ``device``.
 
     On CUDA its kernel is the configured one (``model.packed_attention``); by default ``varlen``, or
@@ -104,13 +99,8 @@ def attention_of(
         )
         chosen = choose_kernel(needs, device, configured)
 
-    # A compiled layer is compiled again for each of the first lengths of rows.
     return replace(
-        chosen,
-        other_attention=other,
-        num_compiled_lengths=_COMPILED_LENGTHS.get(device.type, _COMPILED_LENGTHS["cuda"]) if compiles else None,
-        runs_by_document=runs_by_document,
-        num_heads=tuple(num_heads.items()),
+        chosen, other_attention=other, runs_by_document=runs_by_document, num_heads=tuple(num_heads.items())
     )
 
 
