@@ -5,9 +5,10 @@ one byte and fp32 scales [8, 3]: 9,792 bytes instead of 38,400. A rank with 4 of
 scales, and makes the same update. Blocks of the flattened weight would begin anew with each shard: element 2,400, the
 first of row 4, begins a block on the second of two ranks, and is inside of that from 2,304 to 2,559 on one.
 
-Shapes: r rows (all dimensions but the last), w width, c blocks per row.
+Shapes: r rows (all dimensions but the last), c blocks per row, w width of a block.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
-from torchao.optim.quant_utils import create_dynamic_map, dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
+from torchao.optim.quant_utils import create_dynamic_map, quantize_8bit_with_qmap
 
 from recipe_utils.compiler import configure_compiler
 from recipe_utils.parallel.fsdp import local, sharded_as
@@ -62,13 +63,18 @@ class AdamW8bit(Optimizer):
                 state = self.state[p]
                 if not state:
                     state |= _new_state(p, group["fused"])
-                numbers = (torch.tensor(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
-                tensors = [local(each) for each in (p, p.grad, *state.values())]
-                if local(p).numel() == 0:  # a rank without rows counts the step only
-                    tensors[3:] = tensors[:1] * 2
-                update = _compiled() if local(p).is_cuda else _update
-                tables = tuple(_table(is_signed, local(p).device) for is_signed in (True, False))
-                update(getattr(self, "found_inf", None), numbers, tables, *tensors)
+                # Tensors, because a compiled update has floats as constants.
+                lr, decay = (torch.tensor(group[name]) for name in ("lr", "weight_decay"))
+                shard, grad, step, *moments = (local(each).detach() for each in (p, p.grad, *state.values()))
+                flat = shard.contiguous()
+                update = _compiled() if shard.is_cuda and shard.numel() else _update
+                tables = tuple(_table(is_signed, shard.device) for is_signed in (True, False))
+                *others, last = _pieces(flat, grad.contiguous(), *moments)
+                for counter, piece in (*((step.clone(), piece) for piece in others), (step, last)):
+                    numbers = (lr, *group["betas"], group["eps"], decay)
+                    update(getattr(self, "found_inf", None), numbers, tables, counter, *piece)
+                if flat is not shard:
+                    shard.copy_(flat)
 
 
 def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
@@ -76,65 +82,61 @@ def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
     shard = local(p)
     state = {"step": torch.zeros((), device=shard.device if is_fused else "cpu")}
     if p.ndim < 2 or p.numel() < _MIN_ELEMENTS:
-        dtype = torch.promote_types(shard.dtype, torch.float32)
-        moments = ("exp_avg", "exp_avg_sq")
-        return state | {name: sharded_as(p, torch.zeros_like(shard, dtype=dtype)) for name in moments}
+        like = torch.empty((), dtype=torch.promote_types(shard.dtype, torch.float32), device=shard.device)
+        return state | {name: sharded_as(p, like.new_zeros(shard.shape)) for name in ("exp_avg", "exp_avg_sq")}
     if isinstance(p, DTensor) and any(isinstance(s, Shard) and s.dim % p.ndim == p.ndim - 1 for s in p.placements):
         raise ValueError("optimizer=AdamW8bit: a parameter is sharded within rows; set tensor_parallel_dim=1")
-    row = torch.zeros(shard.size(-1), device=shard.device)  # all rows have the same state
     for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        codes_and_scales = _quantized(row, _table(is_signed, shard.device))
-        for key, values in zip((name, f"{name}_scales"), codes_and_scales, strict=True):
-            state[key] = sharded_as(p, values.expand(*shard.shape[:-1], -1).contiguous())
+        # All elements have the same code, and all blocks the same scale.
+        table = _table(is_signed, shard.device)
+        code, scale = _quantized(torch.zeros_like(table[:1]), table)
+        state[name] = sharded_as(p, code.expand(shard.shape).contiguous())
+        num_blocks = math.ceil(shard.size(-1) / _BLOCK)
+        state[f"{name}_scales"] = sharded_as(p, scale.expand(*shard.shape[:-1], num_blocks).contiguous())
     return state
 
 
 @cache
 def _table(is_signed: bool, device: torch.device) -> Tensor:
     """Returns the values of the 256 codes."""
-    return torch.tensor(create_dynamic_map(signed=is_signed), device=device)
+    return torch.tensor(create_dynamic_map(signed=is_signed), dtype=torch.float32, device=device)
 
 
 def _quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns codes [r, w] and scales [r, c] of values [r, w]; ``table`` are the codes' values [256]."""
-    pieces = []
-    for columns, _ in _pieces(values.size(-1)):
-        piece = values[..., columns].float().contiguous()
-        scaled, scales = scale_tensor(piece, min(_BLOCK, piece.size(-1)))
-        codes = quantize_8bit_with_qmap(scaled, table)
-        pieces.append((codes, scales.view(*piece.shape[:-1], -1)))
-    codes, scales = (torch.cat(tensors, dim=-1) for tensors in zip(*pieces, strict=True))
-    return codes, scales
+    """Returns codes and scales [..., 1] of blocks [..., w]; ``table`` are the codes' values [256]."""
+    scales = values.abs().amax(-1, keepdim=True).clip(1e-12)
+    return quantize_8bit_with_qmap(values / scales, table), scales
 
 
-def _dequantized(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
-    """Returns values [r, w] of codes [r, w] and scales [r, c]."""
-    pieces = [
-        dequant_with_qmap(codes[..., columns].contiguous(), table, scales[..., their_scales].flatten())
-        for columns, their_scales in _pieces(codes.size(-1))
-    ]
-    return torch.cat(pieces, dim=-1)
+def _pieces(shard: Tensor, grad: Tensor, *moments: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yields views of a shard, its gradient and its moments: [r, c, w] with scales [r, c, 1]; without codes [n].
 
-
-def _pieces(width: int) -> Iterator[tuple[slice, slice]]:
-    """Yields columns of a row's whole blocks, and of a shorter last one, and those of their scales.
-
-    Padding the last block instead is compiled wrong on a CPU (torch 2.13, rows of 300).
+    A piece has blocks of one width: of the width 600, pieces are [r, 2, 256] and [r, 1, 88]. (Padding the last
+    block instead is compiled wrong on a CPU: torch 2.13, rows of 300.) Where all blocks are whole, each is a row,
+    so that such parameters share a compiled update.
     """
-    num_whole, start = width // _BLOCK, width // _BLOCK * _BLOCK
-    if num_whole:
-        yield slice(0, start), slice(0, num_whole)
-    if start < width:
-        yield slice(start, width), slice(num_whole, num_whole + 1)
+    if len(moments) == 2 or shard.numel() == 0:  # a rank without rows counts the step only
+        yield tuple(each.view(-1) for each in (shard, grad, *(moments if shard.numel() else (shard, shard))))
+        return
+    width = shard.size(-1) if shard.size(-1) % _BLOCK else _BLOCK
+    num_whole, num_blocks = width // _BLOCK, math.ceil(width / _BLOCK)
+    first, its_scales, second, their_scales = moments
+    per_block = ((shard, _BLOCK), (grad, _BLOCK), (first, _BLOCK), (its_scales, 1), (second, _BLOCK), (their_scales, 1))
+    for start, stop in ((0, num_whole), (num_whole, num_blocks)):
+        if start < stop:
+            yield tuple(
+                each.view(-1, width if n > 1 else num_blocks)[:, start * n : stop * n].unflatten(-1, (stop - start, -1))
+                for each, n in per_block
+            )
 
 
 def _update(
     found_inf: Tensor | None,
     numbers: Any,
     tables: Sequence[Tensor],
+    step: Tensor,
     p: Tensor,
     grad: Tensor,
-    step: Tensor,
     *moments: Tensor,
 ) -> None:
     """Steps a parameter in place. ``moments`` are both, each with its scales if it is in codes."""
@@ -143,8 +145,8 @@ def _update(
     has_codes = len(moments) == 4
     first, second = moments[:: len(moments) // 2]
     if has_codes:
-        first = _dequantized(first, moments[1], tables[0])
-        second = _dequantized(second, moments[3], tables[1])
+        # The compiler has no index of one byte.
+        first, second = tables[0][first.int()] * moments[1], tables[1][second.int()] * moments[3]
     gradient, value = grad.to(first.dtype), p.to(first.dtype)
     first = first.lerp(gradient, 1 - beta1)
     second = second.lerp(gradient.square(), 1 - beta2)
@@ -161,19 +163,23 @@ def _update(
         codes = codes.clamp(min=1).where(second > 0, codes)
         kept = (*_quantized(first, tables[0]), codes, scales)
     # In place, and on the device where nothing changes if a gradient is not finite.
-    for old, new in zip((p, step, *moments), (stepped, count, *kept), strict=True):
+    for old, new in zip((step, p, *moments), (count, stepped, *kept), strict=True):
         new = new.to(old.dtype)
         old.copy_(new if found_inf is None else torch.where(found_inf.to(old.device) > 0, old, new))
 
 
 @cache
 def _compiled(backend: str = "inductor") -> Callable[..., None]:
-    """Returns the compiled update, which recompiles for each shape of a parameter."""
+    """Returns the compiled update, which recompiles for each kind of piece, not for each size."""
     configure_compiler()
     compiled = torch.compile(_update, fullgraph=True, dynamic=False, backend=backend)
 
-    def update(*args: Any) -> None:
+    def update(found_inf: Tensor | None, numbers: Any, tables: Sequence[Tensor], step: Tensor, *piece: Tensor) -> None:
+        for tensor in piece:
+            for dim, size in enumerate(tensor.shape):
+                if size > 1 and (dim != 2 or size != _BLOCK):
+                    torch._dynamo.maybe_mark_dynamic(tensor, dim)
         with torch._dynamo.utils.disable_cache_limit():
-            compiled(*args)
+            compiled(found_inf, numbers, tables, step, *piece)
 
     return update

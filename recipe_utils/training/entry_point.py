@@ -1,6 +1,7 @@
 """Command line of a recipe: config, exit codes and final error message."""
 
 import copy
+import faulthandler
 import os
 import re
 import signal
@@ -41,9 +42,10 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     """Wraps the ``main`` of a recipe; replaces torchtune's ``config.parse``.
 
     The command line is torchtune's; ``~KEY`` also removes components, ``dataset.0.weight=0.4`` sets a
-    key of an entry of a list, and ``dataset={_component_: my.data, path: x}`` a component. One rank prints user errors once, last and without a traceback;
-    each rank that lost another one prints a line. The exit code is 2 for errors in the config or a
-    checkpoint, so that the launcher does not retry; otherwise 1 or 3.
+    key of an entry of a list, and ``dataset={_component_: my.data, path: x}`` a component. One rank
+    prints user errors once, last and without a traceback; each rank that lost another one prints a
+    line. The exit code is 2 for errors in the config or a checkpoint, so that the launcher does not
+    retry; otherwise 1 or 3.
     """
 
     @wraps(recipe_main)
@@ -78,6 +80,8 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 
         start.__doc__ = recipe_main.__doc__
         set_up_screen()
+        if not faulthandler.is_enabled():  # pytest's prints elsewhere
+            faulthandler.enable(2)  # a rank that crashes prints the stacks of its threads
         signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # until Stop.listen
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent(os.getppid())  # the launcher

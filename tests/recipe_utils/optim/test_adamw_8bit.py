@@ -5,6 +5,7 @@ import torch
 from checkpoint_runs import contents, state
 from distributed_runs import run_distributed
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -114,13 +115,8 @@ def test_a_row_s_state_depends_on_that_row_only():
 @pytest.mark.slow
 def test_a_compiled_step_is_the_eager_one(monkeypatch):
     """CUDA compiles it without a graph break; here it is only traced."""
-    traced = adamw_8bit._compiled("eager")
-    for rows in range(2, 12):  # more shapes than PyTorch's limit of recompilations
-        weight = torch.ones(rows, 4)
-        numbers = torch.tensor(0.1), 0.9, 0.9, 0.1, 0.1
-        traced(None, numbers, (), weight, weight.clone(), torch.zeros(()), weight, weight.clone())
     found = []
-    for update in (adamw_8bit._update, traced):
+    for update in (adamw_8bit._update, adamw_8bit._compiled("eager")):
         monkeypatch.setattr(adamw_8bit, "_update", update)
         model, optimizer = make(fused=True)
         optimizer.found_inf = torch.zeros(())
@@ -129,6 +125,45 @@ def test_a_compiled_step_is_the_eager_one(monkeypatch):
             step(model, optimizer, range(2))
         found.append(weights(model))
     assert all(torch.allclose(*each, atol=1e-6) for each in zip(*found, strict=True))
+
+
+WHOLE_BLOCKS = [(64, 256), (32, 256), (256, 256), (24, 768), (6, 8, 512)]
+ODD_WIDTHS = [(64, 300), (32, 300), (64, 380), (64, 600), (40, 1000), (600, 8), (700, 40)]
+VECTORS = [(256,), (300,), (8, 8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shapes", "num_graphs"), [(WHOLE_BLOCKS + VECTORS, 2), (ODD_WIDTHS + VECTORS, 5)], ids=str)
+def test_parameters_of_many_sizes_share_few_compiled_updates(shapes, num_graphs, monkeypatch):
+    """Also with rates that change, and groups with and without weight decay."""
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(adamw_8bit, "_update", adamw_8bit._compiled(counter))
+    weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    groups = [{"params": weights[::2], "weight_decay": 0.1}, {"params": weights[1::2], "weight_decay": 0.0}]
+    optimizer = AdamW8bit(groups, fused=True)
+    optimizer.found_inf = torch.zeros(())
+    for lr in (0.01, 0.02, 0.03):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        for group in groups:
+            group["lr"] = lr
+        optimizer.step()
+    assert counter.frame_count <= num_graphs
+
+
+@pytest.mark.parametrize("shape", [(7, 10, 300), (4, 8)], ids=str)
+def test_strides_of_a_parameter_do_not_change_its_step(shape):
+    values, grad = torch.randn(2, *shape).unbind()
+    found = []
+    for layout in (values, values.movedim(-1, 0).contiguous().movedim(0, -1)):
+        weight = nn.Parameter(layout.clone())
+        weight.grad = grad
+        optimizer = AdamW8bit([weight], lr=0.1)
+        for _ in range(2):
+            optimizer.step()
+        assert weight.stride() == layout.stride()
+        found.append(weight.detach())
+    assert torch.equal(*found)
 
 
 @pytest.mark.slow
@@ -157,9 +192,9 @@ def test_a_new_state_is_that_of_zeros_and_takes_no_more_memory():
     assert live.peak / weight.numel() < 3.2  # a moment's codes once more
     for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
         table = adamw_8bit._table(is_signed, weight.device)
-        codes, scales = adamw_8bit._quantized(torch.zeros_like(weight), table)
-        assert torch.equal(state[name], codes)
-        assert torch.equal(state[f"{name}_scales"], scales)
+        codes, scales = adamw_8bit._quantized(torch.zeros(4, 500, 2, 150), table)
+        assert torch.equal(state[name], codes.flatten(2))
+        assert torch.equal(state[f"{name}_scales"], scales.squeeze(-1))
 
 
 def test_states_take_less_than_2_06_bytes_per_parameter():

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from omegaconf import OmegaConf
+from programs import tune
 
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.training.entry_point import entry_point, with_overrides
@@ -61,3 +62,43 @@ def test_a_component_that_is_no_yaml_is_refused_in_one_line(tmp_path, monkeypatc
         entry_point(lambda cfg: None)()
     assert end.value.code == 2
     assert "command line or YAML" in capsys.readouterr().err
+
+
+CRASHES = """
+import faulthandler
+import os
+import threading
+
+from recipe_utils.training.entry_point import entry_point
+
+
+def in_a_thread():
+    if os.environ["RANK"] == "0":
+        END
+
+
+def recipe_main(cfg):
+    threading.Thread(target=in_a_thread).start()
+    threading.Event().wait(60)
+
+
+if __name__ == "__main__":
+    entry_point(recipe_main)()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("crash", "name"),
+    [("os.abort()", "Aborted"), ("faulthandler._sigsegv()", "Segmentation fault")],
+    ids=["abort", "segfault"],
+)
+def test_a_rank_that_crashes_prints_the_stacks_of_all_its_threads(crash, name, tmp_path):
+    recipe, cfg = tmp_path / "my_recipe.py", tmp_path / "my.yaml"
+    recipe.write_text(CRASHES.replace("END", crash))
+    cfg.write_text(f"output_dir: {tmp_path}/out\n")
+    end = tune("run", "--nproc_per_node", "2", recipe, "--config", cfg)
+    assert end.returncode
+    assert f"Fatal Python error: {name}" in end.stderr
+    assert "in in_a_thread" in end.stderr
+    assert "in recipe_main" in end.stderr
