@@ -69,8 +69,8 @@ class FolderTokenizer:
             raise ValueError(f"tokenizer.max_seq_len={max_seq_len}: set it to at least 1")
         self.max_seq_len, self._path, self._train_on_last = max_seq_len, Path(path), train_on_last
         self._warned: set[str] = set()
-        names = "tokenizer_config", "generation_config", "config", "special_tokens_map", "added_tokens", "tokenizer"
-        config, *models = [self._json_of(f"{name}.json") for name in names][:3]
+        files = "tokenizer_config", "generation_config", "config", "special_tokens_map", "added_tokens", "tokenizer"
+        config, *models = [self._json_of(f"{name}.json") for name in files][:3]
         self.tokenizer, self._backend = inner, backend = self._load(from_pretrained)
         self.vocab_size = backend.get_vocab_size()
         template = inner.chat_template  # one, or several by name
