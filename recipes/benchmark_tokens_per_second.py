@@ -161,6 +161,7 @@ class BenchmarkTokensPerSecond:
                 try:
                     seconds, reports = running[name].take_turn()
                     losses[name] += reports[0].losses
+                    bar.set_postfix_str(f"{name} {seconds:.3f} s")
                     if step > self.settings.num_warmup_steps:
                         self.steps.append(self._timed_step(number, step, name, seconds, reports))
                     if step == num_steps:

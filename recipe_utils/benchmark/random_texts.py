@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torchtune.datasets import PackedDataset
@@ -27,7 +27,5 @@ def random_texts(
         # Not 0 and not pad_id, which fingerprints of tokens take for padding.
         tokens = torch.randint(tokenizer.pad_id + 1, vocab_size, (length,), generator=generator).tolist()
         samples.append({"tokens": tokens, "labels": [IGNORE_INDEX] * (length // 2) + tokens[length // 2 :]})
-    if not packed:
-        return samples
-    rows: Any = PackedDataset(samples, max_seq_len=tokenizer.max_seq_len, padding_idx=tokenizer.pad_id)
-    return rows
+    given = {"max_seq_len": tokenizer.max_seq_len, "padding_idx": tokenizer.pad_id}
+    return cast(Sequence[Sample], PackedDataset(samples, **given)) if packed else samples

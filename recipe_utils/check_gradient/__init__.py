@@ -57,7 +57,7 @@ class RandomWeights:
 
     def draw(self, name: str, shape: torch.Size) -> Tensor:
         """Returns a weight of standard deviation 0.02, added to 1 for norms."""
-        weight = torch.randn(shape, generator=self._generator, device=self._device) * 0.02
+        weight = torch.randn(shape, generator=self._generator, device=self._device, dtype=torch.float32) * 0.02
         is_scale = weight.dim() == 1 and not name.endswith("bias")
         return (weight + is_scale).bfloat16().cpu()
 
