@@ -3,7 +3,6 @@
 import hashlib
 import io
 import logging
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,10 +123,8 @@ def check_is_image(sample: Any, with_labels: bool = False) -> None:
 
 
 def _is_class(label: Any) -> bool:
-    try:
-        return not isinstance(label, bool) and operator.index(label) >= 0
-    except TypeError:
-        return False
+    is_integer = hasattr(label, "__index__") and not isinstance(label, bool) and np.ndim(label) == 0
+    return is_integer and int(label) >= 0
 
 
 def _as_mapping(sample: Any) -> Any:
@@ -165,11 +162,9 @@ def checked_image(sample: Any, num_channels: int, with_label: bool = True) -> tu
     except ValueError as error:
         raise SampleError(f"image {path}: {error}" if path else f"its image: {error}") from None
     label = sample.get("label") if with_label else None
-    if label is None:
-        return pixels, None
-    if not _is_class(label):
+    if label is not None and not _is_class(label):
         raise SampleError(f"its label is {label!r}, not an integer of at least 0")
-    return pixels, int(label)
+    return pixels, None if label is None else int(label)
 
 
 def pixels_of(image: Any, num_channels: int) -> np.ndarray:
