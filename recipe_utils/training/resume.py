@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from recipe_utils.checkpoint.tensors import AnyOptimizer, note_options
 from recipe_utils.files import CheckpointError
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.pipeline.schedule import PipelineSettings
-from recipe_utils.models.pipeline.stages import adapters_of, has_output, local_stages
+from recipe_utils.models.pipeline.stages import adapters_of, local_stages
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.fsdp import local, sharded_as
 from recipe_utils.parallel.process_group import gather_objects
@@ -286,23 +286,18 @@ def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
 def norms_of_frozen_rows(model: nn.Module, tokens: Sequence[int], ranks: Ranks) -> dict[str, None]:
     """Returns the norms of stop tokens' embeddings and output rows, where frozen, as lines. All ranks together."""
     lines: dict[int, str] = {}  # of a tied weight once
-    for stage in local_stages(model) if tokens else ():
-        decoder = text_decoder(stage)
-        modules = {"embeddings": getattr(decoder, "tok_embeddings", None)}
-        if has_output(stage):
-            modules["output rows"] = getattr(decoder, "output", None)
-        for name, module in modules.items():
-            weight: Any = getattr(module, "weight", None)
-            parameters = [weight, *module.parameters()] if isinstance(module, nn.Module) else [weight]
-            if not isinstance(weight, Tensor) or any(p.requires_grad for p in parameters):
-                continue
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            of_shard = torch.linalg.vector_norm(local(weight), dim=1, keepdim=True, dtype=dtype)
-            norms: Any = sharded_as(weight, of_shard.to(ranks.device))
-            norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
-            if norms.is_meta:
-                continue
-            rows = ", ".join(f"{each}: {norms[each].item():.3g}" for each in tokens if each < len(norms))
-            text = f"Stop tokens: norm of their frozen {name} {rows}; median of all {norms.median().item():.3g}"
-            lines.setdefault(id(weight), text)
+    names = {"tok_embeddings": "embeddings", "output": "output rows"} if tokens else {}
+    for part, (attribute, name) in product(map(text_decoder, local_stages(model)), names.items()):
+        module = getattr(part, attribute, None)
+        weight: Any = getattr(module, "weight", None)
+        is_trained = isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters())
+        if not isinstance(weight, Tensor) or weight.requires_grad or is_trained or local(weight).is_meta:
+            continue
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        of_shard = torch.linalg.vector_norm(local(weight), dim=1, keepdim=True, dtype=dtype)
+        norms: Any = sharded_as(weight, of_shard.to(ranks.device))
+        norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
+        rows = ", ".join(f"{each}: {norms[each].item():.3g}" for each in tokens if each < len(norms))
+        text = f"Stop tokens: norm of their frozen {name} {rows}; median of all {norms.median().item():.3g}"
+        lines.setdefault(id(weight), text)
     return dict.fromkeys(chain(*gather_objects([*lines.values()], ranks.cpu_group)))
