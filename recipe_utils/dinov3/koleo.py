@@ -35,8 +35,10 @@ def koleo_loss(embeddings: Tensor, groups: Tensor) -> Tensor:
     is_other.fill_diagonal_(False)
     with torch.no_grad():
         cosines = directions @ directions.transpose(1, 2)  # [v, n, n]
-        nearest = cosines.masked_fill_(~is_other, -2).argmax(-1)  # [v, n]
-    neighbors = directions.gather(1, nearest.unsqueeze(-1).expand_as(directions))
+        nearest = cosines.masked_fill_(~is_other, -2).argmax(-1, keepdim=True)  # [v, n, 1]
+        is_nearest = cosines.zero_().scatter_(-1, nearest, 1)
+    # A product, because the backward of an index that repeats adds in any order on CUDA.
+    neighbors = is_nearest @ directions
     # Without a neighbor the distance could be 0, whose gradient is NaN even if it is not selected.
     has_neighbor = is_other.any(1)
     differences = torch.where(has_neighbor[:, None], directions - neighbors, 1)

@@ -1,5 +1,6 @@
 """Files that components build on first use, and rebuild if their arguments change."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from filelock import FileLock, SoftFileLock
 from torchtune.utils import get_logger
 
+WEIGHTS = re.compile(r"[^.].*\.(safetensors|bin|pth?|gguf|index\.json)")
+"""Names of files of weights and of their indices."""
 _log = get_logger("INFO")
 
 
@@ -15,13 +18,14 @@ def build_once(
     build: Callable[[], object],
     made_from: Mapping[str, Any] | None = None,
     recorded: Callable[[], Mapping[str, Any] | None] = lambda: None,
+    is_of_another_model: Callable[[Path], bool] = lambda _: False,
 ) -> None:
     """Calls ``build`` unless ``path`` exists and was built from the same arguments.
 
     One of several processes builds. If nothing is built, nothing is locked or written: the folder may be read-only, or
     an export. ``build`` writes ``path`` after all other files and the record of the arguments ``made_from``, so that a
     kill leaves no current file. ``recorded`` returns those of the existing file; None for one of another origin, which
-    is not replaced.
+    is not replaced. Raises ValueError instead of writing into a folder with a file that ``is_of_another_model``.
     """
 
     def changes() -> str:
@@ -33,6 +37,9 @@ def build_once(
     # In this order: another process may delete the file in between.
     if not changes() and path.exists():
         return
+    if others := sorted(file.name for file in path.parent.glob("*") if is_of_another_model(file)):
+        text = f"{path} would be built beside files of another model: {', '.join(others)}"
+        raise ValueError(f"{text}; set an empty folder, or the checkpointer and tokenizer of that model")
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
     try:

@@ -15,7 +15,7 @@ from torchtune import config
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.training import FullModelHFCheckpointer
 
-from recipe_utils.examples.build_once import build_once
+from recipe_utils.examples.build_once import WEIGHTS, build_once
 from recipe_utils.files import write_atomically
 
 _HF_NAMES = {
@@ -55,7 +55,7 @@ def fresh_llama_checkpointer(
     fresh checkpoint is in ``checkpoint_dir``. Other arguments are those of the checkpointer.
 
     Raises:
-        ValueError: ``config.json`` cannot describe the model.
+        ValueError: ``config.json`` cannot describe the model, or another model is in ``checkpoint_dir``.
     """
     if not model["_component_"].endswith(".llama3_2") or model.get("scale_factor") != 1:
         raise ValueError(
@@ -65,6 +65,7 @@ def fresh_llama_checkpointer(
     weights = Path(checkpoint_dir) / "model.safetensors"
     given = {**_DEFAULTS, **model}
     sizes = {hf_name: given[name] for name, hf_name in _HF_NAMES.items()}
+    hf_config = {**_FIXED, **sizes, "head_dim": model["embed_dim"] // model["num_heads"]}
     # Recorded in the file, by which another size or seed is noticed.
     made_from = {f"model.{name}": given[name] for name in _HF_NAMES} | {"seed": seed}
 
@@ -78,12 +79,19 @@ def fresh_llama_checkpointer(
             dim=model["embed_dim"],
         )
         tensors = {name: tensor.contiguous() for name, tensor in state_dict.items()}
-        hf_config = {**_FIXED, **sizes, "head_dim": model["embed_dim"] // model["num_heads"]}
         write_atomically(weights.with_name("config.json"), json.dumps(hf_config, indent=2))
         metadata = {"format": "pt", _MADE_FROM: json.dumps(made_from)}
         write_atomically(weights, save(tensors, metadata))
 
-    build_once(weights, build, made_from, lambda: _recorded(weights))
+    def is_of_another_model(file: Path) -> bool:
+        if file.name != "config.json":
+            return file != weights and WEIGHTS.fullmatch(file.name) is not None
+        try:  # a build that was killed leaves one, perhaps of other sizes
+            return json.loads(file.read_text()).keys() != hf_config.keys()
+        except (AttributeError, ValueError):
+            return True
+
+    build_once(weights, build, made_from, lambda: _recorded(weights), is_of_another_model)
     return FullModelHFCheckpointer(
         checkpoint_dir=checkpoint_dir,
         checkpoint_files=[weights.name],

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtune.models.llama3 import Llama3Tokenizer
 
-from recipe_utils.examples.build_once import build_once
+from recipe_utils.examples.build_once import WEIGHTS, build_once
 from recipe_utils.examples.byte_pairs import BEGIN, END, PAD, hugging_face_files, tiktoken_file, train_byte_pairs
 from recipe_utils.examples.question_answers import Pairs, dataset_of, pairs_in_file
 from recipe_utils.examples.stdlib_sources import definitions, library_dir, library_sources
@@ -61,6 +61,10 @@ docstring_dataset = dataset_of("docstring_dataset", _collect)
 """Questions about Python's standard library with their answers."""
 
 
+_BESIDE = ("special_tokens.json", "tokenizer.json", "tokenizer_config.json")
+"""Files that are written beside a tokenizer."""
+
+
 def docstring_tokenizer(
     path: str,
     docstrings_path: str | None = None,
@@ -84,7 +88,8 @@ def docstring_tokenizer(
         copied_from: file of another model's tokenizer, which is copied instead of trained.
 
     Raises:
-        ValueError: there is no tokenizer to read or copy, and no text to train one on.
+        ValueError: there is no tokenizer to read or copy, and no text to train one on, or the folder has files of
+            another model.
     """
     file = Path(path)
     record = file.with_name(f".{file.name}.made_from.json")
@@ -106,8 +111,7 @@ def docstring_tokenizer(
     def build() -> None:
         if copied_from is not None:
             source = Path(copied_from)
-            names = ("special_tokens.json", "tokenizer.json", "tokenizer_config.json")
-            contents = {name: source.with_name(name).read_text() for name in names}
+            contents = {name: source.with_name(name).read_text() for name in _BESIDE}
             tiktoken = source.read_text()
         else:
             texts = (f"{question}\n\n{answer}" for question, answer in pairs)
@@ -121,7 +125,12 @@ def docstring_tokenizer(
             write_atomically(file.with_name(name), content)
         write_atomically(file, tiktoken)
 
-    build_once(file, build, made_from, recorded)
+    def is_of_another_model(other: Path) -> bool:
+        # Fresh weights are in model.safetensors.
+        has_weights = other.name != "model.safetensors" and WEIGHTS.fullmatch(other.name) is not None
+        return not record.exists() and (has_weights or other.name in _BESIDE)
+
+    build_once(file, build, made_from, recorded, is_of_another_model)
     # tiktoken's cache would return the previous file of this path.
     os.environ["TIKTOKEN_CACHE_DIR"] = ""
     special_tokens = json.loads(special_tokens_file.read_text())

@@ -1,7 +1,9 @@
 """torchtune's norms and rotary positions with fewer passes over activations.
 
-On a CPU, outputs and gradients are bitwise equal to torchtune's. Compiled layers stay as they are,
-since the compiler fuses better.
+On a CPU, outputs and gradients are bitwise equal to torchtune's. On CUDA, norms are PyTorch's fused kernel, which
+rounds as often as torchtune's norm does (once) but adds in another order. torchtune's norm upcasts bf16 activations and
+not its scale, so PyTorch warns "Cannot dispatch to fused implementation" and runs several kernels. Compiled layers stay
+as they are, since the compiler fuses better; their tracing gives that warning, too.
 
 Shapes: b rows, s positions per row, h heads, d width of a head or of the model.
 """

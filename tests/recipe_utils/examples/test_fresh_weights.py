@@ -1,6 +1,7 @@
 """Fresh weights are built once, depend on the seed alone, and give transformers' logits."""
 
 import json
+import re
 
 import pytest
 import tiny
@@ -110,6 +111,38 @@ def test_weights_of_another_origin_are_not_replaced(metadata, tmp_path):
     before = contents(tmp_path)
     make_checkpointer(tmp_path, rope_base=20_000)
     assert contents(tmp_path) == before
+
+
+OTHERS = {
+    "shards": ["config.json", "model-00001-of-00001.safetensors"],
+    "an index": ["model.safetensors.index.json"],
+    "a description": ["config.json"],
+    "torch": ["pytorch_model-00001-of-00002.bin"],
+    "Meta": ["consolidated.00.pth"],
+}
+
+
+@pytest.mark.parametrize("is_own_beside", [False, True], ids=["alone", "beside its own"])
+@pytest.mark.parametrize("names", OTHERS.values(), ids=OTHERS)
+def test_a_folder_with_files_of_another_model_is_refused_before_anything_is_written(names, is_own_beside, tmp_path):
+    folder = tmp_path / "fresh"
+    folder.mkdir()
+    if is_own_beside:
+        make_checkpointer(tmp_path, **FEWER_HEADS)
+    for name in names:
+        (folder / name).write_text('{"model_type": "llama"}')
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match=re.escape(f"beside files of another model: {', '.join(names)}; set an empty")):
+        make_checkpointer(tmp_path)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_other_files_of_a_folder_stay_beside_fresh_weights(tmp_path):
+    (tmp_path / "fresh").mkdir()
+    for name in ("tokenizer.model", "tokenizer_config.json", ".model.safetensors.tmp"):
+        (tmp_path / "fresh" / name).write_text("{}")
+    make_checkpointer(tmp_path)
+    assert (tmp_path / "fresh/tokenizer_config.json").read_text() == "{}"
 
 
 def start_at_once(folder, barrier):

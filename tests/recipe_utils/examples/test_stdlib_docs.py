@@ -159,6 +159,15 @@ def test_files_of_an_export_are_read_without_a_change(small):
     assert contents(export) == before
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "model-00001-of-00002.safetensors"])
+def test_a_tokenizer_is_not_built_into_the_folder_of_another_model(name, small):
+    (small / "fresh").mkdir()
+    (small / "fresh" / name).write_text("another")
+    with pytest.raises(ValueError, match=f"beside files of another model: {name}; set an empty folder"):
+        make_tokenizer(small)
+    assert contents(small / "fresh") == {name: b"another"}
+
+
 def test_one_of_several_builds_where_files_cannot_be_locked(tmp_path, monkeypatch):
     def build():
         time.sleep(0.2)
