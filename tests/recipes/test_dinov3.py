@@ -123,6 +123,16 @@ def test_every_term_is_logged(curve):
     assert all(0 < a < 1 and a * 21 == pytest.approx(round(a * 21)) for a in accuracies), accuracies
 
 
+def test_training_without_labels_ignores_those_of_a_dataset(tiny_config):
+    """-1 is the label in STL-10's unlabeled split; others are captions, boxes and attributes."""
+    images = {"_component_": "tiny.unlabeled_images", "num_images": 16}
+    labels = ({}, {"label": -1}, {"label": "a cat"}, {"label": [3, 4]}, {"label": {"size": 2}})
+    configs = [config_of(tiny_config, dataset=images | label, max_steps_per_epoch=1) for label in labels]
+    (expected, _), *others = run_all(configs)
+    for logged, _ in others:
+        assert figures(logged) == figures(expected) != []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["hsdp-2x2", "pp-2-fsdp-2"])
 def test_terms_and_neighbors_are_those_of_one_process(layout, tiny_config, curve):

@@ -228,6 +228,8 @@ REFUSED = {
     (DINO, HELD_OUT.format("tiny_images") + " dataset_knn=${dataset_val}"): "dataset_val: it has the images of dataset_knn, so each would",
     (DINO, HELD_OUT.format("tiny_images") + " dataset_knn._component_=tiny.unlabeled_images"): "dataset_knn: its images have no",
     (DINO, HELD_OUT.format("unlabeled_images")): "dataset_val: its images have no labels",
+    (DINO, HELD_OUT.format("unlabeled_images") + " dataset_val.label=cat"): "dataset_val: its images have labels such as 'cat', not",
+    (DINO, HELD_OUT.format("unlabeled_images") + " dataset_val.label=-1"): "dataset_val: its images have labels such as -1, not",
     (DINO, HELD_OUT.format("tiny_images") + " knn_neighbors=38"): "knn_neighbors=38: dataset_knn has 37 images; set it to fewer",
 }  # fmt: skip
 SEVERAL = ("model={", "tensor_parallel_dim=", "pipeline_parallel_dim=", "device=", "datasets=")

@@ -593,9 +593,9 @@ def tiny_images(num_images=40, num_classes=4):
     return TinyImages(num_images, num_classes)
 
 
-def unlabeled_images(num_images=8):
-    """Returns images without labels."""
-    return Samples([{"image": image.numpy()} for image in TinyImages(num_images, 4).images])
+def unlabeled_images(num_images=8, **values):
+    """Returns images with ``values``, such as a label that is no class, or with none."""
+    return Samples([{"image": image.numpy(), **values} for image in TinyImages(num_images, 4).images])
 
 
 def normalized_by_batch(**sizes):

@@ -24,7 +24,7 @@ _LUMA = (0.299, 0.587, 0.114)
 class ImageDataset(Dataset[dict[str, Any]]):
     """Images of a ``datasets.Dataset`` with ``decode=False``, decoded on access.
 
-    ``label_column`` has integer classes; None for images without labels.
+    ``label_column`` has integer classes for a k-NN classifier, training ignores it; None for images without labels.
     """
 
     rows: Any
@@ -88,7 +88,7 @@ def hf_image_dataset(
         source: name or path of the dataset.
         split: name, or a slice such as ``train[:1000]``.
         image_column: column of images.
-        label_column: column of integer classes; if it does not exist, there are no labels.
+        label_column: column of integer classes, which only a k-NN classifier reads; there need not be one.
         load_dataset_kwargs: further arguments, such as ``name`` or ``data_files``.
 
     Raises ValueError if ``datasets`` or ``pillow`` is not installed, or there is no ``image_column``.
@@ -107,17 +107,24 @@ def hf_image_dataset(
 
 
 def check_is_image(sample: Any, with_labels: bool = False) -> None:
-    """Raises ValueError if a sample has no image, or no label and ``with_labels`` is True."""
+    """Raises ValueError if a sample has no image, or no class as label and ``with_labels`` is True."""
     sample = _as_mapping(sample)
     if not isinstance(sample, Mapping) or "image" not in sample:
         keys = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
         remedy = "set it to a dataset of images, such as recipe_utils.dinov3.image_folder_dataset"
         raise ValueError(f"its samples have {keys} and no image; {remedy}")
-    if with_labels and sample.get("label") is None:
+    label = sample.get("label")
+    if with_labels and not _is_class(label):
+        found = "no labels" if label is None else f"labels such as {label!r:.40}, not integers of at least 0,"
         raise ValueError(
-            "its images have no labels for neighbors to vote for; set dataset_knn and dataset_val to images with "
+            f"its images have {found} for neighbors to vote for; set dataset_knn and dataset_val to images with "
             "labels, or run_val_every_n_steps=null"
         )
+
+
+def _is_class(label: Any) -> bool:
+    is_integer = hasattr(label, "__index__") and not isinstance(label, bool) and np.ndim(label) == 0
+    return is_integer and int(label) >= 0
 
 
 def _as_mapping(sample: Any) -> Any:
@@ -141,11 +148,11 @@ def _decode(content: bytes | None, path: str) -> Any:
     return image
 
 
-def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, int | None]:
-    """Returns the pixels of a sample's image (:func:`pixels_of`), and its label.
+def checked_image(sample: Any, num_channels: int, with_label: bool = True) -> tuple[np.ndarray, int | None]:
+    """Returns the pixels of a sample's image (:func:`pixels_of`), and its label ``with_label``, if it has one.
 
     ``sample`` is a mapping with ``image`` and optionally ``label`` and ``name`` (the path), or a
-    pair (image, label). Raises SampleError if the image or the label is not valid.
+    pair (image, label). Raises SampleError if the image, or a label that is returned, is not valid.
     """
     sample = _as_mapping(sample)
     check_keys(sample, ("image",), "sample")
@@ -154,12 +161,10 @@ def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, int | Non
         pixels = pixels_of(sample["image"], num_channels)
     except ValueError as error:
         raise SampleError(f"image {path}: {error}" if path else f"its image: {error}") from None
-    label = sample.get("label")
-    if label is not None:
-        if isinstance(label, bool) or not hasattr(label, "__index__") or int(label) < 0:
-            raise SampleError(f"its label is {label!r}, not an integer of at least 0")
-        label = int(label)
-    return pixels, label
+    label = sample.get("label") if with_label else None
+    if label is not None and not _is_class(label):
+        raise SampleError(f"its label is {label!r}, not an integer of at least 0")
+    return pixels, None if label is None else int(label)
 
 
 def pixels_of(image: Any, num_channels: int) -> np.ndarray:

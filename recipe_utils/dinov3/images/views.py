@@ -111,7 +111,7 @@ class Views(Dataset[dict[str, Any]]):
         index = index if isinstance(index, StepIndex) else StepIndex(index)
         # One generator for each purpose: a change of one leaves the draws of the others.
         settings, layout = self.settings, self.layout
-        pixels, _ = checked_image(self.dataset[index.item], layout.num_channels)
+        pixels, _ = checked_image(self.dataset[index.item], layout.num_channels, with_label=False)
         place: tuple[int, ...] = (self.seed, index.epoch, index.item)
         if self._is_drawn:  # a mixture may take an image more than once per epoch
             place += (index.step, index.position)

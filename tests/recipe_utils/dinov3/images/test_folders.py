@@ -63,7 +63,7 @@ def test_other_values_are_refused_by_name(image, message):
         checked_image({"image": image, "name": "a/b.png"}, 3)
 
 
-@pytest.mark.parametrize("label", [-1, "cat", 1.5, True])
+@pytest.mark.parametrize("label", [-1, "cat", 1.5, True, np.array([1, 2]), torch.tensor([1, 2]), [1]])
 def test_a_label_that_is_no_class_is_refused(label):
     with pytest.raises(SampleError, match=r"its label is .*, not an integer of at least 0"):
         checked_image({"image": GREY, "label": label}, 3)
