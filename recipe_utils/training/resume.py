@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -282,17 +283,21 @@ def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
             )
 
 
-def norms_of_frozen_rows(model: nn.Module, tokens: Sequence[int], device: torch.device) -> Iterator[str]:
-    """Yields the norms of the embeddings of stop tokens, if they are frozen. All ranks of a stage together."""
-    for part in map(text_decoder, local_stages(model)):
-        weight = getattr(getattr(part, "tok_embeddings", None), "weight", None)
-        if not tokens or not isinstance(weight, Tensor) or weight.requires_grad:
+def norms_of_frozen_rows(model: nn.Module, tokens: Sequence[int], ranks: Ranks) -> dict[str, None]:
+    """Returns the norms of stop tokens' embeddings and output rows, where frozen, as lines. All ranks together."""
+    lines: dict[int, str] = {}  # of a tied weight once
+    names = {"tok_embeddings": "embeddings", "output": "output rows"} if tokens else {}
+    for part, (attribute, name) in product(map(text_decoder, local_stages(model)), names.items()):
+        module = getattr(part, attribute, None)
+        weight: Any = getattr(module, "weight", None)
+        is_trained = isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters())
+        if not isinstance(weight, Tensor) or weight.requires_grad or is_trained or local(weight).is_meta:
             continue
         dtype = torch.promote_types(weight.dtype, torch.float32)
         of_shard = torch.linalg.vector_norm(local(weight), dim=1, keepdim=True, dtype=dtype)
-        norms: Any = sharded_as(weight, of_shard.to(device))
+        norms: Any = sharded_as(weight, of_shard.to(ranks.device))
         norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
-        if norms.is_meta:
-            continue
         rows = ", ".join(f"{each}: {norms[each].item():.3g}" for each in tokens if each < len(norms))
-        yield f"Stop tokens: norm of their frozen embeddings {rows}; median of all {norms.median().item():.3g}"
+        text = f"Stop tokens: norm of their frozen {name} {rows}; median of all {norms.median().item():.3g}"
+        lines.setdefault(id(weight), text)
+    return dict.fromkeys(chain(*gather_objects([*lines.values()], ranks.cpu_group)))

@@ -120,7 +120,7 @@ class Run:
         for text in (*self.settings.warnings(self.num_steps), *warnings_of(trained.model, self.settings)):
             self.log.warn(text)
         stops = getattr(loader.budget.collator(), "stop_tokens", ())
-        for text in norms_of_frozen_rows(trained.model, stops, self.ranks.device):
+        for text in norms_of_frozen_rows(trained.model, stops, self.ranks):
             self.log.info(text)
         self.state = self.checkpointing.resume.restore(trained, self.seed)
         return self.num_steps, self.global_step

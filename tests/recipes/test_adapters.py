@@ -25,6 +25,7 @@ from recipe_runs import (
     run_recipe_keeping_warnings,
     run_stock_recipe,
     set_up,
+    slow,
     with_adapters,
 )
 
@@ -354,14 +355,36 @@ def test_a_key_without_effect_is_warned_of_once(tiny_config):
         assert sum(words in text for text in found) == 1, found
 
 
-def test_the_embeddings_of_stop_tokens_are_compared_with_all_if_they_are_frozen(tiny_config):
-    norms = tiny.tiny_model(tiny.MODEL).tok_embeddings.weight.norm(dim=1).tolist()
+def lines_of_stop_tokens(config):
+    with keep_messages() as messages, set_up(config):
+        return [text for text in messages if "Stop tokens" in text]
+
+
+UNTIED = tiny.adapted(tiny.UNTIED_MODEL)
+TRAINED_OUTPUT = tiny.adapted(tiny.UNTIED_MODEL, apply_lora_to_output=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "frozen"),
+    [
+        (tiny.MODEL, 1, []),
+        (TIED, 1, ["tok_embeddings"]),
+        (UNTIED, 1, ["tok_embeddings", "output"]),
+        (TRAINED_OUTPUT, 1, ["tok_embeddings"]),
+        slow(TIED, 2, ["tok_embeddings"]),
+        (UNTIED, 2, ["tok_embeddings", "output"]),  # on another stage
+    ],
+)
+def test_frozen_rows_of_stop_tokens_are_compared_with_all(model, world_size, frozen, tiny_config):
     (stop,) = tiny.tiny_tokenizer().stop_tokens
-    for model in (TIED, tiny.MODEL):
-        with keep_messages() as messages, set_up(tiny_config(model=model)):
-            found = [text.partition("embeddings ")[2] for text in messages if "Stop tok" in text]
-        expected = f"{stop}: {norms[stop]:.3g}; median of all {sorted(norms)[33]:.3g}"
-        assert found == [expected] * (model is TIED)
+    whole, expected = tiny.tiny_model(tiny.base_of(model)), []
+    for name in frozen:
+        norms = getattr(whole, name).weight.norm(dim=1).tolist()
+        kind = {"tok_embeddings": "embeddings", "output": "output rows"}[name]
+        rows = f"{stop}: {norms[stop]:.3g}; median of all {sorted(norms)[33]:.3g}"
+        expected.append(f"Stop tokens: norm of their frozen {kind} {rows}")
+    config = tiny_config(model=model, pipeline_parallel_dim=world_size)
+    assert run_distributed(lines_of_stop_tokens, world_size, config)[0] == expected
 
 
 def exported_dtypes(config):
