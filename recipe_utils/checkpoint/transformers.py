@@ -26,6 +26,7 @@ _PREFIX = "model."
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DEQUANTIZED = ("fp8", "mxfp4")
 """Quantizations whose weights are dequantized when they are read."""
+_LAYER = re.compile(r"\blayers\.(\d+)\.(\w+)")
 _SCALES = re.compile("_(blocks|scales?|scale_inv)$")
 disable_progress_bar()
 
@@ -147,6 +148,7 @@ class FolderCheckpointer:
                 model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
             finally:
                 set_verbosity(verbosity)
+            info["unexpected_keys"] -= self._carried(model, info["unexpected_keys"])
             if any(info.values()):
                 differences = {
                     key.replace("_", " "): sorted(map(str, names))[:5] for key, names in info.items() if names
@@ -160,6 +162,23 @@ class FolderCheckpointer:
                 model = _new_model(folder)
         weights = model.state_dict()
         return {name: weights[name] for name in names_of_weights(model)}
+
+    def _carried(self, model: Any, names: set[str]) -> set[str]:
+        """Returns those of the names of unexpected weights that exports keep, as they keep what transformers ignores.
+
+        They are beside the language model in the files of a larger model, or of layers behind the last one that
+        predict further tokens. Those have modules of their own; others show that ``num_hidden_layers`` is wrong.
+        """
+        in_files = {name for path in self._files() for name in TensorFile(path).names()}
+        prefix = f"{model.base_model_prefix}."
+        if any(prefix + name in in_files for name in model.state_dict()):
+            return {name for name in in_files & names if not name.startswith(prefix)}
+        if not any("layers" in pattern for pattern in model._keys_to_ignore_on_load_unexpected or ()):
+            return set()
+        known = {part for name in model.state_dict() for match in _LAYER.findall(name) for part in match}
+        found = {name: match for name in names for match in _LAYER.findall(name)}
+        further = {index for index, module in found.values() if module not in known} - known
+        return {name for name, (index, _) in found.items() if index in further}
 
     def save_checkpoint(self, state_dict: Mapping[str, Any], epoch: int, adapter_only: bool = False) -> None:
         """Writes a model, its adapters or both to ``epoch_{epoch}`` in the output folder."""
@@ -213,8 +232,9 @@ class FolderCheckpointer:
             weights = revert_weight_conversion(model, weights)
         named: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
         for name, weight in weights.items():
-            short = name.removeprefix(f"{model.base_model_prefix}.")  # no output layer, no prefix
-            named[id(weight)][short if name not in base and short in base else name] = weight
+            # Without an output layer, files have no prefix; in those of a larger model, all names have one.
+            spellings = name, name.removeprefix(prefix := f"{model.base_model_prefix}."), prefix + name
+            named[id(weight)][next((n for n in spellings if n in base), name)] = weight
         kept: dict[str, Tensor] = {}
         for tied in named.values():  # all names in the files, or one
             kept |= {n: w for n, w in tied.items() if n in base} or dict([tied.popitem()])

@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from recipe_utils.models.transformers.causal_lm import config_of
 from recipe_utils.models.transformers.packing_check import check_packing
 
 _SECONDS = 100
@@ -41,11 +43,19 @@ SIZES: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 """Arguments of all configs that have them."""
+TOWER: dict[str, Any] = {
+    "hidden_size": 32, "d_model": 32, "intermediate_size": 48, "num_hidden_layers": 6, "depth": 6, "num_layers": 6,
+    "num_attention_heads": 2, "num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 64,
+    "use_clipped_linears": False, "projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64,
+}  # fmt: skip
+"""Arguments of parts for other data than text. They have more layers than the part for text."""
 WINDOWS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 OF_TYPE: dict[str, dict[str, Any]] = {
     "cohere2": WINDOWS,
     "gemma2": {**WINDOWS, "query_pre_attn_scalar": 16},
     "gemma3_text": {**WINDOWS, "query_pre_attn_scalar": 16},
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), WINDOWS),
+    "gemma3n_text": {**WINDOWS, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4},
     "gpt_oss": WINDOWS,
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "llama4_text": {
@@ -59,6 +69,10 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
     },
     "olmo3": WINDOWS,
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "qwen3_next": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4},
 }  # fmt: skip
@@ -68,10 +82,15 @@ OF_TYPE: dict[str, dict[str, Any]] = {
 def tiny_config_of(model_type: str, **changes: Any) -> Any:
     """Returns a config of the arguments in :data:`SIZES` and :data:`OF_TYPE` that a type has, and ``changes``.
 
-    Other arguments that are lists of one value per layer keep the first of each value.
+    Other arguments that are lists of one value per layer keep the first of each value. Of a type of several kinds of
+    data, these are the arguments of the part for text; the others have those in :data:`TOWER`.
     """
     make = CONFIG_MAPPING[model_type]
     default = make()
+    if "text_config" in make.sub_configs:
+        text = tiny_config_of(default.text_config.model_type, **changes)
+        towers = {name: _tower_of(getattr(default, name) or made()) for name, made in make.sub_configs.items()}
+        return make(**towers | {"text_config": text})
     known = {*make.__dataclass_fields__, *make.attribute_map}
     num_layers = getattr(default, "num_hidden_layers", None)
     given: dict[str, Any] = {}
@@ -83,6 +102,18 @@ def tiny_config_of(model_type: str, **changes: Any) -> Any:
     if "kv_lora_rank" in known:
         given["num_key_value_heads"] = given["num_attention_heads"]
     return make(**{key: value for key, value in given.items() if key in known})
+
+
+def read_config_of(model_type: str, **changes: Any) -> Any:
+    """Returns the config that a model is built from, given a folder with :func:`tiny_config_of`."""
+    with TemporaryDirectory() as folder:
+        tiny_config_of(model_type, **changes).save_pretrained(folder)
+        return config_of(folder)
+
+
+def _tower_of(default: Any) -> Any:
+    known = {*type(default).__dataclass_fields__, *type(default).attribute_map}
+    return type(default)(**{key: value for key, value in TOWER.items() if key in known})
 
 
 def result_of(model_type: str) -> dict[str, Any]:
@@ -105,11 +136,11 @@ def result_of(model_type: str) -> dict[str, Any]:
 def _prove(model_type: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     try:
-        check = check_packing(tiny_config_of(model_type))
+        check = check_packing(read_config_of(model_type))
         way = "padded" if check.problem else "by_document" if check.modules else "masks"
         pipe.send({"way": way, **asdict(check)})
     except Exception as error:  # any: each type has its own
-        refused = isinstance(error, ValueError) and str(error).startswith("model: ")
+        refused = isinstance(error, ValueError) and str(error).startswith(("model: ", "model.path="))
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         pipe.send({"way": "refused" if refused else "not built", "error": text})
 

@@ -11,7 +11,8 @@ from recipe_runs import SFT, run_recipe_recording_gradients
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchtune.training import set_default_dtype
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from recipe_utils.checkpoint import transformers as checkpoint
 from recipe_utils.files import TensorFile
@@ -21,7 +22,9 @@ from recipe_utils.models.transformers.packing_check import DoublePrecision
 def save_tiny(folder, model_type, seed=0, **changes):
     """Saves a folder of transformers with weights of order 1; returns the keys of a config that trains it."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config_of(model_type, **changes))
+    config = tiny_config_of(model_type, **changes)
+    takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    model = (AutoModelForImageTextToText if takes_images else AutoModelForCausalLM).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -1,6 +1,7 @@
 """Weights of folders are read as transformers reads them; it reads exports as they were trained."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -32,7 +33,7 @@ def read(config):
             return {n: t.numpy() for n, t in full.items()}, made.model(TOKENS).numpy()
 
 
-@pytest.mark.parametrize("model_type", [slow("gemma3_text"), "qwen3_moe", slow("llama4_text")])
+@pytest.mark.parametrize("model_type", [*map(slow, ("gemma3_text", "llama4_text", "llama4")), "gemma3", "qwen3_moe"])
 def test_ranks_read_what_transformers_reads(model_type, tiny_config, tmp_path):
     config = tiny_config(**save_tiny(tmp_path / "in", model_type))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "in").eval()
@@ -50,7 +51,14 @@ def test_ranks_read_what_transformers_reads(model_type, tiny_config, tmp_path):
     ("model_type", "extra"),
     [
         ("deepseek_v3", ["model.layers.61.eh_proj.weight"]),
+        (
+            "deepseek_v3",
+            [f"model.layers.{i}.{each}.weight" for i in (4, 5) for each in ("eh_proj", "self_attn.o_proj")],
+        ),
         slow("glm4_moe", ["model.layers.92.shared_head.norm.weight"]),
+        slow("glm4_moe", ["model.layers.4.shared_head.norm.weight", "model.layers.4.mlp.experts.0.up_proj.weight"]),
+        ("llama4", []),
+        *(slow(name, []) for name in ("gemma3", "qwen3_5", "moss_transcribe_diarize")),
         slow("qwen3_next", ["mtp.fc.weight"]),
         slow("gpt2", ["transformer.h.0.attn.bias"]),
         slow("llama", ["model.layers.0.self_attn.rotary_emb.inv_freq"]),
@@ -69,14 +77,15 @@ def test_an_export_is_the_folder_that_came_in_with_other_weights(model_type, ext
     before, after = tensors_of(folder), tensors_of(exported)
     assert {n: t.dtype for n, t in after.items()} == {n: t.dtype for n, t in before.items()}
     kept = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
-    scores = {name for name in before if "e_score_correction_bias" in name}
-    assert scores | set(extra) <= kept <= {n for n in before if "expert" in n} | scores | set(extra)
+    others = {n for n in before if re.search("e_score_correction_bias|vision|visual|audio|multi_modal", n)} | {*extra}
+    assert others <= kept <= others | {n for n in before if "expert" in n}
     index = json.loads((exported / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(exported / file)[name], after[name])
     _, loading = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not loading["missing_keys"]
+    assert bool(loading["unexpected_keys"]) == (model_type == "llama4" or "layers.4" in "".join(extra))
     again = {**config, "output_dir": str(tmp_path / "again"), **keys_of_folder(exported)}
     with set_up(again) as made, torch.no_grad():
         torch.testing.assert_close(made.model.eval()(TOKENS), logits_of(exported))
@@ -243,6 +252,22 @@ def test_weights_that_do_not_fit_are_named(change, text, tiny_config, tmp_path, 
     capfd.readouterr()
     assert text in refusal(config)
     assert "can be ignored" not in capfd.readouterr().err  # of transformers, about missing keys
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("deepseek_v3", "model.layers.4.self_attn.o_proj.weight"),
+        ("deepseek_v3", "model.layers.3.eh_proj.weight"),
+        slow("llama", "model.layers.4.eh_proj.weight"),
+        slow("llama4", "language_model.model.layers.4.mlp.weight"),
+    ],
+)
+def test_a_layer_that_predicts_no_further_tokens_is_not_ignored(model_type, name, tiny_config, tmp_path):
+    """It is a decoder layer too many, or has a name that no layer of its kind has."""
+    config = tiny_config(**save_tiny(tmp_path / "in", model_type))
+    change_weights(tmp_path / "in", lambda weights: weights.update({name: torch.ones(3)}))
+    assert f"{tmp_path}/in does not fit its config.json: unexpected keys: {name}" in refusal(config)
 
 
 def test_weights_that_are_not_there_yet_are_described(tiny_config, tmp_path):
