@@ -3,7 +3,6 @@
 This module contains the components that replace those of the user's config.
 """
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +70,7 @@ def cut_component(component: Any, whole: Any, folder: Path) -> dict[str, Any]:
     if transformers_decoder(whole) is None:
         own = {"_component_": "recipe_utils.check_gradient.first_layers", "model": component}
         return {**own, "num_layers": 2}
-    from recipe_utils.models.transformers.packing_check import _num_layers_with_all_kinds
+    from recipe_utils.models.transformers.packing_check import with_few_layers
 
-    config = copy.deepcopy(whole.model.config)
-    text, num_layers = config.get_text_config(), _num_layers_with_all_kinds(whole.model)
-    for name, value in list(vars(text).items()):
-        if isinstance(value, (list, tuple)) and len(value) == text.num_hidden_layers:
-            setattr(text, name, value[:num_layers])
-    text.num_hidden_layers = num_layers
-    config.save_pretrained(folder)
+    with_few_layers(whole.model.config).save_pretrained(folder)
     return {k: v for k, v in component.items() if k != "config"} | {"path": str(folder)}

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from recipe_utils.checkpoint.export import WEIGHTS
 from recipe_utils.checkpoint.transformers import check_folder
 from recipe_utils.files import log_once, write_atomically
-from recipe_utils.models.transformers.decoder import Decoder, build
+from recipe_utils.models.transformers.decoder import Decoder, build, reached_by_text
 from recipe_utils.models.transformers.packing_check import cached_packing_check, error_on_device
 
 
@@ -54,6 +54,10 @@ def decoder_of(
             f"model.attention={attention}: it must be sdpa or eager; packed_attention selects kernels of packed rows"
         )
     model = build(described, attention)
+    reached = reached_by_text(model)
+    for parameter in model.parameters():
+        if id(parameter) not in reached:
+            parameter.requires_grad_(False)
     if adapt is not None:
         adapt(model)  # before the check, which takes longer than to find a wrong name
     check = cached_packing_check(described, attention)
@@ -111,12 +115,14 @@ def config_of(path: str) -> Any:
         raise ValueError(f"model.path={path}: no config.json; {hint}")
     check_folder(Path(path), f"model.path={path}")
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"model.path={path}: transformers has no causal language model for model_type={config.model_type}"
-        )
-    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is type(config.get_text_config()):
+    model_type, known = config.model_type, MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in known and known[type(config)].config_class is type(config.get_text_config()):
         config = config.get_text_config()  # as AutoModelForCausalLM does for models of several kinds of data
+    if type(config) not in known:
+        text = f"model.path={path}: transformers has no causal language model for model_type={model_type}"
+        if model_type == "mllama":
+            text += ", Llama 3.2 Vision, whose decoder attends to images; set model to torchtune's llama3_2_vision_11b"
+        raise ValueError(text)
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise ValueError(
             "model: output_router_logits=True: the router's loss is no sum over tokens; set it to false in "

@@ -47,6 +47,8 @@ _NOT_COMPUTED = {
     "transformers_version", "use_cache",
 }  # fmt: skip
 """Keys of ``config.json`` that change no logits."""
+_TEXT = ("", "text_config")
+"""Configs whose attention is set; a part for images or audio may not support it."""
 
 
 def build(config: Any, attention: str | None = None) -> PreTrainedModel:
@@ -56,7 +58,8 @@ def build(config: Any, attention: str | None = None) -> PreTrainedModel:
     """
     config = copy.deepcopy(config)
     make = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    config._attn_implementation = (attention or "sdpa") if make._supports_sdpa else "eager"
+    attention = (attention or "sdpa") if make._supports_sdpa else "eager"
+    config._attn_implementation = dict.fromkeys(_TEXT, attention)
     config.use_cache = False
     if torch.get_default_dtype() == torch.float64:
         for part in (config, config.get_text_config()):
@@ -100,7 +103,8 @@ class Decoder(nn.Module):
             has_flash=attention == "sdpa",
         )
         self.attention = choose_kernel(self.attention_needs, torch.device("cpu"))
-        model.set_attn_implementation(attention_within_documents(attention, proof.splits_attention))
+        name = attention_within_documents(attention, proof.splits_attention)
+        model.set_attn_implementation(dict.fromkeys(_TEXT, name))
         for module in model.modules():
             if (axes := proof.modules.get(type(module).__name__)) is not None:
                 run_by_document(module, axes)
@@ -119,6 +123,11 @@ class Decoder(nn.Module):
     def layers(self) -> list[nn.Module]:
         """Returns the layers, which are sharded, compiled and recomputed one by one."""
         return layers_of(self.model)
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """Returns what is sharded one by one: the layers, also those that text does not pass through."""
+        return layers_of(self.model, set(map(id, self.model.modules())))
 
     def forward(
         self,
@@ -336,12 +345,22 @@ def decoder_name(model: PreTrainedModel) -> str:
     return name
 
 
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the layers of a decoder: the items of all lists of modules that must not be split."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+def layers_of(model: PreTrainedModel, among: set[int] | None = None) -> list[nn.Module]:
+    """Returns the layers that text passes through: the items of all lists of modules that must not be split."""
+    among = reached_by_text(model) if among is None else among
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and id(m) in among]
     marked = [m for m in lists if type(m[0]).__name__ in (model._no_split_modules or ())]
     marked = marked or [max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
     return [layer for layers in marked for layer in layers]
+
+
+def reached_by_text(model: PreTrainedModel) -> set[int]:
+    """Returns the ids of the modules and parameters that text passes through, in models of images or audio, too."""
+    is_part = model.config.get_text_config() is not model.config
+    parts = [model.get_decoder(), model.get_output_embeddings()] if is_part else [model]
+    towers = [m for m in model.modules() if isinstance(m, PreTrainedModel) and "text" not in m.input_modalities]
+    ids = ({id(each) for m in every for each in (*m.modules(), *m.parameters())} for every in (parts, towers))
+    return set.difference(*ids)
 
 
 def _drop_ties(model: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

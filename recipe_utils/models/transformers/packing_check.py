@@ -58,6 +58,8 @@ _MOST = {
     "intermediate_size": 256,
 }
 """Largest values of config keys in a copy."""
+_OF_ONE_LAYER = ("_idx", "_id", "index", "store_full_length_kv")
+"""Endings of attributes that do not make another kind of layer. Gemma 4's last layers store keys for later ones."""
 _BOUND = 1e-8
 """Largest relative difference of a parameter's gradient."""
 
@@ -248,7 +250,10 @@ class _Comparison:
 
     def row_by_stages(self, check: PackingCheck) -> float:
         """Pipeline stages of one layer each."""
-        stages = [Decoder(self.make(), check) for _ in layers_of(self.make())]
+        stages = list[Decoder]()
+        for index in range(len(layers_of(self.make()))):
+            stages.append(Decoder(self.make(), check))
+            stages[-1].cut_to_stage(range(index, index + 1))  # before the next, to hold one copy and not one of each
         return self._row_error(stages, self._lengths, self._expected)
 
     def row_in_parts(self, check: PackingCheck) -> float:
@@ -403,9 +408,7 @@ def logits_of_row(
         heads_of_row: Any = lambda *heads: tuple(tensor[back] for tensor in heads)  # noqa: E731
         stages[0].exchanges[num_ranks] = Exchange(heads_of_row, lambda attended: attended[order])
     hidden = tokens[order][None]
-    for index, stage in enumerate(stages):
-        if len(stages) > 1:
-            stage.cut_to_stage(range(index, index + 1))
+    for stage in stages:
         hidden = stage(hidden, input_pos=positions[order][None], document_lengths=Documents([row], num_ranks))
     return [hidden[0, back][place] for place in places]
 
@@ -459,38 +462,40 @@ def _modules_that_mix(
 
 def cut(config: Any) -> Any:
     """Returns a config of few layers of each kind, a small vocabulary, and windows shorter than the documents."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    num_layers = text.num_hidden_layers
-    with torch.device("meta"):
-        needed = _num_layers_with_all_kinds(build(config, "eager"))
-    for part in {id(config): config, id(text): text}.values():
+    config = with_few_layers(config)
+    for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
-            is_by_layer = isinstance(value, (list, tuple)) or (isinstance(value, str) and "pattern" in name)
-            if is_by_layer and len(value) == num_layers > needed:
-                setattr(part, name, value[:needed])
-            elif type(value) is int:
-                for pattern, most in _MOST.items():
-                    if re.search(pattern, name):
-                        setattr(part, name, min(value, most))
-    text.num_hidden_layers = needed
+            for pattern, most in _MOST.items() if type(value) is int else ():
+                if re.search(pattern, name):
+                    setattr(part, name, min(value, most))
     return config
 
 
-def _num_layers_with_all_kinds(model: Any) -> int:
-    """Returns the smallest number of first layers, at least 2, with all kinds of layers of a model."""
-    kinds: dict[str, int] = {}
-    layers = layers_of(model)
-    for index, layer in enumerate(layers):
-        kinds.setdefault(json.dumps([_described(n, m) for n, m in layer.named_modules()]), index)
-    return min(len(layers), max(2, max(kinds.values()) + 1))
+def with_few_layers(config: Any) -> Any:
+    """Returns a config of the first layers, at least 2, that have all kinds; parts for images have one layer."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    with torch.device("meta"):
+        layers = layers_of(build(config, "eager"))
+    kinds = [json.dumps([_described(n, m) for n, m in layer.named_modules()]) for layer in layers]
+    num_layers = min(len(layers), max(1, *map(kinds.index, kinds)) + 1)
+    for part in {id(config): config, id(text): text}.values():
+        for name, value in list(vars(part).items()):
+            is_by_layer = isinstance(value, (list, tuple)) or (isinstance(value, str) and "pattern" in name)
+            if is_by_layer and len(value) == text.num_hidden_layers:
+                setattr(part, name, value[:num_layers])
+    text.num_hidden_layers = num_layers
+    for part in (getattr(config, name) for name in config.sub_configs):
+        if part is not text and hasattr(part, "num_hidden_layers"):
+            part.num_hidden_layers = 1
+    return config
 
 
 def _described(name: str, module: nn.Module) -> list[Any]:
     plain = {
         key: value
         for key, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str)) and not key.endswith(("_idx", "_id", "index"))
+        if isinstance(value, (bool, int, float, str)) and not key.endswith(_OF_ONE_LAYER)
     }
     shapes = {key: list(p.shape) for key, p in module._parameters.items() if p is not None}
     return [name, type(module).__name__, plain, shapes]

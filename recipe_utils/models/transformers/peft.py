@@ -38,7 +38,7 @@ def lora_causal_lm(
         r: rank of the adapters.
         lora_alpha: the adapters' products are multiplied with ``lora_alpha / r``.
         target_modules: names of layers, or the last parts of names; ``all-linear``: all ``nn.Linear``
-            but the output layer, without experts that are one parameter.
+            but the output layer, without experts that are one parameter. Only layers that text passes through.
         lora_dropout: probability with which a channel of an adapter's input is zeroed.
         use_dora: rescales the rows of adapted weights to trained norms.
         use_rslora: multiplies with ``lora_alpha / sqrt(r)`` instead.
@@ -69,9 +69,11 @@ lora_causal_lm.recipe_defaults = {"microbatching": best_plan}  # type: ignore[at
 def _targets(model: PreTrainedModel, targets: str | list[str]) -> dict[str, nn.Linear]:
     """Returns the layers to adapt by name. Raises ValueError for one that cannot be adapted."""
     modules: dict[str, Any] = dict(model.named_modules())
-    linear = [name for name, module in modules.items() if _is_linear(module)]
+    frozen = [name for name, m in modules.items() if _is_linear(m) and not m.weight.requires_grad]  # not for text
+    reached = [name for name in modules if name not in frozen]
+    linear = [name for name in reached if _is_linear(modules[name])]
     names_of = {
-        target: [name for name in modules if f".{name}".endswith(f".{target}")]
+        target: [name for name in reached if f".{name}".endswith(f".{target}")]
         for target in ([targets] if isinstance(targets, str) else targets)
     }
     if targets == "all-linear":
@@ -91,6 +93,9 @@ def _targets(model: PreTrainedModel, targets: str | list[str]) -> dict[str, nn.L
         which = f"set it to some of [{', '.join(names)}]" if names else "no nn.Linear can have them"
         text = "; ".join(problems[:5]) or "it is empty"
         raise ValueError(f"model.target_modules={targets}: {text}; {which}")
+    if frozen:
+        text = f"{len(frozen)} linear layers for other data than text, such as {frozen[0]}, have no adapters"
+        log_once(f"model.target_modules={targets}: {text}")
     taken = _OF_EXPERTS & {*map(_last, targeted)}
     if taken and any("expert" in name and p.dim() == 3 for name, p in model.named_parameters()):
         log_once(

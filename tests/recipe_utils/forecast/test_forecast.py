@@ -121,7 +121,7 @@ def test_fake_bytes_equal_real_ones(recipe, changes, num_ranks, config_of, ranks
     assert_alike(fake_peaks(recipe, config), real)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", *map(slow, ("gemma3_text", "deepseek_v3", "lfm2"))])
+@pytest.mark.parametrize("model_type", ["qwen3", *map(slow, ("gemma3", "gemma3_text", "deepseek_v3", "lfm2"))])
 def test_a_folder_of_transformers_needs_its_config_only(model_type, config_of, tmp_path, ranks):
     dtype = "bf16" if model_type == "deepseek_v3" else "fp32"  # experts' grouped products
     config = config_of(SFT, **save_tiny(tmp_path / "hf", model_type, hidden_size=256), dtype=dtype)

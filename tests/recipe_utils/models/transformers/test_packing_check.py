@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from decoder_types import tiny_config_of
+from decoder_types import read_config_of, tiny_config_of
 from recipe_runs import keep_messages, slow
 from tiny_transformers import save_tiny
 
@@ -38,18 +38,40 @@ PROVED = {
     "mamba2": (("Mamba2Mixer",), ALL - {"ranks"}),
     "qwen3_next": (("Qwen3NextGatedDeltaNet",), ALL - {"ranks"}),
     "falcon_h1": (("FalconH1Mixer",), {"trees"}),  # every stage would multiply
+    # Folders of images or audio and text
+    **dict.fromkeys(("gemma3", "moss_transcribe_diarize"), ((), ALL)),
+    **dict.fromkeys(("gemma4_unified", "got_ocr2", "llama4"), ((), ALL - {"ranks"})),
+    **{name: ((f"{layer}GatedDeltaNet",), ALL - {"ranks"}) for name, layer in (
+        ("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe"),
+    )},
 }  # fmt: skip
 """Classes that run by document, and layouts of packed rows that are exact."""
-FAST = ("qwen3", "gpt_oss", "llama4_text", "lfm2", "bloom")
+FAST = ("qwen3", "gpt_oss", "llama4_text", "lfm2", "bloom", "gemma3")
 
 
 @pytest.mark.parametrize("model_type", [t if t in FAST else slow(t) for t in PROVED])
 def test_packed_rows_have_the_gradients_of_their_documents(model_type):
-    check = packing_check.check_packing(tiny_config_of(model_type))
+    check = packing_check.check_packing(read_config_of(model_type))
     parts = {"trees": check.computes_trees, "stages": check.can_be_cut, "ranks": check.spans_ranks}
     assert (tuple(check.modules), {n for n in parts if parts[n]}) == PROVED[model_type]
     assert check.problem is None
     assert check.error < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_layers"),
+    [("gemma3", 2), ("git", 2), ("moss_transcribe_diarize", 2), ("gemma4", 2), ("gemma4_text", 2), ("qwen3_5", 4)],
+)
+def test_a_copy_has_few_layers_for_text_and_one_in_each_tower(model_type, num_layers):
+    """Of 8 layers, every second one has no window. Gemma 4 marks the last of each kind, which makes no other kind."""
+    layer_types = ["sliding_attention", "full_attention"] * 4
+    if model_type == "qwen3_5":
+        layer_types = (["linear_attention"] * 3 + ["full_attention"]) * 2
+    copied = packing_check.cut(read_config_of(model_type, num_hidden_layers=8, layer_types=layer_types))
+    assert copied.get_text_config().num_hidden_layers == num_layers
+    towers = [getattr(copied, name) for name in set(copied.sub_configs) - {"text_config"}]
+    assert [tower.num_hidden_layers for tower in towers] == [1] * len(towers)
+    assert bool(towers) == (model_type not in ("gemma4_text", "qwen3_5"))
 
 
 def test_a_decoder_that_multiplies_embeddings_is_not_cut():
@@ -114,6 +136,8 @@ def test_a_tail_without_the_soft_cap_is_not_proved(monkeypatch):
         slow("xlnet", {"d_head": 16}, "XLNetLMHeadModel: padding changes gradients"),
         ("qwen3_moe", {"output_router_logits": True}, "output_router_logits=True"),
         ("vit", {}, "no causal language model for model_type=vit"),
+        ("mllama", {}, "model_type=mllama, Llama 3.2 Vision, .*; set model to torchtune's llama3_2_vision_11b"),
+        ("emu3", {}, "no causal language model for model_type=emu3"),
     ],
 )
 def test_what_cannot_be_trained_exactly_is_refused(model_type, changes, text, tmp_path):

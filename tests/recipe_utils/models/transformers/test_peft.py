@@ -27,11 +27,12 @@ from recipe_runs import (
     tiny_config,
 )
 from safetensors.torch import load_file
-from tiny_transformers import tiny_config_of
+from tiny_transformers import save_tiny, tiny_config_of
 from torch import nn
 from torchtune.modules.peft import LoRALinear
 from transformers import AutoModelForCausalLM
 
+from recipe_utils.files import log_once
 from recipe_utils.models import lora_causal_lm
 from recipe_utils.models.adapters.lora import adapters_in_words, find_adapters
 
@@ -183,6 +184,40 @@ def test_an_export_computes_the_trained_model_s_logits_merged_and_with_peft(mode
         assert (model(tokens).logits - own).abs().max() < 1e-5 * own.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("model_type", "targets"),
+    [
+        ("gemma3", "all-linear"),
+        slow("gemma3", ["q_proj"]),  # both parts have it
+        *(slow(name, "all-linear") for name in ("gemma4", "llama4", "moss_transcribe_diarize")),
+    ],
+)
+def test_layers_that_text_does_not_train_have_no_adapters(model_type, targets, tiny_config, tmp_path):
+    keys = save_tiny(tmp_path / "in", model_type, tie_word_embeddings=False)
+    lora = {**LORA, "_component_": "recipe_utils.models.lora_causal_lm", "target_modules": targets}
+    config = tiny_config(**keys | {"model": keys["model"] | lora}, max_steps_per_epoch=2)
+    log_once.cache_clear()
+    with keep_messages() as messages, set_up(config) as made:
+        made.train()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "in").eval()
+    tokens = torch.randint(3, tiny.VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
+    base(input_ids=tokens, use_cache=False).logits.sum().backward()
+    linear = {name: m for name, m in base.named_modules() if type(m).forward is nn.Linear.forward}  # no routers
+    expected = {name for name, module in linear.items() if module.weight.grad is not None}
+    if targets == "all-linear":
+        expected -= {name for name, module in linear.items() if module is base.get_output_embeddings()}
+    else:
+        expected = {name for name in expected if name.rpartition(".")[2] in targets}
+    folder = tmp_path / "out" / "epoch_0" / "adapter"
+    assert set(json.loads((folder / "adapter_config.json").read_text())["target_modules"]) == expected
+    others = [text for text in messages if "linear layers for other data than text" in text]
+    assert len(others) == (model_type != "llama4")  # whose tower is not built
+    adapted = peft.PeftModel.from_pretrained(base, folder).eval()
+    with torch.no_grad():
+        found = made.model.eval()(tokens)
+        torch.testing.assert_close(found, adapted(input_ids=tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_adapters_start_as_they_were_trained(config_of, tmp_path):
     config = config_of("qwen3", DORA, max_steps_per_epoch=1)
     run_recipe(config)
@@ -240,6 +275,7 @@ def test_a_stopped_training_resumes(model_type, lora, world_size, config_of, tmp
         ("gpt2", {"target_modules": ["c_attn"]}, "c_attn is a Conv1D"),
         ("qwen3_moe", {"target_modules": ["gate", "experts"]}, "gate is a .*Router.*; experts is a .*Experts"),
         ("mamba2", {}, r"Mamba2Mixer reads out_proj.weight itself.*some of \[in_proj, lm_head\]"),
+        ("gemma3", {"target_modules": ["q_proj", "fc1"]}, r"fc1 fits no layer; set it to some of \[down_proj, .*v_proj\]"),
         ("qwen3", {"r": 0}, "model.r=0: .*at least 1"),
         ("qwen3", {"lora_alpha": 0}, "model.lora_alpha=0: .*above 0"),
         ("qwen3", {"lora_dropout": 1.0}, "model.lora_dropout=1.0: .*below 1"),
@@ -268,6 +304,7 @@ def test_the_experts_that_have_adapters_are_counted(tmp_path):
 @pytest.mark.slow
 def test_adapters_that_peft_takes_for_those_of_experts_are_warned_of(folder_of):
     folder = folder_of("deepseek_v3")
+    log_once.cache_clear()
     with torch.device("meta"), keep_messages() as messages:
         lora_causal_lm(str(folder), **LORA)
     assert sum("PEFT takes adapters of down_proj, gate_proj, up_proj" in m for m in messages) == 1
