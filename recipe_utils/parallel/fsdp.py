@@ -32,12 +32,13 @@ def shard_model(
     """
     hsdp = mesh["dp_replicate"].size() > 1
 
-    units_of_transformers = set(map(id, getattr(model, "units", ())))
+    layers = getattr(model, "layers", None)
+    layers_of_transformers = set(map(id, layers)) if isinstance(layers, list) else ()
 
     def is_unit(name: str, module: nn.Module) -> bool:
         # Layers of other pipeline stages have no parameters.
         return any(True for _ in module.parameters()) and (
-            id(module) in units_of_transformers
+            id(module) in layers_of_transformers
             or training.get_shard_conditions(name, module, names_to_match=custom_sharded_layers)
         )
 

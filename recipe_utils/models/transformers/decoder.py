@@ -124,11 +124,6 @@ class Decoder(nn.Module):
         """Returns the layers, which are sharded, compiled and recomputed one by one."""
         return layers_of(self.model)
 
-    @property
-    def units(self) -> list[nn.Module]:
-        """Returns what is sharded one by one: the layers, also those that text does not pass through."""
-        return layers_of(self.model, set(map(id, self.model.modules())))
-
     def forward(
         self,
         tokens: Tensor,
@@ -345,10 +340,10 @@ def decoder_name(model: PreTrainedModel) -> str:
     return name
 
 
-def layers_of(model: PreTrainedModel, among: set[int] | None = None) -> list[nn.Module]:
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """Returns the layers that text passes through: the items of all lists of modules that must not be split."""
-    among = reached_by_text(model) if among is None else among
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and id(m) in among]
+    reached = reached_by_text(model)
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and id(m) in reached]
     marked = [m for m in lists if type(m[0]).__name__ in (model._no_split_modules or ())]
     marked = marked or [max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
     return [layer for layers in marked for layer in layers]
