@@ -1,15 +1,17 @@
 """Command line of a recipe: config, exit codes and final error message."""
 
+import atexit
 import copy
 import faulthandler
 import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -86,7 +88,9 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent(os.getppid())  # the launcher
         try:
-            return config.parse(start)()
+            config.parse(start)()
+        except SystemExit as end:
+            _exit(end.code)
         except OtherRankFailedError:
             exit_code = _exit_code()
         except (ConfigError, CheckpointError) as error:
@@ -103,9 +107,24 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
                 text += "; set a value with = in the YAML file"
             exit_code = CONFIG_ERROR_EXIT_CODE
         print_final_error(text)
-        sys.exit(exit_code)
+        _exit(exit_code)
 
     return main
+
+
+def _exit(code: str | int | None) -> NoReturn:
+    """Exits as ``sys.exit``; a rank of the launcher does so without Python's finalization.
+
+    Threads of gloo outlive their groups, and one that frees its last tensor then is ended by Python, at which C++
+    aborts ("terminate called without an active exception").
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(code, str):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+    sys.exit(code)
 
 
 def _not_of_torchtune(words: Sequence[str]) -> list[str]:

@@ -102,3 +102,52 @@ def test_a_rank_that_crashes_prints_the_stacks_of_all_its_threads(crash, name, t
     assert f"Fatal Python error: {name}" in end.stderr
     assert "in in_a_thread" in end.stderr
     assert "in recipe_main" in end.stderr
+
+
+LEAVES_A_TENSOR_TO_GLOO = """
+import atexit
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from recipe_utils.training.entry_point import entry_point
+
+
+class FreedSlowly:
+    def __del__(self):
+        time.sleep(1)
+
+
+def later():
+    time.sleep(0.2)
+    print("the thread has ended")
+
+
+def recipe_main(cfg):
+    dist.init_process_group("gloo")
+    global group
+    group = dist.new_group(backend="gloo")  # outlives the default group
+    tensor = torch.ones(9)
+    tensor.note = FreedSlowly()
+    dist.all_reduce(tensor, group=group, async_op=True)
+    del tensor
+    dist.destroy_process_group()
+    atexit.register(print, "at exit", end="")
+    threading.Thread(target=later).start()
+
+
+if __name__ == "__main__":
+    entry_point(recipe_main)()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_ends_well_although_a_thread_of_gloo_still_frees_tensors(tmp_path):
+    recipe, cfg = tmp_path / "my_recipe.py", tmp_path / "my.yaml"
+    recipe.write_text(LEAVES_A_TENSOR_TO_GLOO)
+    cfg.write_text(f"output_dir: {tmp_path}/out\n")
+    end = tune("run", "--nproc_per_node", "2", recipe, "--config", cfg)
+    assert end.returncode == 0, end.stderr
+    assert end.stdout.count("the thread has ended") == end.stdout.count("at exit") == 2
