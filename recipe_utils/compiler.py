@@ -17,7 +17,8 @@ def configure_compiler() -> None:
     sizes that are equal in the first call for the same in all, such as a row of 4,096 tokens and a width of 4,096.
     """
     config: Any = importlib.import_module("torch._dynamo.config")
+    shapes: Any = importlib.import_module("torch.fx.experimental._config")
     config.specialize_float = True
-    importlib.import_module("torch.fx.experimental._config").use_duck_shape = False
+    shapes.use_duck_shape = False
     name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
     setattr(config, name, max(getattr(config, name), _RECOMPILE_LIMIT))
