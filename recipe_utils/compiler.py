@@ -18,6 +18,7 @@ def configure_compiler() -> None:
     """
     config: Any = importlib.import_module("torch._dynamo.config")
     shapes: Any = importlib.import_module("torch.fx.experimental._config")
-    config.specialize_float, shapes.use_duck_shape = True, False
+    config.specialize_float = True
+    shapes.use_duck_shape = False
     name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
     setattr(config, name, max(getattr(config, name), _RECOMPILE_LIMIT))

@@ -5,9 +5,8 @@ round of two rows. Longest first, each sample goes into the cheaper row with spa
 into the second. The costlier row goes to the rank with the least load: rank 0 computes [5, 3, 2], rank 1 [9].
 Sorted and padded in twos, the same samples are 2 x 9 + 2 x 3 = 24 positions instead of 19.
 
-Where rows are padded to few lengths, full ones waste least. At most 10 tokens on one rank, samples of 6, 4, 3, 2 and 1
-are rows of 8 each: [6, 2] and [4, 3, 1], padded to 10. Full rows first, they are [6, 4] and [3, 2, 1], of which the
-second may be padded to 7.
+Where rows have few lengths, full ones first waste less. One rank with rows of 3, 6, 9 or 12 tokens computes samples of
+7, 5, 1 and 1 as [7] and [5, 1, 1], each padded to 9. Filled, the rows are [7, 5] and [1, 1], of 12 and 3 positions.
 
 With up to two ranks per row, four ranks of at most 100 tokens and samples of 190, 60, 50 and 10 tokens, the long one
 begins a row of ranks 0 and 1, which compute 95 tokens each. The others fill rows of ranks 2 and 3: [60] and [50, 10].

@@ -2,7 +2,7 @@
 
 A collator of text, with rows of at most 10 tokens, for samples of 5, 3, 9 and 2 tokens: ``prepare`` checks each one in
 a worker, ``length`` returns 5, 3, 9, 2, ``plan`` of one rank [[2], [0, 1, 3]], ``collate`` of samples 0, 1 and 3 a row
-of 10 tokens with ``counts`` of 7 target tokens, and ``dummy`` a row of one token without a target.
+of 10 tokens with ``counts`` of 7 target tokens, and ``dummy`` a row of one token and padding, without a target.
 """
 
 from abc import abstractmethod

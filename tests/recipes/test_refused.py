@@ -55,7 +55,6 @@ REFUSED = {
     (SFT, f"microbatching=packed model={GEMMA2}"): "microbatching=packed: the model's Gemma2Attention",
     (SFT, "microbatching=packed max_tokens_per_microbatch=auto"): "max_tokens_per_microbatch=auto: this device has no exact peak of memory to measure; set a number",
     (SFT, "max_tokens_per_microbatch=auto"): "max_tokens_per_microbatch=auto: microbatching=in_order counts samples",
-    (SFT, "microbatching=packed compile=True tokenizer.max_seq_len=null"): "without max_tokens_per_microbatch",
     (SFT, "max_ranks_per_row=2"): "max_ranks_per_row=2: microbatching=in_order keeps every sample on its rank; set microbatching=packed",
     (SFT, "microbatching=packed max_ranks_per_row=2"): "max_ranks_per_row=2: without max_tokens_per_microbatch no row is too long",
     (SFT, "microbatching=packed max_tokens_per_microbatch=9 max_ranks_per_row=2"): "max_ranks_per_row=2: 1 data-parallel ranks cannot be grouped by 2; set it to 1",

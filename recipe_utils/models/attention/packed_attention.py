@@ -99,9 +99,7 @@ def attention_of(model: nn.Module, device: torch.device, tensor_parallel_dim: in
         )
         chosen = choose_kernel(needs, device, configured)
 
-    return replace(
-        chosen, other_attention=other, runs_by_document=runs_by_document, num_heads=tuple(num_heads.items())
-    )
+    return replace(chosen, other_attention=other, runs_by_document=runs_by_document, num_heads=tuple(num_heads.items()))
 
 
 def _exact_on(device: torch.device, decoder: Any, configured: Kernel | None) -> PackedAttention:

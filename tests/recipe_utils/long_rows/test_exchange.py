@@ -57,17 +57,17 @@ def test_the_exchange_is_exact_and_so_is_its_gradient(world_size, num_keys):
 
 
 def test_heads_that_cannot_be_divided_are_refused_with_their_number():
-    limits = limits_of(on_meta(), torch.device("cpu"), False)
+    limits = limits_of(on_meta(), torch.device("cpu"))
     assert limits.multiple_of_packed_rows(64, max_ranks_per_row=4) is None
     with pytest.raises(ConfigError, match=r"=8: model.num_heads=4 cannot be .* 8 ranks; set it to 4"):
         limits.multiple_of_packed_rows(64, max_ranks_per_row=8)
-    split = limits_of(on_meta(), torch.device("cpu"), False, tensor_parallel_dim=2)
+    split = limits_of(on_meta(), torch.device("cpu"), tensor_parallel_dim=2)
     with pytest.raises(ConfigError, match=r"model.num_heads / tensor_parallel_dim=2 .*; set it to 2"):
         split.multiple_of_packed_rows(64, max_ranks_per_row=4)
     teacher = on_meta({**tiny.MODEL, "num_heads": 6, "num_kv_heads": 6, "embed_dim": 48})
-    both = limits_of(on_meta(), torch.device("cpu"), False, teacher=teacher)
+    both = limits_of(on_meta(), torch.device("cpu"), teacher=teacher)
     with pytest.raises(ConfigError, match=r"teacher_model.num_heads=6 .*; set it to 2"):
         both.multiple_of_packed_rows(64, max_ranks_per_row=4)
-    gemma = limits_of(on_meta(tiny.GEMMA2_MODEL), torch.device("cpu"), False)
+    gemma = limits_of(on_meta(tiny.GEMMA2_MODEL), torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"Gemma2Attention"):
         gemma.multiple_of_packed_rows(64, max_ranks_per_row=2)

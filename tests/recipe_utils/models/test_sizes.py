@@ -15,10 +15,10 @@ CPU = torch.device("cpu")
 
 def test_limits_of_samples_are_those_of_the_model():
     assert vocab_size_and_max_seq_len(on_meta()) == (tiny.VOCAB_SIZE, 64)
-    limits = limits_of(on_meta(), CPU, compiles=False)
+    limits = limits_of(on_meta(), CPU)
     assert (limits.vocab_size, limits.max_seq_len) == (tiny.VOCAB_SIZE, 64)
     assert limits.merges_rows
-    assert not limits_of(on_meta(tiny.GEMMA2_MODEL), CPU, False).merges_rows
+    assert not limits_of(on_meta(tiny.GEMMA2_MODEL), CPU).merges_rows
 
 
 def test_special_tokens_with_embeddings_of_their_own_belong_to_the_vocabulary():
@@ -35,11 +35,5 @@ def test_attention_costs_as_much_as_the_parameters_at_a_length_that_the_model_se
     expected = num_parameters / (2 * 32)
     assert equal_attention_length(model) == pytest.approx(expected)
     for device, overhead, slowness in (("cpu", 75, 3.6), ("cuda", 400, 2)):
-        limits = limits_of(model, torch.device(device), compiles=False)
+        limits = limits_of(model, torch.device(device))
         assert limits.cost == pytest.approx(MicrobatchCost(overhead, expected / slowness))
-
-
-@pytest.mark.parametrize(("compiles", "num_row_lengths"), [(False, None), (True, 1)])
-def test_packed_rows_on_a_cpu_have_one_length_where_layers_are_compiled(compiles, num_row_lengths):
-    (attention,) = limits_of(on_meta(), CPU, compiles).attentions
-    assert attention.num_row_lengths() == num_row_lengths

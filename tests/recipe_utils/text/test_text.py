@@ -223,11 +223,11 @@ def test_all_targets_are_in_the_microbatches_of_every_plan(name):
 
 
 @pytest.mark.parametrize(
-    ("num_row_lengths", "row_multiple", "allowed"),
-    [(1, None, {80}), (4, None, {20, 40, 60, 80}), (None, 16, range(0, 256, 16)), (3, 16, {32, 64, 96})],
+    ("kernel", "row_multiple", "allowed"),
+    [("flex", None, {20, 40, 60, 80}), ("varlen", 16, range(0, 256, 16)), ("flex", 16, {32, 64, 96})],
 )
-def test_packed_rows_have_the_lengths_of_the_model(num_row_lengths, row_multiple, allowed):
-    attention = PackedAttention(num_compiled_lengths=num_row_lengths)
+def test_packed_rows_have_the_lengths_of_the_model(kernel, row_multiple, allowed):
+    attention = PackedAttention(kernel)
     limits = {"attentions": (attention,), "row_multiple": row_multiple}
     made = microbatches("packed", **limits)
     lengths = {m.counts["positions"] for m in made}
@@ -236,9 +236,9 @@ def test_packed_rows_have_the_lengths_of_the_model(num_row_lengths, row_multiple
     assert all(sum(m.inputs["document_lengths"][0]) == m.counts["positions"] for m in made)
 
 
-@pytest.mark.parametrize(("num_row_lengths", "row_multiple"), [(None, 16), (4, None), (3, 16)])
-def test_rows_of_another_bound_have_at_most_so_many_positions_with_padding(num_row_lengths, row_multiple):
-    attention = PackedAttention(num_compiled_lengths=num_row_lengths)
+@pytest.mark.parametrize(("kernel", "row_multiple"), [("varlen", 16), ("flex", None), ("flex", 16)])
+def test_rows_of_another_bound_have_at_most_so_many_positions_with_padding(kernel, row_multiple):
+    attention = PackedAttention(kernel)
     collator = make_collator("packed", attentions=(attention,), row_multiple=row_multiple)
     for bound in range(64, 200):
         other = collator.with_budget(bound)

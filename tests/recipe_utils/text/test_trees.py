@@ -134,11 +134,11 @@ def test_counts_are_those_of_separate_sequences():
     assert tuple(counts) == ("target_tokens", "real_tokens", "positions", "shared_tokens")
 
 
-def test_a_dummy_is_one_token_and_a_cut_sample_several_microbatches():
+def test_a_dummy_is_one_token_with_padding_and_a_cut_sample_several_microbatches():
     collator = collator_of(max_tokens_per_microbatch=16)
     samples = [collator.prepare(each, "sample") for each in tiny.make_trees(20)]
     dummy = collator.dummy(samples[1])
-    assert dummy.inputs["tokens"].shape == (1, 1)
+    assert dummy.inputs["tokens"].shape == (1, 2)
     assert not dummy.counts
     assert len(dummy.targets.positions) == 0
     assert max(len(each["documents"]) for each in samples) > 1

@@ -8,12 +8,16 @@ import torch
 from forests import FOREST, sequences_of
 from torch import nn
 from torch.nn.attention import varlen as varlen_module
+from torch.nn.attention.flex_attention import flex_attention
 from torchtune.modules import RMSNorm
 
 from recipe_utils.compiler import configure_compiler
+from recipe_utils.models.attention import document_mask
 from recipe_utils.models.attention.block_mask import block_mask
 from recipe_utils.models.attention.document_mask import attend_within_documents, compile_flex_attention
 from recipe_utils.models.attention.packed_attention import self_attentions
+from recipe_utils.models.parallelize import apply_compile
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.text.documents import Documents, length_of, tree
 
@@ -171,18 +175,23 @@ def backend():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", [CPU, CUDA], ids=["by_document", "varlen"])
-def test_compiled_layers_are_not_compiled_again_for_other_documents(device, backend, flash_attention_on_a_cpu):
-    model = make(device=device)
-    for layer in model.layers:
-        layer.compile(backend=backend)
+@pytest.mark.parametrize("kernel", ["by_document", "varlen", "flex"])
+def test_compiled_layers_are_not_compiled_again_for_other_documents_and_lengths(
+    kernel, backend, monkeypatch, flash_attention_on_a_cpu, flex_attention_on_a_cpu
+):
+    """The first row is as long as the model is wide."""
+    monkeypatch.setattr(document_mask, "compile_flex_attention", lambda: torch.compiler.disable(flex_attention))
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **options: compile_(call, **{**options, "backend": backend}))
+    model = make(kernel=kernel, device=CUDA)
+    apply_compile(model, ModelSettings(compile=True))
     with tiny.float64_throughout():
-        model(**row_of(PLAIN))
+        model(**row_of([20, 12]))
         num_compilations = len(backend.graphs)
         assert num_compilations > 0
-        for lengths in ([20, 5], [9, 9, 7], [25]):
+        for lengths in ([9, 9, 14], [25], [128], [3, 60, 65], [2]):
             row = row_of(lengths)
-            torch.testing.assert_close(model(**row), make(device=device)(**row))
+            torch.testing.assert_close(model(**row), make()(**row))
     assert len(backend.graphs) == num_compilations
 
 

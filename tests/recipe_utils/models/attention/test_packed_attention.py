@@ -14,6 +14,7 @@ from recipe_utils.models.attention.packed_attention import attention_of, missing
 from recipe_utils.models.settings import ModelSettings, model_on_ranks
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.settings.problems import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -71,16 +72,18 @@ def test_other_attention_than_torchtune_s_is_named():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "compiles", "num_row_lengths", "of_trees"),
-    [("varlen", False, None, 4), ("varlen", True, 4, 4), ("flex", False, 4, 4), ("by_document", False, None, None)],
+    ("kernel", "num_row_lengths", "of_trees"), [("varlen", None, 4), ("flex", 4, 4), ("by_document", None, None)]
 )
-def test_rows_have_few_lengths_where_each_is_compiled_for(kernel, compiles, num_row_lengths, of_trees, with_triton):
+def test_rows_have_few_lengths_where_each_is_compiled_for(kernel, num_row_lengths, of_trees, with_triton):
     model = on_meta(dtype="bf16", packed_attention=kernel)
-    attention = attention_of(model, CUDA, compiles)
+    attention = attention_of(model, CUDA)
     assert attention.num_row_lengths() == num_row_lengths
     assert attention.num_row_lengths(has_trees=True) == of_trees
-    assert limits_of(model, CUDA, compiles).row_multiple == 128
-    assert limits_of(on_meta(), CPU, False).row_multiple is None
+    assert limits_of(model, CUDA).row_multiple == 128
+    assert limits_of(on_meta(), CPU).row_multiple is None
+    if num_row_lengths is not None:
+        with pytest.raises(ConfigError, match=r"without max_tokens_per_microbatch or .* which flex attention needs"):
+            limits_of(model, CUDA).multiple_of_packed_rows(None)
 
 
 def test_a_teacher_in_fp32_beside_a_student_in_bf16_has_rows_of_few_lengths(monkeypatch):
@@ -89,7 +92,7 @@ def test_a_teacher_in_fp32_beside_a_student_in_bf16_has_rows_of_few_lengths(monk
     student = on_meta(dtype="bf16")
     for teacher, multiple in ((None, 128), ("bf16", 128), ("fp32", 2048)):
         teacher = teacher and on_meta(sizes, dtype=teacher)
-        assert limits_of(student, CUDA, False, teacher=teacher).multiple_of_packed_rows(8192) == multiple
+        assert limits_of(student, CUDA, teacher=teacher).multiple_of_packed_rows(8192) == multiple
 
 
 def test_what_triton_needs_is_named(monkeypatch, tmp_path):
@@ -116,7 +119,7 @@ def test_packing_is_refused_before_weights_load_where_triton_lacks_something(mon
     flex = attention_of(on_meta(), CUDA).refused["packed"]
     assert flex.startswith("packed_attention=null: FlashAttention does not compute in float32, and")
     assert flex.endswith("set packed_attention=by_document")
-    varlen = limits_of(on_meta(dtype="bf16"), CUDA, False)
+    varlen = limits_of(on_meta(dtype="bf16"), CUDA)
     assert varlen.multiple_of_packed_rows(1000) == 128
     assert varlen.multiple_of_packed_rows(1000, ("prefix_sharing=True", "")) == 128
     assert varlen.attentions[0].kernel_of_trees == "by_document"

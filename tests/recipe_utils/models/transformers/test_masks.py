@@ -210,8 +210,8 @@ def test_rows_may_be_longer_than_the_positions_of_mpt():
 
 
 def test_modules_that_run_by_document_take_one_row(tmp_path):
-    """Rows of a packed dataset are merged for them, also in compiled models."""
+    """Rows of a packed dataset are merged for them."""
     save_tiny(tmp_path, "lfm2")
     with torch.device("meta"):
-        limits = limits_of(causal_lm(str(tmp_path)), CPU, compiles=True)
+        limits = limits_of(causal_lm(str(tmp_path)), CPU)
     assert limits.merges_rows

@@ -186,7 +186,7 @@ def test_rows_as_long_as_the_model_is_wide_are_cut_along_their_positions():
 def test_rows_over_ranks_are_refused_where_they_are_not_proved(model_type, problem, tmp_path):
     save_tiny(tmp_path, model_type)
     with torch.device("meta"):
-        limits = limits_of(causal_lm(str(tmp_path)), torch.device("cpu"), False)
+        limits = limits_of(causal_lm(str(tmp_path)), torch.device("cpu"))
     with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
         limits.multiple_of_packed_rows(64, ("prefix_sharing=True", "set prefix_sharing=False"), 2)
 
