@@ -9,6 +9,7 @@ import re
 
 import pytest
 import tiny
+import torch
 from big_batch_of_views import HEAD, step_of_16
 from omegaconf import OmegaConf
 from recipe_runs import DINO, DPO, KD, SFT, recipe_class, refusal, run_recipe
@@ -17,6 +18,7 @@ from torchtune.training import FullModelTorchTuneCheckpointer
 from recipe_utils.dinov3.checkpoint import DINOv3Checkpointer
 from recipe_utils.settings.problems import ConfigError
 
+NO_DEVICE = "xpu" if torch.cuda.is_available() else "cuda"
 COSINE = "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 LORA = "lora_finetune_update_step"
 GEMMA2 = json.dumps(tiny.GEMMA2_MODEL)
@@ -39,7 +41,7 @@ REFUSED = {
     # ---- Fine-tuning
     (SFT, "batchsize=3"): "batchsize: this recipe has no such key; did you mean batch_size",
     (SFT, "datasets=[]"): "datasets: this recipe has no such key; did you mean dataset",
-    (SFT, "device=cuda"): "device=cuda",
+    (SFT, f"device={NO_DEVICE}"): f"device={NO_DEVICE}",
     (SFT, "batch_size=null"): "batch_size=null: it must be int >= 1; leave it out for 1",
     (SFT, "global_batch_size=7"): r"=7: batch_size=2 \* gradient_accumulation_steps=2 \* 1 data-parallel ranks = 4",
     (SFT, "global_batch_size=8"): r"batch_size=2 \* gradient_accumulation_steps=2 \* 1 data-parallel ranks = 4",
