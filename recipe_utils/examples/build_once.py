@@ -8,8 +8,8 @@ from typing import Any
 from filelock import FileLock, SoftFileLock
 from torchtune.utils import get_logger
 
-WEIGHTS = re.compile(r"[^.].*\.(safetensors|bin|pth?|gguf|index\.json)")
-"""Names of files of weights and of their indices."""
+WEIGHTS = re.compile(r"(?!model\.safetensors$)[^.].*\.(safetensors|bin|pth?|gguf|index\.json)")
+"""Names of files of weights and of their indices, other than that of fresh weights."""
 _log = get_logger("INFO")
 
 

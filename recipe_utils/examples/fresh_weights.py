@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,9 @@ def fresh_llama_checkpointer(
         write_atomically(weights, save(tensors, metadata))
 
     def is_of_another_model(file: Path) -> bool:
-        if file.name != "config.json":
-            return file != weights and WEIGHTS.fullmatch(file.name) is not None
-        try:  # a build that was killed leaves one, perhaps of other sizes
-            return json.loads(file.read_text()).keys() != hf_config.keys()
-        except (AttributeError, ValueError):
-            return True
+        if file.name == "config.json":  # a build that was killed leaves one, perhaps of other sizes
+            return re.findall(r'^  "(\w+)":', file.read_text(errors="replace"), re.MULTILINE) != [*hf_config]
+        return WEIGHTS.fullmatch(file.name) is not None
 
     build_once(weights, build, made_from, lambda: _recorded(weights), is_of_another_model)
     return FullModelHFCheckpointer(

@@ -88,8 +88,7 @@ def docstring_tokenizer(
         copied_from: file of another model's tokenizer, which is copied instead of trained.
 
     Raises:
-        ValueError: there is no tokenizer to read or copy, and no text to train one on, or the folder has files of
-            another model.
+        ValueError: there is no tokenizer to read or copy and no text, or another model is in the folder.
     """
     file = Path(path)
     record = file.with_name(f".{file.name}.made_from.json")
@@ -125,12 +124,8 @@ def docstring_tokenizer(
             write_atomically(file.with_name(name), content)
         write_atomically(file, tiktoken)
 
-    def is_of_another_model(other: Path) -> bool:
-        # Fresh weights are in model.safetensors.
-        has_weights = other.name != "model.safetensors" and WEIGHTS.fullmatch(other.name) is not None
-        return not record.exists() and (has_weights or other.name in _BESIDE)
-
-    build_once(file, build, made_from, recorded, is_of_another_model)
+    is_other = lambda other: other.name in _BESIDE or WEIGHTS.fullmatch(other.name)  # noqa: E731
+    build_once(file, build, made_from, recorded, lambda other: not record.exists() and bool(is_other(other)))
     # tiktoken's cache would return the previous file of this path.
     os.environ["TIKTOKEN_CACHE_DIR"] = ""
     special_tokens = json.loads(special_tokens_file.read_text())

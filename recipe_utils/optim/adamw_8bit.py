@@ -70,8 +70,8 @@ class AdamW8bit(Optimizer):
                 update = _compiled() if shard.is_cuda and shard.numel() else _update
                 tables = tuple(_table(is_signed, shard.device) for is_signed in (True, False))
                 *others, last = _pieces(flat, grad.contiguous(), *moments)
+                numbers = (lr, *group["betas"], group["eps"], decay)
                 for counter, piece in (*((step.clone(), piece) for piece in others), (step, last)):
-                    numbers = (lr, *group["betas"], group["eps"], decay)
                     update(getattr(self, "found_inf", None), numbers, tables, counter, *piece)
                 if flat is not shard:
                     shard.copy_(flat)

@@ -44,10 +44,9 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     """Wraps the ``main`` of a recipe; replaces torchtune's ``config.parse``.
 
     The command line is torchtune's; ``~KEY`` also removes components, ``dataset.0.weight=0.4`` sets a
-    key of an entry of a list, and ``dataset={_component_: my.data, path: x}`` a component. One rank
-    prints user errors once, last and without a traceback; each rank that lost another one prints a
-    line. The exit code is 2 for errors in the config or a checkpoint, so that the launcher does not
-    retry; otherwise 1 or 3.
+    key of an entry of a list, and ``dataset={_component_: my.data, path: x}`` a component. One rank prints user errors
+    once, last and without a traceback; each rank that lost another one prints a line. The exit code is 2 for errors in
+    the config or a checkpoint, so that the launcher does not retry; otherwise 1 or 3.
     """
 
     @wraps(recipe_main)
@@ -113,10 +112,9 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 
 
 def _exit(code: str | int | None) -> NoReturn:
-    """Exits as ``sys.exit``; a rank of the launcher does so without Python's finalization.
+    """Exits as ``sys.exit``, and a rank of the launcher without Python's finalization.
 
-    Threads of gloo outlive their groups, and one that frees its last tensor then is ended by Python, at which C++
-    aborts ("terminate called without an active exception").
+    It would end a thread of gloo that still frees a tensor, at which C++ aborts the process.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(code, str):
         threading._shutdown()  # type: ignore[attr-defined]
