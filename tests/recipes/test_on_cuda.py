@@ -9,8 +9,10 @@ from itertools import islice
 import pytest
 import torch
 from live_meter import LiveMeter
+from omegaconf import OmegaConf
 
-from recipe_utils.benchmark.gpu import Stage, random_recipe
+from recipe_utils.benchmark.baselines.update_step import make_recipe
+from recipe_utils.cli.registry import config_path
 from recipe_utils.training.parts.meter import METERS
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -18,17 +20,41 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize("device", ["cpu", pytest
 BATCH = {"batch_size": 2, "gradient_accumulation_steps": 2}
 
 
+def random_recipe(stage, name, changes):
+    """Returns the fine-tuning recipe with random weights and samples, and its config; ``stage``: device and folder."""
+    device, folder = stage
+    sizes = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64, "intermediate_dim": 128}
+    model = {"_component_": "torchtune.models.llama3_2.llama3_2", "vocab_size": 512, "max_seq_len": 256, **sizes}
+    cfg = OmegaConf.load(config_path("llama3_2/1B_full_update_step"))
+    cfg.pop("checkpoint_dir", None)
+    keys = {
+        "model": {**model, "rope_base": 500_000, "scale_factor": 1},
+        "tokenizer": {"_component_": "types.SimpleNamespace", "pad_id": 0, "max_seq_len": 32},
+        "dataset": {"_component_": "recipe_utils.benchmark.random_texts.random_texts", "median": 90},
+        "checkpointer": {"_component_": "recipe_utils.check_gradient.RandomWeights", "model": "${model}", "seed": 0},
+        "output_dir": str(folder / name),
+        "device": device,
+        "num_workers": 0,
+        "save_every_n_minutes": None,
+        **changes,
+    }
+    keys["dataset"] |= {"vocab_size": 512, "num_samples": 64}
+    for key, value in keys.items():
+        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+    return make_recipe("full_finetune_update_step", cfg), cfg
+
+
 def trained_losses(stage, name, **keys):
     recipe, cfg = random_recipe(stage, name, {"dtype": "fp32", "weights_dtype": None, **BATCH, **keys})
     with recipe.run:
         recipe.setup(cfg)
         recipe.train()
-    lines = (stage.scratch / name / "logs" / "metrics.jsonl").read_text().splitlines()
+    lines = (stage[1] / name / "logs" / "metrics.jsonl").read_text().splitlines()
     return [metrics["loss"] for metrics in map(json.loads, lines) if "loss" in metrics]
 
 
 def test_a_warm_update_step_never_waits_for_the_device(device, tmp_path):
-    recipe, cfg = random_recipe(Stage(torch.device(device), True, tmp_path), "waits", BATCH)
+    recipe, cfg = random_recipe((device, tmp_path), "waits", BATCH)
     waits = []
 
     def keep(message, *_, **__):
@@ -60,7 +86,7 @@ def test_a_warm_update_step_never_waits_for_the_device(device, tmp_path):
 def test_a_budget_that_is_found_has_the_losses_of_a_fixed_one(device, tmp_path, monkeypatch):
     if device == "cpu":
         monkeypatch.setitem(METERS, "cpu", lambda _: LiveMeter(2**40))
-    stage = Stage(torch.device(device), True, tmp_path)
+    stage = (device, tmp_path)
     keys = {"microbatching": "packed", "max_steps_per_epoch": 12}
     expected = trained_losses(stage, "fixed", max_tokens_per_microbatch=256, **keys)
     found = trained_losses(stage, "auto", max_tokens_per_microbatch="auto", **keys)
@@ -68,7 +94,7 @@ def test_a_budget_that_is_found_has_the_losses_of_a_fixed_one(device, tmp_path, 
 
 
 def test_a_resumed_run_has_bitwise_the_same_losses(device, tmp_path):
-    stage = Stage(torch.device(device), True, tmp_path)
+    stage = (device, tmp_path)
     keys = {"max_steps_per_epoch": 4, "save_every_n_steps": 2, "keep_last_n_checkpoints": None}
     whole = trained_losses(stage, "whole", **keys)
     shutil.copytree(tmp_path / "whole" / "step_2", tmp_path / "resumed" / "step_2")

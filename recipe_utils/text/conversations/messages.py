@@ -159,6 +159,7 @@ def _calls(given: Any) -> list[dict[str, Any]]:
             raise SampleError(f"tool_calls: its {', '.join(sorted(unknown))} would be lost; write {CALL}")
         others = {key: value for key, value in call.items() if value not in EMPTY and key not in Call.names()}
         if "function" in call:
+            others.setdefault("type", "function")  # DeepSeek-V3's template reads it
             function = {**function, "arguments": arguments}
         else:
             others = {"type": "function", **({"id": call["id"]} if "id" in others else {})}

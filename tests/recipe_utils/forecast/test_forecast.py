@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
-from recipe_utils.benchmark.gpu import decoder_flops
+from recipe_utils.benchmark.flops import decoder_flops
 from recipe_utils.cli.registry import RECIPES
 from recipe_utils.forecast import __main__ as forecast
 from recipe_utils.forecast import fake_step
