@@ -16,7 +16,7 @@ from recipe_utils.preference.rows import SIDES, read_pair
 from recipe_utils.text.conversations.datasets import tokenize_texts
 from recipe_utils.text.conversations.messages import Conversation, content_as_text
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.rows import Texts, name_unread
+from recipe_utils.text.conversations.rows import Texts, name_unread, name_unread_of_first
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.text.torchtune_messages import lost_keys
 from recipe_utils.update_steps.samples import SampleError
@@ -43,6 +43,7 @@ class PairDataset(Dataset[dict[str, Any]]):
     ) -> None:
         self._tokenizer, self._rows = tokenizer, PathRows(path, split, validation_fraction)
         self.content_hash = self._rows.content_hash
+        name_unread_of_first(self, self._rows, lambda index: _unread(self._read(index)))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -50,14 +51,17 @@ class PairDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns a pair as torchtune's preference datasets; a SampleError names the row."""
         with self._rows.naming(index):
-            row = read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()))
+            row = self._read(index)
             tokenized = tokenize_texts(self._tokenizer, row) if isinstance(row, Texts) else self._of_messages(row)
-        name_unread(self, f"{self._rows.path}", row.unread if isinstance(row, Texts) else row[0].unread)
+        name_unread(self, f"{self._rows.path}", _unread(row))
         sample = {}
         for side, (tokens, mask) in zip(SIDES, tokenized, strict=True):
             sample[f"{side}_input_ids"] = tokens
             sample[f"{side}_labels"] = np.where(mask, CROSS_ENTROPY_IGNORE_IDX, tokens).tolist()
         return sample
+
+    def _read(self, index: int) -> tuple[Conversation, Conversation] | Texts:
+        return read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()))
 
     def _of_messages(self, sides: Sequence[Conversation]) -> list[tuple[list[int], Any]]:
         tokenized = []
@@ -75,6 +79,10 @@ class PairDataset(Dataset[dict[str, Any]]):
         if side.tools:
             raise SampleError("torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer")
         return self._tokenizer.tokenize_messages([*map(_torchtune_message, side.chat, side.weights)])
+
+
+def _unread(row: tuple[Conversation, Conversation] | Texts) -> list[str]:
+    return row.unread if isinstance(row, Texts) else row[0].unread
 
 
 def _torchtune_message(message: Mapping[str, Any], weight: float) -> Message:

@@ -16,7 +16,7 @@ from torchtune.utils import get_logger, log_rank_zero
 from recipe_utils.text.conversations.files import temporary_file
 from recipe_utils.text.conversations.messages import Conversation
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.rows import Texts, conversation_of, name_unread
+from recipe_utils.text.conversations.rows import Texts, conversation_of, name_unread, name_unread_of_first
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.update_steps.samples import SampleError
@@ -58,6 +58,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         self._tokenizer = tokenizer
         self._rows = rows = PathRows(path, split, validation_fraction)
         self.content_hash = rows.content_hash
+        name_unread_of_first(self, rows, self._unread_of)
         # Row, and number of messages, of each sample.
         self._turns: tuple[array[int], array[int]] | None = None
         if split_turns is True:
@@ -86,6 +87,12 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             sample = self._of_texts(row) if isinstance(row, Texts) else self._of_messages(row, end)
         name_unread(self, f"{self._rows.path}", row.unread)
         return sample
+
+    def _unread_of(self, index: int) -> list[str]:
+        row = self._read(index)
+        if index == 0 and isinstance(row, Conversation):
+            self._tokenizer.tokenize(row)  # finds the keys of turns that the template does not print
+        return row.unread
 
     def _read(self, index: int) -> Conversation | Texts:
         return conversation_of(self._rows[index], self._tokenizer.template_variables)

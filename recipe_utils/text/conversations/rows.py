@@ -5,13 +5,15 @@ the user, "Add.\n2, 2", and one of the assistant, which is trained. {"prompt": "
 conversation of ``messages``, if that contains the prompt.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools, read_turns
+from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.schema import Row, parsed, shown
 from recipe_utils.update_steps.samples import SampleError
 
@@ -133,8 +135,17 @@ def check_repeated(
                 raise SampleError(f"{key}={shown(turn.get('content'))}: {text}")
 
 
+def name_unread_of_first(dataset: Any, rows: PathRows, unread_of: Callable[[int], Iterable[str]]) -> None:
+    """Logs in one line the keys that ``dataset`` does not read of up to 128 rows, from all over its files."""
+    keys: list[str] = []
+    for index in range(0, len(rows), max(len(rows) // 64, 1)):
+        with suppress(Exception):  # any: raised again with the sample
+            keys += unread_of(index)
+    name_unread(dataset, f"{rows.path}", keys)
+
+
 def name_unread(dataset: Any, name: str, keys: Iterable[str]) -> None:
-    """Logs the keys of a row that ``dataset`` does not read, each once."""
+    """Logs the keys of a row that ``dataset`` does not read, each once for all its shallow copies."""
     named: set[str] = dataset.__dict__.setdefault("_named", set())
     if unread := [key for key in dict.fromkeys(keys) if key not in named]:
         named.update(unread)

@@ -256,6 +256,7 @@ def test_turns_between_equal_texts_start_and_end_as_if_each_was_rendered(templat
 def test_each_turn_of_a_long_conversation_is_rendered_about_once_and_tokenized_twice(tmp_path):
     tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": LONG}))
+    shared, whole = (conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), each) for each in ("shared", False))
     template, inner, num = tokenizer._template, tokenizer.tokenizer, [0, 0, 0]
     functions = tokenizer._encoded, template._render, inner.apply_chat_template
 
@@ -267,12 +268,12 @@ def test_each_turn_of_a_long_conversation_is_rendered_about_once_and_tokenized_t
     tokenizer._encoded, template._render, inner.apply_chat_template = (
         partial(counted, which, function) for which, function in enumerate(functions)
     )
-    conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), "shared")[0]
+    shared[0]
     assert num[0] <= 2 * num_characters  # in the whole, and at the end
     assert num[1] <= 24 + 2 + 8  # each turn; marks, of all and of one; prompts of the 1st, 2nd, 4th, ... turn
     assert num[2] == 0  # a conversation of roles and texts alone needs no copy
     num[:] = 0, 0, 0
-    conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"))[0]
+    whole[0]
     assert num[0] == num_characters
     assert num[1] <= 2 + 2 * 7
     assert num[2] == 0
