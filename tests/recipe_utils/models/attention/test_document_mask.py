@@ -183,7 +183,8 @@ def test_compiled_layers_are_not_compiled_again_for_other_documents_and_lengths(
     monkeypatch.setattr(document_mask, "compile_flex_attention", lambda: torch.compiler.disable(flex_attention))
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **options: compile_(call, **{**options, "backend": backend}))
-    model = make(kernel=kernel, device=CUDA)
+    long = {**tiny.MODEL, "max_seq_len": 128}
+    model = make(long, kernel=kernel, device=CUDA, max_row_length=128)
     apply_compile(model, ModelSettings(compile=True))
     with tiny.float64_throughout():
         model(**row_of([20, 12]))
@@ -191,7 +192,7 @@ def test_compiled_layers_are_not_compiled_again_for_other_documents_and_lengths(
         assert num_compilations > 0
         for lengths in ([9, 9, 14], [25], [128], [3, 60, 65], [2]):
             row = row_of(lengths)
-            torch.testing.assert_close(model(**row), make()(**row))
+            torch.testing.assert_close(model(**row), make(long, max_row_length=128)(**row))
     assert len(backend.graphs) == num_compilations
 
 
