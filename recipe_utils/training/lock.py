@@ -69,12 +69,14 @@ def lock_folder(settings: RunSettings, ranks: Ranks, log: Log) -> Iterator[None]
                 problem = f"another run writes to it ({error}); wait for its end, stop it, or set another folder"
             except OSError as error:  # no reason not to train
                 log.warn(f"output_dir={folder}: it cannot be locked ({error}); run one at a time")
-        problem, name = gather_objects((problem, name), ranks.cpu_group)[0]
+        problem, name, first_host = gather_objects((problem, name, host), ranks.cpu_group)[0]
         hosts = gather_objects(None if problem or _appears(folder / name) else host, ranks.cpu_group)
         shutil.rmtree(folder / name, ignore_errors=True)
         if lost := [f"rank {rank} ({host})" for rank, host in enumerate(hosts) if host]:
             lost_ranks = f"{', '.join(lost[:3])}{', ...' * (len(lost) > 3)}"
-            problem = f"{lost_ranks} cannot find what rank 0 ({host}) writes; set it to a folder that all nodes share"
+            problem = (
+                f"{lost_ranks} cannot find what rank 0 ({first_host}) writes; set it to a folder that all nodes share"
+            )
         if problem is not None:
             raise ConfigError(f"output_dir={folder}: {problem}")
         yield
