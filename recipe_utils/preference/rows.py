@@ -18,7 +18,7 @@ from recipe_utils.text.conversations.rows import (
     read_row,
     turns_before,
     turns_of,
-)  # fmt: skip
+)
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.update_steps.samples import SampleError
 

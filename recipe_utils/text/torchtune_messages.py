@@ -17,7 +17,7 @@ from recipe_utils.text.conversations.rows import (
     name_unread,
     read_row,
     turns_before,
-)  # fmt: skip
+)
 from recipe_utils.text.conversations.schema import CALLS, MEDIA, ROLES, THINKING, Turn
 from recipe_utils.update_steps.samples import SampleError
 

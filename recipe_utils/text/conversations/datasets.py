@@ -116,7 +116,8 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         tokens, owners = self._tokenizer.tokenize(row)
         sample = {"tokens": tokens.tolist(), "labels": np.where(owners < 0, CROSS_ENTROPY_IGNORE_IDX, tokens).tolist()}
         if any(is_fraction[: len(row.chat)]):
-            sample["weights"] = np.array([*row.weights, 1.0])[owners]
+            # A turn of weight 0 is trained only by tokenizer.train_on_last, which disregards it; -1 is no target.
+            sample["weights"] = np.array([*(weight or 1.0 for weight in row.weights), 1.0])[owners]
         return sample
 
 

@@ -36,6 +36,8 @@ def read_turns(turns: Any) -> tuple[Chat, list[float]]:
     turns = parsed(turns)
     if not isinstance(turns, list | tuple) or not all(isinstance(turn, Mapping | Message) for turn in turns):
         raise SampleError(f"its messages are no list of objects with role and content: {shown(turns)}")
+    if not turns:
+        raise SampleError("its messages are empty; remove the line")
     chat: Chat = []
     weights = []
     for turn in turns:

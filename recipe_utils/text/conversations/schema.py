@@ -24,8 +24,9 @@ CONTENT = {
 }  # fmt: skip
 """Keys of a turn whose content would be lost if the template does not print them."""
 ROLES = {
-    "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool", "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant",
-    "bard": "assistant", "bing": "assistant", "ai": "assistant", "bot": "assistant", "model": "assistant",
+    "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
+    "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant",
+    "bing": "assistant", "ai": "assistant", "bot": "assistant", "model": "assistant",
     "observation": "tool", "function_response": "tool", "tool_response": "tool", "function": "tool", "ipython": "tool",
 }  # fmt: skip
 """Names of roles in files, ``role`` or ``from``, and what chat templates call them."""

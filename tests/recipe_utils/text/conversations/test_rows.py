@@ -133,6 +133,15 @@ def test_marks_of_what_trains_are_weights(mark, trains, read):
     assert read(row)[1] == ["It is 4.<|im_end|>"] * trains + ["6<|im_end|>"]
 
 
+def test_the_last_turn_alone_weighs_1_whatever_its_weight(tmp_path, write):
+    """Of ``train_on_last``; the weight of an earlier turn, which is not trained, changes nothing."""
+    tokenizer = tokenizer_of(tmp_path / "folder", CHATML, train_on_last=True)
+    last = {**say("assistant", "6"), "weight": 0}
+    (sample,) = conversation_dataset(tokenizer, write({"messages": [USER, {**YES, "weight": 0.5}, USER, last]}))
+    assert targets(tokenizer, sample) == ["6<|im_end|>"]
+    assert {weight for weight, label in zip(sample["weights"], sample["labels"], strict=True) if label != -100} == {1.0}
+
+
 @pytest.mark.parametrize(
     "row", [{"prompt": "2 + 2? ", "completion": "It is 4."}, {"prompt": "2 + 2?\n", "completion": "4"}]
 )
@@ -171,6 +180,7 @@ def test_a_prompt_and_a_completion_of_texts_are_trained_as_they_are(row, split_t
         ({"chosen": [USER, YES], "rejected": [USER, NO]}, "is a pair; set dataset to a recipe_utils.preference.pair_dataset"),
         ({"text": "abc"}, "is a text; set dataset to a recipe_utils.text.text_pieces_dataset"),
         ({"problem": "2 + 2?", "solution": "4"}, r"it has no messages \(its keys: problem, solution\)"),
+        ({"messages": "[]"}, "its messages are empty; remove the line"),
         ({"messages": [USER, YES], "system": ["a"]}, r"system=\['a'\]: Input should be a valid string"),
     ],
 )  # fmt: skip
