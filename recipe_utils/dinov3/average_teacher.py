@@ -116,7 +116,7 @@ class AverageTeacher:
             crops = [TeacherHidden(rows, dino, bias) for rows, bias in zip(crop_rows, crop_biases, strict=True)]
             patches = [TeacherHidden(rows, ibot, bias) for rows, bias in zip(patch_rows, patch_biases, strict=True)]
             microbatches = [
-                microbatch.with_teacher(TeacherViews(crops[i], patches[i], anchors.get(i), koleo.get(i)))
+                microbatch.with_outputs(teacher=TeacherViews(crops[i], patches[i], anchors.get(i), koleo.get(i)))
                 for i, microbatch in enumerate(step.microbatches)
             ]
             yield microbatches, num_used * self._ranks.dims.pp

@@ -193,7 +193,7 @@ class SelfDistillationLoss:
         states = hidden.flatten(0, 1)
         cls = states.index_select(0, targets.cls_positions)
         cls_of_global = cls[: 2 * num_images].unflatten(0, (num_images, 2))
-        teacher: TeacherViews | None = targets.teacher
+        teacher: TeacherViews | None = targets.outputs.get("teacher")
         if teacher is None:
             return cls_of_global
 

@@ -183,7 +183,7 @@ class LinearDistillationLoss(ChunkedLoss):
         """
         hidden, labels = self.at_targets(hidden, targets)
         by_target = self.new_losses(hidden)
-        sums = self.sum_rows(output, hidden, labels, targets.teacher, None, backward_in_parts, by_target)
+        sums = self.sum_rows(output, hidden, labels, targets.outputs["teacher"], None, backward_in_parts, by_target)
         self.record_losses(by_target, targets)
         return sums
 

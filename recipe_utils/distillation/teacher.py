@@ -192,7 +192,7 @@ class Teacher:
         # The loss projects hidden states, so the output layer stays gathered in the update step.
         with self._model.output_layer() as layer:
             yield [
-                m.with_teacher(TeacherHidden(outputs[index], layer)) if index in outputs else m
+                m.with_outputs(teacher=TeacherHidden(outputs[index], layer)) if index in outputs else m
                 for index, m in enumerate(step.microbatches)
             ]
 

@@ -148,12 +148,13 @@ class FakeTraining:
 
     def _update(self, microbatches: list[Microbatch], held: ExitStack) -> None:
         if self._frozen is not None:
-            outputs: Any = self._frozen.outputs(microbatches).values()
+            name, outputs = "reference", [*self._frozen.outputs(microbatches).values()]
             if self._has_teacher:
+                name = "teacher"
                 layer = held.enter_context(self._frozen.output_layer())
                 outputs = [TeacherHidden(hidden, layer) for hidden in outputs]
             pairs = zip(microbatches, outputs, strict=True)
-            microbatches = [microbatch.with_teacher(output) for microbatch, output in pairs]
+            microbatches = [microbatch.with_outputs(**{name: output}) for microbatch, output in pairs]
         for microbatch, is_last in mark_last(microbatches):
             with gradient_sync(self._model, is_last, self.settings.gradient_sync):
                 sums = self._model(**microbatch.inputs, targets=microbatch.targets)

@@ -5,6 +5,7 @@ Shapes: n target tokens of a microbatch, d model width, v vocabulary size.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -60,7 +61,7 @@ class FrozenModel:
 
         Microbatches are on the CPU, equally many on all ranks.
         """
-        plain = [microbatch.with_teacher(None) for microbatch in microbatches]
+        plain = [replace(m, targets=m.targets._replace(outputs={})) for m in microbatches]
         with self._during_forward():
             if self._pipeline is not None:
                 return self._pipeline.outputs(plain)

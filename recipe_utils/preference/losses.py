@@ -147,7 +147,7 @@ class PreferenceLoss(nn.Module):
         """
         assert targets.pairs is not None
         policy = sums_of_answers(self.log_probs(output, hidden, targets, backward_in_parts), targets.pairs)
-        reference = targets.teacher
+        reference = targets.outputs.get("reference")
         if not getattr(self.loss_fn, "needs_reference", True):
             reference = torch.zeros_like(policy)
         if reference is None:

@@ -217,7 +217,7 @@ class Reference:
                 log_probs = {index: both.pin_memory() for index, both in log_probs.items()}
         elif self._model is not None:
             log_probs = self._checked_outputs(self._model, microbatches)
-        yield [m.with_teacher(log_probs.get(index)) for index, m in enumerate(microbatches)]
+        yield [m.with_outputs(reference=log_probs.get(index)) for index, m in enumerate(microbatches)]
 
     def _checked_outputs(self, model: FrozenModel, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
         """Returns log-probabilities [2, p] by index; empty on ranks without the last stage.

@@ -21,8 +21,8 @@ class Targets(NamedTuple):
     """[b, s]: the label of the *next* position, ``ignore_index`` where there is no target."""
     positions: Tensor
     """[n]: indices of the targets in the flattened [b * s] positions, ascending; from the CPU, so that n is known."""
-    teacher: Any = None
-    """Outputs of a frozen model (teacher or reference) at these targets: tensors in any nesting."""
+    outputs: Mapping[str, Any] = {}
+    """Outputs of a pass before the pass at these targets, by its name: tensors in any nesting."""
     pairs: Any = None
     """Answers of pairs (:class:`recipe_utils.preference.log_probs.Pairs`), which have their targets."""
     samples: Tensor | None = None
@@ -48,9 +48,9 @@ class Microbatch:
         pinned: Microbatch = tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), self)
         return pinned
 
-    def with_teacher(self, outputs: Any) -> "Microbatch":
-        """Returns the microbatch with outputs of a frozen model at its targets."""
-        return replace(self, targets=self.targets._replace(teacher=outputs))
+    def with_outputs(self, **outputs: Any) -> "Microbatch":
+        """Returns the microbatch with further outputs of passes before its own, such as ``teacher``."""
+        return replace(self, targets=self.targets._replace(outputs={**self.targets.outputs, **outputs}))
 
 
 # PyTorch's tree functions copy it as part of larger structures.

@@ -8,7 +8,7 @@ Shapes: g images, each with 2 global and L local crops of c channels; patches ar
 global crop has G tokens: 1 class token, R registers and P patches, row by row; a local one l.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -42,7 +42,7 @@ class ViewTargets(NamedTuple):
     """[m] float64: 1 over the number of masked patches of the crop."""
     koleo_groups: Tensor = _NONE
     """[g] int64: groups of the images, from 0 in the microbatch, ascending."""
-    teacher: Any = None
+    outputs: Mapping[str, Any] = {}
     """Teacher outputs: nested tensors."""
 
 

@@ -84,7 +84,7 @@ def case(targets=None, **weights):
         outputs = views_of(targets, teacher, torch.randn(1, NUM_TOKENS, DIM))
     loss = SelfDistillationLoss(ObjectiveSettings(**{**ALL, **weights}))
     loss.divergence.teacher_temperature = 0.07
-    return loss, student, states.requires_grad_(), targets._replace(teacher=outputs)
+    return loss, student, states.requires_grad_(), targets._replace(outputs={"teacher": outputs})
 
 
 def sums(loss, student, states, targets):
@@ -121,7 +121,7 @@ def test_a_dummy_is_zero_with_a_graph_for_every_weight(two_passes):
     loss, student, states, targets = case(targets_of(num_images=0, masked=()))
     if two_passes:
         koleo = torch.zeros(0, 2, DIM), torch.tensor(0.3)
-        targets = targets._replace(teacher=targets.teacher._replace(koleo=koleo))
+        targets = targets._replace(outputs={"teacher": targets.outputs["teacher"]._replace(koleo=koleo)})
     found = loss(student, states, targets)
     assert torch.equal(found, torch.zeros(7))
     gradients = torch.autograd.grad(found[0], [states, *student.parameters()])
@@ -131,7 +131,7 @@ def test_a_dummy_is_zero_with_a_graph_for_every_weight(two_passes):
 def test_value_and_gradient_of_two_passes_are_those_of_the_first():
     gradient, mean = torch.randn(NUM_IMAGES, 2, DIM), torch.tensor(0.3)
     loss, student, states, targets = case(dino_loss_weight=0.0, ibot_loss_weight=0.0, gram_loss_weight=0.0)
-    targets = targets._replace(teacher=targets.teacher._replace(koleo=(gradient, mean)))
+    targets = targets._replace(outputs={"teacher": targets.outputs["teacher"]._replace(koleo=(gradient, mean))})
     found = sums(loss, student, states, targets)
     assert found["koleo_loss"].item() == pytest.approx(0.3 * NUM_IMAGES)
     (of_states,) = torch.autograd.grad(found["loss"], states)
@@ -142,10 +142,10 @@ def test_value_and_gradient_of_two_passes_are_those_of_the_first():
 
 def test_bf16_states_are_summed_in_fp32():
     loss, student, states, targets = case()
-    views = targets.teacher
+    views = targets.outputs["teacher"]
     crops, patches = (each._replace(hidden=each.hidden.bfloat16(), output=each.output.bfloat16()) for each in views[:2])
     teacher = TeacherViews(crops, patches, views.gram.bfloat16())
-    found = loss(student.bfloat16(), states.bfloat16(), targets._replace(teacher=teacher))
+    found = loss(student.bfloat16(), states.bfloat16(), targets._replace(outputs={"teacher": teacher}))
     exact = loss(student.double(), states.double(), case()[3])
     assert found.dtype == torch.float32
     assert (found - exact).abs().max() < 0.05 * exact.abs().max()

@@ -261,7 +261,7 @@ def test_samples_without_targets_give_zero_with_a_graph():
     labels = torch.full((2, 5), tiny.IGNORE)
     case = Case(num_rows=0)
     hidden = torch.randn(2, 5, D, requires_grad=True)
-    targets = make_targets(labels)._replace(teacher=case.teacher)
+    targets = make_targets(labels)._replace(outputs={"teacher": case.teacher})
     sums = case.loss_fn()(case.layer, hidden, targets)
     assert not sums.any()
     for gradient in torch.autograd.grad(sums[0], [hidden, *case.inputs[1:]]):

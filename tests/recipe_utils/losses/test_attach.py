@@ -119,7 +119,7 @@ class ThreeSums:
         return torch.stack(
             [
                 F.cross_entropy(logits, labels, reduction="sum"),
-                (logits * targets.teacher).sum(),
+                (logits * targets.outputs["teacher"]).sum(),
                 (logits.argmax(-1) == labels).sum(),
             ]
         )
@@ -132,7 +132,7 @@ def test_only_the_first_of_several_sums_has_a_gradient(in_parts):
     labels = torch.randint(tiny.VOCAB_SIZE, (2, 9))
     labels[1, 4:] = tiny.IGNORE
     targets = make_targets(labels)
-    targets = targets._replace(teacher=torch.randn(len(targets.positions), tiny.VOCAB_SIZE))
+    targets = targets._replace(outputs={"teacher": torch.randn(len(targets.positions), tiny.VOCAB_SIZE)})
     expected = loss_fn(torch.nn.Identity(), model(tokens), targets, in_parts)
     gradients = torch.autograd.grad(expected[0], list(model.parameters()))
     attach_loss(model, loss_fn, in_parts)

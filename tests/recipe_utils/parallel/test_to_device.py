@@ -43,13 +43,13 @@ def test_every_microbatch_arrives_in_order_and_the_last_is_marked(number, device
 @on_devices
 def test_trees_keep_their_structure_and_other_leaves(device):
     (microbatch,) = microbatches_of(tiny.make_samples(1))
-    microbatch = microbatch.with_teacher({"log_probs": [torch.ones(3)]})
+    microbatch = microbatch.with_outputs(log_probs=[torch.ones(3)])
     tree = (7, {"hidden": torch.full((2, 3), 5), "rest": [None, "text", 0.5]}, microbatch)
-    ((number, rest, with_teacher),) = to_device_ahead([tree], torch.device(device))
+    ((number, rest, with_outputs),) = to_device_ahead([tree], torch.device(device))
     assert (number, rest["rest"]) == (7, tree[1]["rest"])
     assert rest["hidden"].device.type == device
     assert torch.equal(rest["hidden"].cpu(), tree[1]["hidden"])
-    (log_probs,) = with_teacher.targets.teacher["log_probs"]
+    (log_probs,) = with_outputs.targets.outputs["log_probs"]
     assert (log_probs.device.type, log_probs.tolist()) == (device, [1, 1, 1])
 
 
@@ -75,9 +75,9 @@ def test_one_is_copied_ahead_and_at_most_two_are_held(device):
 @needs_cuda
 def test_a_copy_is_pinned_with_the_outputs_of_a_teacher():
     microbatch = collate_packed_microbatch(tiny.make_samples(3), tiny.IGNORE)
-    pinned = microbatch.with_teacher([torch.ones(2)]).pin_memory()
+    pinned = microbatch.with_outputs(teacher=[torch.ones(2)]).pin_memory()
     targets = pinned.targets
-    tensors = (pinned.inputs["tokens"], targets.labels, targets.positions, targets.teacher[0])
+    tensors = (pinned.inputs["tokens"], targets.labels, targets.positions, targets.outputs["teacher"][0])
     assert all(tensor.is_pinned() for tensor in tensors)
     assert not microbatch.inputs["tokens"].is_pinned()
     assert pinned.inputs["document_lengths"] == microbatch.inputs["document_lengths"]

@@ -143,7 +143,7 @@ def test_without_a_reference_attached_the_loss_module_returns_log_probabilities(
     found = loss(output, hidden, targets)
     torch.testing.assert_close(found, expected[:, None])
     reference = torch.tensor([[-9.0], [-5.0]], dtype=torch.float64)
-    sums = loss(output, hidden, targets._replace(teacher=reference))
+    sums = loss(output, hidden, targets._replace(outputs={"reference": reference}))
     chosen, rejected = 0.3 * (expected - reference[:, 0])
     by_name = dict(zip(METRICS, sums.tolist(), strict=True))
     assert by_name["preference_loss"] == pytest.approx(-F.logsigmoid(chosen - rejected).item())
