@@ -37,11 +37,15 @@ def cut(row: Microbatch, part: Part, num_samples: int, row_multiple: int | None)
     inputs: dict[str, Any] = {key: part_of_row(x) for key, x in row.inputs.items() if key != "document_lengths"}
     inputs["document_lengths"] = Documents([documents], num_ranks)
     is_here = row.targets.positions % num_ranks == first
-    samples = row.targets.samples
+    owners = row.targets.owners
+    assert owners is not None
+    if num_missing:
+        owners = torch.cat([owners, owners.new_full((1, num_missing), -1)], dim=1)
     targets = row.targets._replace(
         labels=part_of_row(labels),
         positions=row.targets.positions[is_here] // num_ranks,
-        samples=None if samples is None else samples[is_here],
+        owners=owners[:, first::num_ranks],
+        ends=None,
         values={name: values[is_here] for name, values in row.targets.values.items()},
     )
     # Counts are summed over ranks, so one part has those of the whole row.
@@ -49,4 +53,4 @@ def cut(row: Microbatch, part: Part, num_samples: int, row_multiple: int | None)
     if first == 0:
         num_positions = labels.numel() + num_missing
         counts = {**row.counts, "positions": num_positions, "spanning_samples": num_samples}
-    return Microbatch(inputs, targets, counts)
+    return Microbatch(inputs, targets, counts, row.names)

@@ -24,7 +24,9 @@ ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 """Takes the logits of a chunk [c, v], at least fp32, which it may overwrite, the slice of its rows in all rows,
 and True if a gradient is needed. Returns sums [k], and the first one's gradient for the logits [c, v]."""
 
-Record = Callable[[Tensor, Tensor | None], None]
+Record = Callable[[Tensor, Tensor | None, Tensor | None], None]
+"""Takes losses of targets or pairs [n], the index in the dataset of each one's sample [n], and its position in the
+update step [n]; None for both if a ``collate_fn`` made another number of rows than samples."""
 
 _CHUNKS_IN_BF16 = 4
 """Chunks whose weight gradients are summed in bf16. The error of 32 chunks is 1.4 times that of one; 3.4 times if
@@ -51,7 +53,7 @@ class ChunkedLoss(nn.Module):
 
     takes_hidden_states = True
     record: Record | None = None
-    """Takes the loss of each target [n] and its sample [n]; see :mod:`recipe_utils.losses.by_sample`."""
+    """See :mod:`recipe_utils.training.parts.sample_losses`."""
 
     def __init__(self, tokens_per_chunk: int, num_output_chunks: int, ignore_index: int, key: str) -> None:
         super().__init__()
@@ -70,7 +72,8 @@ class ChunkedLoss(nn.Module):
     def record_losses(self, losses: Tensor | None, targets: Targets) -> None:
         """Records losses [n], if there are any."""
         if losses is not None and self.record is not None:
-            self.record(losses, targets.samples)
+            places = targets.items, targets.samples
+            self.record(losses, *(None if each is None else targets.of_targets(each) for each in places))
 
     def at_targets(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Returns hidden states [n, d] of [b, s, d], and labels [n], of the target tokens."""

@@ -1,6 +1,7 @@
 """Output projection and cross-entropy in one loss module."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,8 +18,8 @@ class LinearCrossEntropyLoss(ChunkedLoss):
     ``tokens_per_chunk * v`` fp32 numbers.
     """
 
-    weights: Tensor | None = None
-    """Weight of each sample's targets, [samples of the update step] fp64, besides those of targets; None for 1."""
+    columns: ClassVar[Mapping[str, float | None]] = {"weights": 1.0}
+    divisor = "weights"
 
     def __init__(self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8, ignore_index: int = -100) -> None:
         super().__init__(tokens_per_chunk, num_output_chunks, ignore_index, "loss")
@@ -36,10 +37,7 @@ class LinearCrossEntropyLoss(ChunkedLoss):
         For the arguments see :mod:`recipe_utils.losses.attach`.
         """
         hidden, labels = self.at_targets(hidden, targets)
-        weights = targets.values.get("weights")
-        if self.weights is not None:
-            of_samples = self.weights[targets.samples]
-            weights = of_samples if weights is None else of_samples * weights
+        weights = None if "weights" in targets.defaults else targets.values.get("weights")
         by_target = self.new_losses(hidden)
 
         def chunk_loss(logits: Tensor, rows: slice, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:

@@ -11,9 +11,9 @@ import json
 import struct
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torchtune.utils import get_logger
 
 from recipe_utils.files import CheckpointError, write_atomically
 from recipe_utils.parallel.process_group import gather_objects
-from recipe_utils.preference.log_probs import Pairs
 from recipe_utils.settings.problems import naming
 
 _log = get_logger("INFO")
@@ -30,6 +29,15 @@ _log = get_logger("INFO")
 _ROW = struct.Struct("<16sdd")
 _SECONDS_BETWEEN_WRITES = 60.0
 """A killed run loses no more of its pass before training."""
+
+class Pairs(NamedTuple):
+    """Pairs of a microbatch."""
+
+    names: Sequence[str]
+    """Their names, for errors."""
+    fingerprints: Sequence[bytes]
+    """Hashes of their tokens and labels, 16 bytes each."""
+
 
 LogProbs = dict[bytes, tuple[float, float]]
 """Log-probabilities of the chosen and the rejected answer [nats], by the pair's fingerprint."""

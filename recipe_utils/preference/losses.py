@@ -18,7 +18,7 @@ from torchtune.modules.tied_linear import TiedLinear
 from torchtune.rlhf.loss import DPOLoss
 
 from recipe_utils.losses.chunks import Record
-from recipe_utils.preference.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
+from recipe_utils.losses.log_probs import LinearLogProbs
 from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.update_steps.step import Targets
 
@@ -129,7 +129,7 @@ class PreferenceLoss(nn.Module):
 
     takes_hidden_states = True
     record: Record | None = None
-    """Takes the loss of each pair [p] and its sample [p]; see :mod:`recipe_utils.losses.by_sample`."""
+    """Takes the loss of each pair [p], its item and its sample [p]; see :mod:`recipe_utils.losses.chunks`."""
 
     def __init__(self, loss_fn: Any, tokens_per_chunk: int = 2048) -> None:
         super().__init__()
@@ -145,8 +145,8 @@ class PreferenceLoss(nn.Module):
         ``targets`` may have reference log-probabilities [2, p] attached. For the arguments see
         :mod:`recipe_utils.losses.attach`.
         """
-        assert targets.pairs is not None
-        policy = sums_of_answers(self.log_probs(output, hidden, targets, backward_in_parts), targets.pairs)
+        num_targets = targets.of_samples["num_targets"]
+        policy = sums_of_answers(self.log_probs(output, hidden, targets, backward_in_parts), num_targets)
         reference = targets.outputs.get("reference")
         if not getattr(self.loss_fn, "needs_reference", True):
             reference = torch.zeros_like(policy)
@@ -155,10 +155,12 @@ class PreferenceLoss(nn.Module):
         log_probs = torch.cat([policy, reference])
         if getattr(self.loss_fn, "normalizes_length", False):
             # Per pair: the recipe still divides the loss by the number of pairs.
-            log_probs = log_probs / num_targets_of_answers(targets.pairs).repeat(2, 1)
+            log_probs = log_probs / add_prefixes(num_targets).repeat(2, 1)
         losses, chosen, rejected = self.loss_fn(*log_probs)
         if self.record is not None:
-            self.record(losses, targets.samples)
+            assert targets.items is not None
+            assert targets.samples is not None
+            self.record(losses, targets.items[::2], targets.samples[::2])
         margins = chosen - rejected
         wins = (margins > 0).double()
         metrics = torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]])
@@ -219,3 +221,20 @@ def _check_direction(loss_fn: Any, name: str) -> None:
             f"loss: {name} teaches {teaches} where policy and reference agree (its slope along the margin is "
             f"{slope:g}); look at the sign and size of its arguments, such as beta and label_smoothing"
         )
+
+
+def sums_of_answers(log_probs: Tensor, num_targets: Tensor) -> Tensor:
+    """Returns sums over the targets of each chosen and each rejected answer, [2, p] in fp64, of log-probabilities [n].
+
+    Targets of a shared prefix count for both answers (:class:`recipe_utils.preference.pairs.PairReader`). In fp64,
+    because a loss takes differences of large sums; in a fixed order, so that equal models give equal sums.
+    """
+    # unsafe: the check would synchronize with the device, and fails without pairs.
+    lengths = num_targets.flatten()
+    return add_prefixes(torch.segment_reduce(log_probs.double(), "sum", lengths=lengths, unsafe=True, initial=0))
+
+
+def add_prefixes(of_segments: Tensor) -> Tensor:
+    """Adds what shared prefixes have to both answers: [2, p] of the segments [2 * p, 2] of sequences."""
+    shared, chosen, _, rejected = of_segments.view(-1, 4).unbind(1)
+    return torch.stack([shared + chosen, shared + rejected])

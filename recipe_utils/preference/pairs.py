@@ -1,4 +1,4 @@
-"""Collator of preference pairs, padded or packed.
+"""Preference pairs as samples of two sequences, padded or packed.
 
 Both answers of a pair are in one microbatch. If packed, their common prefix is computed once.
 
@@ -7,32 +7,26 @@ predicts A or C, so they share 2. The row ``u v  w A B  w C`` is the tree (2, 3,
 segments have 0, 2 and 1 targets. Shapes: p pairs.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from pydantic.dataclasses import dataclass
-from torch import Tensor
-from torchtune.data import padded_collate_sft
 
 import recipe_utils.preference.torchtune_pairs  # noqa: F401  corrects torchtune
-from recipe_utils.preference.log_probs import Pairs
 from recipe_utils.preference.rows import SIDES
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
-from recipe_utils.text.collator import RowCollator, check_sample
-from recipe_utils.text.documents import tree
+from recipe_utils.text.collator import RowCollator
+from recipe_utils.text.documents import Document, tree
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.rows import packed, padded, piece_of
-from recipe_utils.text.trees import Piece
+from recipe_utils.text.reader import check_sample
+from recipe_utils.text.samples import Columns, TextSample
+from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_keys, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
-from recipe_utils.update_steps.step import Microbatch
 
 IGNORE_INDEX = -100
 """Label of positions without a target in torchtune's preference datasets."""
@@ -102,52 +96,43 @@ def mask_shared_turns(pair: Mapping[str, Any]) -> None:
         side[:end] = IGNORE_INDEX
 
 
-class PairCollator(RowCollator):
-    """Collator of pairs as torchtune's preference datasets return them.
+@dataclasses.dataclass(frozen=True)
+class PairReader:
+    """Checks of pairs as torchtune's preference datasets return them; ``shares``: their common prefix exists once.
 
-    ``batch_size`` counts pairs. Raises ConfigError if the model does not support ``microbatching: packed``.
+    A pair has two sequences, chosen before rejected, with the values ``num_targets`` [shared, further] (no shared
+    ones for rejected, whose targets are ``num_targets`` [0] of chosen and its own) and ``fingerprint`` [16].
     """
 
+    limits: ModelLimits
+    shares: bool
+    max_seq_len: int | None = None
     noun = "pair"
-    counts = (
-        "pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
-    )  # fmt: skip
+    num_rows = 2
+    ignore_index = IGNORE_INDEX
+    columns: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    totals: Sequence[str] = ()
+    counts = ("pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions")
     """Pairs; targets of chosen answers; targets and tokens of both answers;
     tokens computed once instead of twice; computed positions."""
-    fingerprint_keys = tuple(f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels"))
 
-    def __init__(
-        self, settings: DataSettings, tokenizer: Any, limits: ModelLimits, prefix_sharing: bool | None = None
-    ) -> None:
-        trees = ("prefix_sharing=True", "set prefix_sharing=False")
-        shares_prefixes = settings.is_packed and prefix_sharing is not False
-        super().__init__(settings, tokenizer, limits, 2, trees if shares_prefixes else None)
-        self.layout = "packed" if settings.is_packed else "padded"
-        """Layout of rows; the rounding of log-probabilities depends on it."""
-        if shares_prefixes:
-            self.layout += ", prefixes shared"
-
-    def remarks(self, sample: Sample) -> Iterator[str]:
+    def remarks(self, sample: TextSample) -> Iterator[str]:
         """Yields a text if a pair is probably truncated, or its sides are no answers to one prompt."""
-        lengths = {side: len(sample[f"{side}_input_ids"]) for side in SIDES}
-        if self.max_seq_len in lengths.values():
+        tokens, labels = _sides(sample)
+        if self.max_seq_len in map(len, tokens):
             yield f"a side of tokenizer.max_seq_len={self.max_seq_len} tokens, probably truncated"
-        prompts = []
-        for side in SIDES:
-            labels = sample[f"{side}_labels"]
-            first_target = int((labels != IGNORE_INDEX).argmax())
-            prompts.append(sample[f"{side}_input_ids"][:first_target].tolist())
-        if prompts[0] != prompts[1]:
+        prompts = [side[: int((mask != IGNORE_INDEX).argmax())] for side, mask in zip(tokens, labels, strict=True)]
+        if not np.array_equal(*prompts):
             yield "its two sides differ before their first target"
 
-    def prepare(self, sample: Sample, name: str) -> Sample:
-        """Returns the pair as arrays, with name, fingerprint and number of shared tokens; masks shared turns.
+    def prepare(self, sample: Sample, name: str, at: StepIndex) -> TextSample:
+        """Returns the pair as a tree of its common prefix and both rests, or as two documents; masks shared turns.
 
-        Raises SampleError (see :func:`recipe_utils.text.collator.check_sample`);
+        Raises SampleError (see :func:`recipe_utils.text.reader.check_sample`);
         SkippedSampleError if a side has no target, or the sides are equal.
         """
         # Each side is checked as a sample of its own.
-        pair: dict[str, Any] = {"name": name.replace("sample", "pair", 1)}
+        pair: dict[str, np.ndarray] = {}
         for side in SIDES:
             keys = (f"{side}_input_ids", f"{side}_labels")
             check_keys(sample, keys, name)
@@ -161,64 +146,83 @@ class PairCollator(RowCollator):
         num_shared = num_shared_tokens(pair)
         if num_shared is None:
             raise SkippedSampleError(f"{name}: its sides are equal")
-        pair["num_shared"] = num_shared if self._trees else 0
+        num_shared *= self.shares
         # By its fingerprint, the reference's log-probabilities of a pair are found again.
         digest = blake2b(digest_size=16)
-        for key in self.fingerprint_keys:
+        for key in (f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels")):
             digest.update(len(pair[key]).to_bytes(8, "little") + pair[key].tobytes())
-        pair["fingerprint"] = digest.digest()
-        return pair
+        # Neither rest attends to the other; positions of both continue those of the prefix.
+        (tokens, others), (labels, other_labels) = ([pair[f"{s}_{key}"] for s in SIDES] for key in ("input_ids", "labels"))
+        length, num_rest = len(tokens), len(others) - num_shared
+        documents: list[Document] = [length, num_rest]
+        sequences = positions = None
+        if num_shared:
+            documents = [tree(num_shared, length - num_shared, num_rest)]
+            positions = np.append(np.arange(length), np.arange(num_shared, len(others)))
+            owners = np.repeat([0, 1], [length, num_rest])
+            sequences = owners, np.array([length - 1, length + num_rest - 1])
+        are_targets = [labels[1:] != IGNORE_INDEX, other_labels[1:] != IGNORE_INDEX]
+        num_targets = [np.split(each, [num_shared]) for each in are_targets]
+        rest = other_labels[num_shared:].copy()
+        rest[: num_shared > 0] = IGNORE_INDEX  # it is the target of the prefix, not of the chosen side's last token
+        return TextSample(
+            name.replace("sample", "pair", 1),
+            at,
+            np.append(tokens, others[num_shared:]),
+            np.append(labels, rest),
+            documents,
+            values={
+                "num_targets": np.array([[each.sum() for each in num_targets[0]], [0, num_targets[1][1].sum()]]),
+                "fingerprint": np.frombuffer(digest.digest() * 2, dtype=np.uint8).reshape(2, 16),
+            },
+            sequences=sequences,
+            positions=positions,
+            num_shared=[num_shared],
+        )
 
-    def length(self, sample: Sample) -> int:
-        """Returns the positions of a pair in a row; if padded, those of its longer side."""
-        lengths = [len(sample[f"{side}_input_ids"]) for side in SIDES]
-        return sum(lengths) - sample["num_shared"] if self.settings.is_packed else max(lengths)
+    def content(self, sample: TextSample) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
+        """Returns tokens and labels of both sides."""
+        tokens, labels = _sides(sample)
+        return (tokens[0], labels[0], tokens[1], labels[1]), {}
 
-    def dummy(self, sample: Sample) -> Microbatch:
-        """Makes a microbatch of one token and no pair; its log-probabilities [0] have a graph."""
-        token = {"tokens": sample["chosen_input_ids"][:1], "labels": np.array([IGNORE_INDEX])}
-        return replace(self.collate([], token=token), counts={})
-
-    def collate(self, samples: Sequence[Sample], token: Sample | None = None) -> Microbatch:
-        """Makes a row of a tree for each pair, or two padded rows, chosen before rejected.
-
-        ``token`` is appended as one more document.
-        """
-        sides = [{"tokens": s[f"{side}_input_ids"], "labels": s[f"{side}_labels"]} for s in samples for side in SIDES]
-        others = [] if token is None else [token]
-        if self.settings.is_packed:
-            columns = [piece_of(side, IGNORE_INDEX).columns for side in sides]
-            pieces, num_targets = [], torch.zeros(len(samples), 3, dtype=torch.long)
-            tuples = zip(samples, columns[::2], columns[1::2], num_targets, strict=True)
-            for sample, chosen, rejected, segment_targets in tuples:
-                # Neither rest attends to the other; positions of both continue those of the prefix.
-                shared = sample["num_shared"]
-                segments = chosen[:, :shared], chosen[:, shared:], rejected[:, shared:]
-                segment_targets.copy_(torch.stack([(segment[1] != IGNORE_INDEX).sum() for segment in segments]))
-                lengths = [segment.size(1) for segment in segments]
-                pieces.append(Piece(torch.cat(segments, dim=1), [tree(*lengths)] if shared else lengths[1:]))
-            pieces += [piece_of(other, IGNORE_INDEX) for other in others]
-            row = packed(pieces, IGNORE_INDEX, self.pad_id, self.row_multiple)
-            return _with_pairs(row, samples, num_targets)
-        pad = partial(padded_collate_sft, padding_idx=self.pad_id, ignore_idx=IGNORE_INDEX)
-        row = padded([*sides, *others], pad, IGNORE_INDEX)
-        num_targets = (row.targets.labels != IGNORE_INDEX).sum(1)[: len(sides)].view(-1, 2)
-        return _with_pairs(row, samples, F.pad(num_targets, (1, 0)))
+    def count(self, counts: Mapping[str, float], values: Columns) -> Mapping[str, float]:
+        """Returns the counts of pairs."""
+        shared, chosen, _, rejected = values["num_targets"].reshape(-1, 4).sum(0).tolist()
+        return {
+            "pairs": len(values["num_targets"]) // 2,
+            "chosen_tokens": shared + chosen,
+            "target_tokens": 2 * shared + chosen + rejected,
+            **{name: counts[name] for name in ("real_tokens", "shared_tokens", "positions")},
+        }
 
 
-def _with_pairs(row: Microbatch, samples: Sequence[Sample], num_targets: Tensor) -> Microbatch:
-    """Adds pairs; ``num_targets`` [p, 3] are targets by segment."""
-    shared, chosen, rejected = num_targets.sum(0).tolist()
-    counts = {
-        "pairs": len(samples),
-        "chosen_tokens": shared + chosen,
-        "target_tokens": 2 * shared + chosen + rejected,
-        "real_tokens": sum(len(s[f"{side}_input_ids"]) for s in samples for side in SIDES),
-        "shared_tokens": sum(sample["num_shared"] for sample in samples),
-        "positions": row.counts["positions"],
-    }
-    names, fingerprints = (tuple(s[key] for s in samples) for key in ("name", "fingerprint"))
-    pairs = Pairs(num_targets.flatten(), names, fingerprints)
-    positions = [sample["step_position"] for sample in samples if "step_position" in sample]
-    targets = row.targets._replace(pairs=pairs, samples=torch.tensor(positions).long())
-    return Microbatch(row.inputs, targets, counts)
+def _sides(sample: TextSample) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns tokens and labels of both sides of a pair."""
+    (num_shared,), (last, end) = sample.num_shared, sample.owners_and_ends()[1]
+    chosen, rest = slice(last + 1), slice(last + 1, end + 1)
+    tokens = [sample.tokens[chosen], np.append(sample.tokens[:num_shared], sample.tokens[rest])]
+    labels = [sample.labels[chosen], np.append(sample.labels[:num_shared], sample.labels[rest])]
+    if num_shared:  # equal on both sides
+        labels[1][num_shared] = labels[0][num_shared]
+    return tokens, labels
+
+
+def pair_collator(
+    settings: DataSettings, tokenizer: Any, limits: ModelLimits, prefix_sharing: bool | None = None
+) -> RowCollator:
+    """Returns the collator of pairs; ``batch_size`` counts pairs.
+
+    Raises ConfigError if the model does not support ``microbatching: packed``.
+    """
+    shares = settings.is_packed and prefix_sharing is not False
+    max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
+    reader = PairReader(limits, shares, max_seq_len)
+    stop_tokens: Sequence[int] = getattr(tokenizer, "stop_tokens", None) or ()
+    trees = ("prefix_sharing=True", "set prefix_sharing=False") if shares else None
+    return RowCollator(settings, reader, limits, tokenizer.pad_id, max_seq_len, stop_tokens, trees)
+
+
+def layout_of(settings: DataSettings, prefix_sharing: bool | None) -> str:
+    """Returns the layout of rows of pairs; the rounding of log-probabilities depends on it."""
+    shares = ", prefixes shared" if prefix_sharing is not False else ""
+    return f"packed{shares}" if settings.is_packed else "padded"

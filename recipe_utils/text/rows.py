@@ -1,26 +1,29 @@
 """Layouts of rows: packed (documents one after the other) and padded (each in a row of its own).
 
-Shapes: b rows, s positions per row, n positions of a piece.
+Example: the samples ``u v A B`` and ``w C``, targets in capitals, as a packed row padded to a multiple of 4::
+
+    tokens   u  v  A  B  w  C  0  0
+    labels   -  A  B  -  C  -  -  -      those of the next positions, never of another document
+    owners   0  0  0  0  1  1 -1 -1      ends of the sequences: 3 and 5
+
+Shapes: b rows, s positions per row, n targets, p sequences.
 
 What PyTorch computes in parallel (repeat_interleave, indexing and nonzero of long rows) is left to NumPy: OpenMP threads
 of the data thread, beside the training's, would make both sleep between operations.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from recipe_utils.text.documents import Document, Documents, length_of
-from recipe_utils.text.trees import TREE_KEYS, Piece, share_beginnings
-from recipe_utils.update_steps.samples import Sample
+from recipe_utils.text.documents import DocumentLengths, Documents, length_of
+from recipe_utils.text.samples import Reader, TextSample
+from recipe_utils.text.trees import Shared, apart, share_beginnings
+from recipe_utils.update_steps.samples import Sample, SampleError
 from recipe_utils.update_steps.step import Microbatch, Targets
-
-LOADER_KEYS = ("dataset_index", "step_position")
-"""Keys that the loader adds to samples."""
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 """torchtune's ``collate_fn``: samples -> tensors of a batch."""
@@ -30,190 +33,205 @@ CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 
 
 def packed(
-    pieces: Sequence[Piece], ignore_index: int, padding_idx: int = 0, row_multiple: int | None = None
+    samples: Sequence[TextSample], reader: Reader, pad_id: int = 0, row_multiple: int | None = None, shares: bool = False
 ) -> Microbatch:
     """Makes a microbatch of one row, padded to a multiple of ``row_multiple`` with one more document.
 
-    One position is padded to two, because compiled layers would be compiled again for it.
+    One position is padded to two, because compiled layers would be compiled again for it. With ``shares``, samples that
+    begin with the same tokens may become one tree, see :func:`recipe_utils.text.trees.share_beginnings`. A packed
+    dataset's own padding is removed. Raises ValueError for images; other keys are ignored.
     """
-    columns = [piece.columns for piece in pieces]
-    documents = [document for piece in pieces for document in piece.documents]
-    num_real = sum(column.size(1) for column in columns)
-    num_padding = max(-num_real % (row_multiple or 1), 2 - num_real)
-    if num_padding > 0:
-        documents.append(num_padding)
-        columns.append(torch.tensor([[padding_idx], [ignore_index], [0]]).expand(3, num_padding))
-    rows = torch.cat(columns, dim=1).unsqueeze(1)
-    return _microbatch(rows, [documents], num_real, ignore_index)
-
-
-def padded(samples: Sequence[Sample], collate_fn: CollateFn, ignore_index: int) -> Microbatch:
-    """Makes a microbatch of the rows of a ``collate_fn``. Raises ValueError if its labels do not match the tokens."""
-    inputs = dict(collate_fn([{k: v for k, v in sample.items() if k not in LOADER_KEYS} for sample in samples]))
-    if "labels" not in inputs or inputs["labels"].shape != inputs["tokens"].shape:
-        got = {key: tuple(value.shape) for key, value in inputs.items() if hasattr(value, "shape")}
-        raise ValueError(f"collate_fn: labels must have the shape of tokens; it returned {got}")
-    labels = inputs.pop("labels").roll(-1, dims=1)
-    labels[:, -1] = ignore_index
-    return _with_targets(inputs, labels, sum(len(s["tokens"]) for s in samples), ignore_index)
-
-
-def _microbatch(rows: Tensor, documents: Sequence[Sequence[Document]], num_real: int, ignore_index: int) -> Microbatch:
-    """Makes a microbatch of tokens, labels and positions [3, b, s] of rows of documents."""
-    tokens, labels, positions = rows
-    inputs = {"tokens": tokens, "input_pos": positions, "document_lengths": Documents(documents)}
-    return _with_targets(inputs, labels, num_real, ignore_index)
-
-
-def _with_targets(inputs: dict[str, Any], labels: Tensor, num_real: int, ignore_index: int) -> Microbatch:
-    """Makes a microbatch; ``labels`` [b, s] are those of the next positions."""
-    positions = torch.from_numpy(np.flatnonzero(labels.numpy() != ignore_index))
-    counts = {"target_tokens": len(positions), "real_tokens": num_real, "positions": labels.numel()}
-    return Microbatch(inputs, Targets(labels, positions), counts)
-
-
-# ---- Text -----------------------------------------------------------------------------------------
-
-
-def collate_microbatch(
-    samples: Sequence[Sample],
-    collate_fn: CollateFn,
-    ignore_index: int,
-    of_targets: Sequence[str] = (),
-) -> Microbatch:
-    """Makes a microbatch of padded rows, or of the rows of a packed dataset, for which ``collate_fn`` is not called.
-
-    It returns ``tokens`` and ``labels``, both [b, s], and further arguments of the model's forward. ``of_targets`` are
-    names of values per target. Raises ValueError if its labels have another shape than the tokens, or other targets.
-    """
-    if "seq_lens" not in samples[0]:
-        microbatch = padded(samples, collate_fn, ignore_index)
-    else:
-        pieces = [piece_of(sample, ignore_index, has_padding=True) for sample in samples]
-        rows = torch.stack([piece.columns for piece in pieces], dim=1)
-        num_real = sum(num_real_tokens(sample, ignore_index) for sample in samples)
-        microbatch = _microbatch(rows, [piece.documents for piece in pieces], num_real, ignore_index)
-    num_rows, length = microbatch.targets.labels.shape
-    return _with_values(microbatch, samples, [length] * num_rows, of_targets, ignore_index)
-
-
-def collate_packed_microbatch(
-    samples: Sequence[Sample],
-    ignore_index: int,
-    padding_idx: int = 0,
-    row_multiple: int | None = None,
-    shares_beginnings: bool = False,
-    of_targets: Sequence[str] = (),
-) -> Microbatch:
-    """Makes a microbatch of one row, padded to a multiple of ``row_multiple``; a packed dataset's own padding is removed.
-
-    With ``shares_beginnings``, samples that begin with the same tokens may become one tree, see
-    :func:`recipe_utils.text.trees.share_beginnings`. Raises ValueError for images; other keys are ignored.
-    """
-    if any("encoder_input" in sample for sample in samples):
+    if any("encoder_input" in sample.others for sample in samples):
         raise ValueError(
             "microbatching=packed: rows contain only text, and a sample has encoder_input; set "
             "microbatching=least_padding, and collate_fn for images"
         )
-    pieces: Sequence[Piece] = [piece_of(sample, ignore_index) for sample in samples]
-    num_saved = 0
-    if shares_beginnings and len(pieces) > 1:
-        order, pieces, num_saved = share_beginnings(pieces, ignore_index)
-        samples = [samples[i] for i in order]
-    row = packed(pieces, ignore_index, padding_idx, row_multiple)
-    row = _with_values(row, samples, [piece.columns.size(1) for piece in pieces], of_targets, ignore_index)
-    if shares_beginnings or any("documents" in sample for sample in samples):
-        num_shared = num_saved + sum(sum(sample.get("num_shared", ())) for sample in samples)
-        num_real = row.counts["real_tokens"] + num_shared
-        row = replace(row, counts={**row.counts, "real_tokens": num_real, "shared_tokens": num_shared})
-    return row
+    samples = [_without_padding(sample) for sample in samples]
+    row = share_beginnings(samples, reader.ignore_index) if shares and len(samples) > 1 else apart(samples)
+    num_real = sum(len(sample.tokens) for sample in samples) - row.num_saved
+    num_padding = max(-num_real % (row_multiple or 1), 2 - num_real, 0)
+    documents = [*row.documents, *[num_padding] * (num_padding > 0)]
+    return _lay_out(samples, reader, row, [num_real], num_real + num_padding, pad_id, [documents])
 
 
-def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Piece:
-    """Returns the documents of a sample; without a packed dataset's padding unless ``has_padding``."""
-    lengths = document_lengths_of(sample)
-    num_tokens = len(sample["tokens"])
-    if not has_padding and (num_real := num_real_tokens(sample, ignore_index)) < num_tokens:
-        num_tokens, lengths = num_real, lengths[:-1]
-    # The second part of a document that the dataset cut in two has later positions.
-    positions = sample.get("input_pos", torch.arange(num_tokens))
-    columns = (sample["tokens"], sample["labels"], positions)
-    tokens, labels, positions = (torch.as_tensor(column)[:num_tokens] for column in columns)
-    labels = labels.roll(-1)
-    labels[torch.tensor(list(map(length_of, lengths))).cumsum(0) - 1] = ignore_index
-    return Piece(torch.stack([tokens, labels, positions]), lengths)
-
-
-def _with_values(
-    row: Microbatch, samples: Sequence[Sample], lengths: Sequence[int], names: Sequence[str], ignore_index: int
-) -> Microbatch:
-    """Adds each target's sample, if samples have a position, its values by name, and the sum of each name.
-
-    ``lengths`` are the samples' positions in rows; where a ``collate_fn`` made another number of rows than samples,
-    targets have no sample. Where a sample has no value, it is 1. Raises ValueError if a ``collate_fn`` made other
-    targets.
-    """
-    targets, values, num_targets = row.targets, {}, len(row.targets.positions)
-    if "step_position" in samples[0] and len(lengths) == len(samples):
-        samples_of_row = np.repeat([sample["step_position"] for sample in samples], lengths)
-        targets = targets._replace(samples=torch.from_numpy(samples_of_row[targets.positions.numpy()]))
-    for name in names:
-        if any(name in sample for sample in samples):
-            values[name] = torch.cat([_values_of(sample, name, ignore_index) for sample in samples])
-            if len(values[name]) != num_targets:
-                raise ValueError(
-                    f"collate_fn: it made {num_targets} targets of {len(values[name])}, so {name} of samples have no "
-                    "place; leave the key out"
-                )
-    sums = {name: float(values[name].sum()) if name in values else num_targets for name in names}
-    return replace(row, targets=targets._replace(values=values), counts={**row.counts, **sums})
-
-
-def _values_of(sample: Sample, name: str, ignore_index: int) -> Tensor:
-    """Returns ``sample[name]`` at its targets, [targets] fp64: the value beside a label is that of its target."""
-    is_target = piece_of(sample, ignore_index).columns[1] != ignore_index
-    values = torch.as_tensor(sample.get(name, np.ones(len(sample["tokens"]))), dtype=torch.float64)
-    return values.roll(-1)[: len(is_target)][is_target]
-
-
-def collate_dummy(
-    sample: Sample, collate: Callable[..., Microbatch], ignore_index: int, of_targets: Sequence[str] = ()
-) -> Microbatch:
-    """Makes a dummy microbatch: a sample whose targets are all ignored.
-
-    Its loss is zero, with a graph through every parameter. Plain text and trees are cut to one token;
-    other samples (images, packed rows) keep their shape.
-    """
-    sample = {key: value for key, value in sample.items() if key not in of_targets}
-    if "documents" in sample:
-        sample = {key: value for key, value in sample.items() if key not in TREE_KEYS}
-    if set(sample) <= {"tokens", "labels", "mask", *LOADER_KEYS}:
-        sample = {**sample, "tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
+def padded(samples: Sequence[TextSample], reader: Reader, pad_id: int = 0) -> Microbatch:
+    """Makes a microbatch of a row for each document, or for all those of a packed dataset's sample."""
+    if samples[0].is_row:
+        lengths = [len(sample.tokens) for sample in samples]
+        documents: Any = [sample.documents for sample in samples]
     else:
-        ignored = torch.full_like(torch.as_tensor(sample["labels"]), ignore_index)
-        sample = {**sample, "labels": ignored if "seq_lens" in sample else ignored.tolist()}
-    return replace(collate([sample]), counts={})
+        lengths = [length_of(document) for sample in samples for document in sample.documents]
+        documents = None
+    return _lay_out(samples, reader, apart(samples), lengths, max(lengths), pad_id, documents)
 
 
-def document_lengths_of(sample: Sample) -> Sequence[Document]:
-    """Returns documents, one unless the sample is packed or a tree was cut; padding is the last."""
-    if "documents" in sample:
-        documents: Sequence[Document] = sample["documents"]
-        return documents
-    if "seq_lens" not in sample:
-        return [len(sample["tokens"])]
-    return [length for length in torch.as_tensor(sample["seq_lens"]).tolist() if length]
+def _lay_out(
+    samples: Sequence[TextSample],
+    reader: Reader,
+    row: Shared,
+    lengths: Sequence[int],
+    row_length: int,
+    pad_id: int,
+    documents: DocumentLengths | None,
+) -> Microbatch:
+    """Makes a microbatch of rows of ``row_length`` positions, the first ``lengths`` [b] of each with samples."""
+    samples = [samples[i] for i in row.order]
+    names = sorted({name for sample in samples for name in sample.columns})
+    tokens, owners, ends, positions, labels = [], [], [], [], []
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    num_sequences = num_positions = 0
+    for sample, first in zip(samples, row.starts, strict=True):
+        tokens.append(sample.tokens[first:])
+        positions.append(_positions_of(sample)[first:] if documents is not None else tokens[-1])
+        labels.append(_beside_next(sample, sample.labels, reader.ignore_index)[first:])
+        for name, pieces in columns.items():
+            column = sample.columns.get(name, np.full(len(sample.tokens), reader.columns[name]))
+            pieces.append(_beside_next(sample, column, 0)[first:])
+        of_sample, lasts = sample.owners_and_ends()
+        owners.append(np.where(of_sample < 0, -1, of_sample + num_sequences)[first:])
+        ends.append(lasts - first + num_positions)
+        num_sequences, num_positions = num_sequences + len(lasts), num_positions + len(tokens[-1])
+
+    # Position i of the samples, one after the other, is places[i] of the flattened rows.
+    sizes = np.array(lengths)
+    shifts = np.arange(len(sizes)) * row_length - (sizes.cumsum() - sizes)
+    places = np.arange(num_positions) + np.repeat(shifts, sizes)
+
+    def rows(pieces: Sequence[np.ndarray], padding: float) -> Tensor:
+        flat = np.full(len(sizes) * row_length, padding, dtype=pieces[0].dtype)
+        flat[places] = np.concatenate(pieces)
+        return torch.from_numpy(flat).view(len(sizes), row_length)
+
+    inputs: dict[str, Any] = {"tokens": rows(tokens, pad_id)}
+    if documents is not None:
+        inputs |= {"input_pos": rows(positions, 0), "document_lengths": Documents(documents)}
+    targets = Targets(
+        *_with_positions(rows(labels, reader.ignore_index), reader.ignore_index),
+        owners=rows(owners, -1),
+        ends=torch.from_numpy(places[np.concatenate(ends)]),
+    )
+    of_next = {name: rows(pieces, 0).flatten()[targets.positions] for name, pieces in columns.items()}
+    num_shared = row.num_saved + sum(sum(sample.num_shared) for sample in samples)
+    return _microbatch(samples, reader, inputs, targets, of_next, num_shared)
 
 
-def num_real_tokens(sample: Sample, ignore_index: int) -> int:
-    """Returns the number of tokens that are not padding.
+def collated(samples: Sequence[TextSample], reader: Reader, collate_fn: CollateFn) -> Microbatch:
+    """Makes a microbatch of the rows of a ``collate_fn``, which takes samples as the dataset returned them.
 
-    Only samples of a packed dataset contain padding: torchtune appends it as one more "document" of
-    a repeated token without targets.
+    It returns ``tokens`` and ``labels``, both [b, s], and further arguments of the model's forward. Raises ValueError if
+    its labels have another shape than the tokens, or other targets than the samples' columns.
     """
-    if "seq_lens" not in sample:
-        return len(sample["tokens"])
-    last = length_of(document_lengths_of(sample)[-1])
-    tokens, labels = sample["tokens"][-last:], sample["labels"][-last:]
-    is_padding = bool((tokens == tokens[-1]).all() and (labels == ignore_index).all())
-    return len(sample["tokens"]) - (last if is_padding else 0)
+    inputs = dict(collate_fn([{"tokens": s.tokens, "labels": s.labels, **s.others} for s in samples]))
+    if "labels" not in inputs or inputs["labels"].shape != inputs["tokens"].shape:
+        got = {key: tuple(value.shape) for key, value in inputs.items() if hasattr(value, "shape")}
+        raise ValueError(f"collate_fn: labels must have the shape of tokens; it returned {got}")
+    labels = inputs.pop("labels").roll(-1, dims=1)
+    labels[:, -1] = reader.ignore_index
+    targets = Targets(*_with_positions(labels, reader.ignore_index))
+    if (num_rows := len(labels)) == len(samples):  # else targets have no sample
+        owners = np.repeat(np.arange(num_rows)[:, None], labels.size(1), axis=1)
+        lengths = np.array([len(sample.tokens) for sample in samples])
+        rows = zip(inputs["tokens"].numpy(), samples, strict=True)
+        if all(np.array_equal(row[: len(sample.tokens)], sample.tokens) for row, sample in rows):
+            owners[np.arange(labels.size(1)) >= lengths[:, None]] = -1
+            ends = np.arange(num_rows) * labels.size(1) + lengths - 1
+            targets = targets._replace(ends=torch.from_numpy(ends))
+        targets = targets._replace(owners=torch.from_numpy(owners))
+    of_next = {}
+    for name in sorted({name for sample in samples for name in sample.columns}):
+        of_samples = []
+        for sample in samples:
+            column = sample.columns.get(name, np.full(len(sample.tokens), reader.columns[name]))
+            is_target = _beside_next(sample, sample.labels, reader.ignore_index) != reader.ignore_index
+            of_samples.append(_beside_next(sample, column, 0)[is_target])
+        of_next[name] = torch.from_numpy(np.concatenate(of_samples))
+        if len(of_next[name]) != (num_targets := len(targets.positions)):
+            raise ValueError(
+                f"collate_fn: it made {num_targets} targets of {len(of_next[name])}, so {name} of samples have no "
+                "place; leave the key out"
+            )
+    return _microbatch(samples, reader, inputs, targets, of_next, 0)
+
+
+# ---- What stands beside the positions --------------------------------------------------------------
+
+
+def _microbatch(
+    samples: Sequence[TextSample],
+    reader: Reader,
+    inputs: dict[str, Any],
+    targets: Targets,
+    columns: dict[str, Tensor],
+    num_shared: int,
+) -> Microbatch:
+    """Makes a microbatch, with columns [n] at its targets, values of its samples, and counts."""
+    num_targets, places = len(targets.positions), None
+    defaults = {name: default for name, default in reader.columns.items() if name not in columns}
+    columns |= {name: torch.full((num_targets,), default or 0.0).double() for name, default in defaults.items()}
+    values = {name: _stacked([sample.values[name] for sample in samples], name, samples) for name in samples[0].values}
+    if targets.owners is not None:
+        numbers = [len(sample.owners_and_ends()[1]) for sample in samples]
+        each = np.array([[sample.at.position, sample.at.item] for sample in samples])
+        places = torch.from_numpy(np.repeat(each, numbers, axis=0))
+    targets = targets._replace(
+        samples=None if places is None else places[:, 0],
+        items=None if places is None else places[:, 1],
+        values=columns,
+        defaults=frozenset(defaults),
+        of_samples={name: torch.from_numpy(value) for name, value in values.items()},
+    )
+    counts = {
+        "target_tokens": num_targets,
+        "real_tokens": sum(_num_real(sample) + sum(sample.num_shared) for sample in samples),
+        "positions": targets.labels.numel(),
+        "shared_tokens": num_shared,
+        **{name: float(columns[name].sum()) for name in reader.totals if name in columns},
+    }
+    return Microbatch(inputs, targets, reader.count(counts, values), tuple(sample.name for sample in samples))
+
+
+def _with_positions(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Returns labels [b, s] of the next positions, and the positions [n] of targets."""
+    return labels, torch.from_numpy(np.flatnonzero(labels.numpy() != ignore_index))
+
+
+def _beside_next(sample: TextSample, column: np.ndarray, nothing: float) -> np.ndarray:
+    """Returns the column of each position's next token, ``nothing`` at the ends of documents."""
+    moved = np.append(column[1:], np.array(nothing, column.dtype))
+    moved[np.cumsum([length_of(document) for document in sample.documents]) - 1] = nothing
+    return moved
+
+
+def _positions_of(sample: TextSample) -> np.ndarray:
+    if sample.positions is not None:
+        return sample.positions
+    return np.concatenate([np.arange(length_of(document)) for document in sample.documents])
+
+
+def _stacked(of_samples: Sequence[np.ndarray], name: str, samples: Sequence[TextSample]) -> np.ndarray:
+    """Returns the values [p, ...] of samples. Raises SampleError if they have several shapes."""
+    for value, sample in zip(of_samples, samples, strict=True):
+        if value.shape[1:] != of_samples[0].shape[1:]:
+            shapes = f"{list(value.shape[1:])}, and that of {samples[0].name} {list(of_samples[0].shape[1:])}"
+            raise SampleError(f"{sample.name}: its {name} has the shape {shapes}; all samples need the same")
+    return np.concatenate(of_samples)
+
+
+def _num_real(sample: TextSample) -> int:
+    """Returns the positions that are not padding."""
+    return len(sample.tokens) - int((sample.owners_and_ends()[0] < 0).sum()) if sample.is_row else len(sample.tokens)
+
+
+def _without_padding(sample: TextSample) -> TextSample:
+    """Returns the row of a packed dataset without its padding, which is its last document."""
+    if (end := _num_real(sample)) == len(sample.tokens):
+        return sample
+    assert sample.sequences is not None
+    return sample._replace(
+        tokens=sample.tokens[:end],
+        labels=sample.labels[:end],
+        documents=sample.documents[:-1],
+        columns={name: column[:end] for name, column in sample.columns.items()},
+        sequences=(sample.sequences[0][:end], sample.sequences[1]),
+        positions=None if sample.positions is None else sample.positions[:end],
+    )

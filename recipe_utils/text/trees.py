@@ -6,7 +6,7 @@ conversations behind one system prompt of 200 tokens, with 30, 50, 20 and 40 tok
 
 Two sequences share a position if all tokens up to it are equal and at most one of them has a target
 there: no target counts twice or is lost, and no position has two. The target of a position is the label of
-the next token of its sequence.
+the next token of its sequence, and so are all columns beside labels.
 """
 
 from collections.abc import Sequence
@@ -14,33 +14,30 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from recipe_utils.text.documents import Document, length_of, segments_of
-from recipe_utils.update_steps.samples import Sample
+from recipe_utils.text.samples import TextSample
 
-TREE_KEYS = ("input_pos", "documents", "num_shared")
-"""Keys of a sample of trees, besides tokens and labels."""
 _LEAST_COMMON = 16
 """Tokens of the shortest beginning that is shared."""
 _LEAST_SAVED = 0.1
 """Fraction of a row's positions that must be saved: attention within trees is slower."""
 
 
-class Piece(NamedTuple):
-    """Whole documents of a row."""
+class _Tokens(NamedTuple):
+    """All tokens of the sequences, one after the other, in which places are indices [n]."""
 
-    columns: Tensor
-    """[3, n] int64: tokens, labels of the next positions (in a segment, of its own sequence), positions."""
-    documents: Sequence[Document]
+    tokens: np.ndarray
+    are_targets: np.ndarray
+    """True where the label of the next token of the sequence is a target."""
 
 
 class _Segment:
-    """Tokens and next labels [n] of a segment, what follows, and the positions of all that."""
+    """Places [n] of a segment's tokens and of its targets, what follows, and the positions of all that."""
 
-    def __init__(self, tokens: np.ndarray, nexts: np.ndarray, below: "Sequence[_Segment]" = ()) -> None:
-        self.tokens, self.nexts, self.below = tokens, nexts, list(below)
-        self.reach: int = len(tokens) + sum(child.reach for child in below)
+    def __init__(self, places: np.ndarray, targets: np.ndarray, below: "Sequence[_Segment]" = ()) -> None:
+        self.places, self.targets, self.below = places, targets, list(below)
+        self.reach: int = len(places) + sum(child.reach for child in below)
 
 
 def makes_trees(dataset: Any) -> bool:
@@ -49,71 +46,110 @@ def makes_trees(dataset: Any) -> bool:
     return getattr(dataset, "makes_trees", False) or any(map(makes_trees, parts))
 
 
-def merge(sequences: Sequence[Sample], max_tokens: int | None, ignore_index: int) -> Sample:
+def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index: int) -> TextSample:
     """Returns a sample of one tree, or of several of at most ``max_tokens`` that repeat what they share.
 
-    Each sequence has ``tokens`` and ``labels``, arrays of one length; only a single one may be longer.
-
-    Returns:
-        ``tokens``, ``labels`` and ``input_pos`` in the order of the row; a label is that of the position
-        before it in this order, not of the token before it. ``documents`` are the trees, and ``num_shared``
-        the positions that each saves.
+    Only a single sequence may be longer. Its tokens and columns are in the order of the row: a label is beside the
+    position after the one that predicts it, in this order.
     """
+    lengths = np.array([len(sequence.tokens) for sequence in sequences])
+    ends = lengths.cumsum()
+    owners = np.repeat(np.arange(len(sequences)), lengths)
+
+    def beside_next(columns: Sequence[np.ndarray], nothing: float) -> np.ndarray:
+        column = np.append(np.concatenate(columns)[1:], nothing)
+        column[ends - 1] = nothing
+        return column
+
+    nexts = beside_next([sequence.labels for sequence in sequences], ignore_index)
+    flat = _Tokens(np.concatenate([sequence.tokens for sequence in sequences]), nexts != ignore_index)
     # From the last sequence on: a conversation's last turns have the longest history, and with as many branches
     # as fit, the next tree's history is shortest.
-    roots, num_tokens = list[_Segment](), list[int]()
-    for sequence in reversed(sequences):
-        tokens, nexts = sequence["tokens"], np.append(sequence["labels"][1:], ignore_index)
-        path = _path(roots[-1], tokens, nexts, ignore_index) if roots else []
-        num_new = len(tokens) - sum(num_shared for _, num_shared in path)
+    roots, num_tokens, lasts = list[_Segment](), list[int](), ends - 1
+    for index in reversed(range(len(sequences))):
+        places = np.arange(ends[index] - lengths[index], ends[index])
+        path = _path(roots[-1], places, flat) if roots else []
+        num_new = len(places) - sum(num_shared for _, num_shared in path)
         if not roots or (max_tokens is not None and roots[-1].reach + num_new > max_tokens):
-            roots.append(_Segment(tokens[:0], nexts[:0]))
+            roots.append(_Segment(places[:0], places[:0]))
             num_tokens.append(0)
-            path, num_new = [], len(tokens)
-        _insert(roots[-1], path, tokens, nexts, num_new, ignore_index)
-        num_tokens[-1] += len(tokens)
+            path, num_new = [], len(places)
+        if not num_new:  # its last token is another one's, too
+            segment, num_shared = path[-1]
+            lasts[index] = segment.places[num_shared - 1]
+        _insert(roots[-1], path, places, num_new, flat)
+        num_tokens[-1] += len(places)
     trees = [_in_order(root) for root in roots]
-    columns = np.concatenate([column for column, _ in trees], axis=1)
-    return {
-        "tokens": columns[0],
-        "labels": np.append(ignore_index, columns[1, :-1]),
-        "input_pos": columns[2],
-        "documents": [document for _, document in trees],
-        "num_shared": [n - root.reach for n, root in zip(num_tokens, roots, strict=True)],
-    }
+    places, targets, positions = np.concatenate([columns for columns, _ in trees], axis=1)
+    rows = np.empty(len(flat.tokens), dtype=np.int64)
+    rows[places] = np.arange(len(places))
+    names = {name for sequence in sequences for name in sequence.columns}
+
+    def in_row(column: np.ndarray, nothing: float) -> np.ndarray:
+        return np.append(np.array(nothing, column.dtype), column[targets][:-1])
+
+    first = sequences[0]
+    return first._replace(
+        tokens=flat.tokens[places],
+        labels=in_row(nexts, ignore_index),
+        documents=[document for _, document in trees],
+        columns={
+            name: in_row(beside_next([sequence.columns[name] for sequence in sequences], 0), 0) for name in sorted(names)
+        },
+        values={name: np.concatenate([sequence.values[name] for sequence in sequences]) for name in first.values},
+        sequences=(owners[targets], rows[lasts]),
+        positions=positions,
+        num_shared=[n - root.reach for n, root in zip(num_tokens, roots, strict=True)],
+        others={},
+    )
 
 
-def split_trees(sample: Sample) -> list[Sample]:
+def split_trees(sample: TextSample) -> list[TextSample]:
     """Returns a sample for each tree of a sample."""
-    ends = np.cumsum(list(map(length_of, sample["documents"])))[:-1]
-    parts: dict[str, Any] = {key: np.split(sample[key], ends) for key in ("tokens", "labels", "input_pos")}
-    parts |= {key: [[value] for value in sample[key]] for key in ("documents", "num_shared")}
-    return [{**sample, **{key: values[i] for key, values in parts.items()}} for i in range(len(sample["documents"]))]
+    assert sample.sequences is not None
+    assert sample.positions is not None
+    parts, start = [], 0
+    owners, ends = sample.sequences
+    for document, num_shared in zip(sample.documents, sample.num_shared, strict=True):
+        stop = start + length_of(document)
+        here, which = slice(start, stop), np.flatnonzero((start <= ends) & (ends < stop))
+        part = sample._replace(
+            tokens=sample.tokens[here],
+            labels=sample.labels[here],
+            documents=[document],
+            columns={name: column[here] for name, column in sample.columns.items()},
+            values={name: value[which] for name, value in sample.values.items()},
+            sequences=(np.searchsorted(which, owners[here]), ends[which] - start),
+            positions=sample.positions[here],
+            num_shared=[num_shared],
+        )
+        parts.append(part)
+        start = stop
+    return parts
 
 
-def _path(root: _Segment, tokens: np.ndarray, nexts: np.ndarray, ignore_index: int) -> list[tuple[_Segment, int]]:
+def _path(root: _Segment, places: np.ndarray, flat: _Tokens) -> list[tuple[_Segment, int]]:
     """Returns the segments that a sequence shares from the root on, and how many positions of each."""
     path, start, segment = list[tuple[_Segment, int]](), 0, root
-    while segment.below and start < len(tokens):
-        rest = tokens[start:], nexts[start:], ignore_index
-        shared = [_num_shared(child, *rest) for child in segment.below]
+    while segment.below and start < len(places):
+        shared = [_num_shared(child, places[start:], flat) for child in segment.below]
         longest = max(shared)
         if longest == 0:
             break
         segment = segment.below[shared.index(longest)]
         path.append((segment, longest))
         start += longest
-        if longest < len(segment.tokens):
+        if longest < len(segment.places):
             break
     return path
 
 
-def _num_shared(segment: _Segment, tokens: np.ndarray, nexts: np.ndarray, ignore_index: int) -> int:
-    if segment.tokens[0] != tokens[0]:
+def _num_shared(segment: _Segment, places: np.ndarray, flat: _Tokens) -> int:
+    if flat.tokens[segment.places[0]] != flat.tokens[places[0]]:
         return 0
-    end = min(len(segment.tokens), len(tokens))
-    both = (segment.nexts[:end] != ignore_index) & (nexts[:end] != ignore_index)
-    return _first(both | (segment.tokens[:end] != tokens[:end]))
+    end = min(len(segment.places), len(places))
+    both = flat.are_targets[segment.targets[:end]] & flat.are_targets[places[:end]]
+    return _first(both | (flat.tokens[segment.places[:end]] != flat.tokens[places[:end]]))
 
 
 def _first(flags: np.ndarray) -> int:
@@ -122,35 +158,28 @@ def _first(flags: np.ndarray) -> int:
 
 
 def _insert(
-    root: _Segment,
-    path: Sequence[tuple[_Segment, int]],
-    tokens: np.ndarray,
-    nexts: np.ndarray,
-    num_new: int,
-    ignore_index: int,
+    root: _Segment, path: Sequence[tuple[_Segment, int]], places: np.ndarray, num_new: int, flat: _Tokens
 ) -> None:
     """Adds a sequence behind the segments that it shares, with their targets that only it has."""
     start, last = 0, root
     root.reach += num_new
     for last, num_shared in path:
-        if num_new and num_shared < len(last.tokens):
-            rest = _Segment(last.tokens[num_shared:], last.nexts[num_shared:], last.below)
-            last.tokens, last.nexts = last.tokens[:num_shared], last.nexts[:num_shared]
+        if num_new and num_shared < len(last.places):
+            rest = _Segment(last.places[num_shared:], last.targets[num_shared:], last.below)
+            last.places, last.targets = last.places[:num_shared], last.targets[:num_shared]
             last.below = [rest]
-        known, added = last.nexts[:num_shared], nexts[start : start + num_shared]
-        filled = np.where(known == ignore_index, added, known)
-        last.nexts = np.append(filled, last.nexts[num_shared:])
+        known, added = last.targets[:num_shared], places[start : start + num_shared]
+        last.targets = np.append(np.where(flat.are_targets[added], added, known), last.targets[num_shared:])
         last.reach += num_new
         start += num_shared
     if num_new and path and not last.below:  # a sequence that ended here continues
-        last.tokens = np.append(last.tokens, tokens[start:])
-        last.nexts = np.append(last.nexts, nexts[start:])
+        last.places, last.targets = (np.append(column, places[start:]) for column in (last.places, last.targets))
     elif num_new:
-        last.below.append(_Segment(tokens[start:], nexts[start:]))
+        last.below.append(_Segment(places[start:], places[start:]))
 
 
 def _in_order(root: _Segment) -> tuple[np.ndarray, Document]:
-    """Returns tokens, next labels and positions [3, n] depth first, and the document.
+    """Returns places of tokens and targets, and positions [3, n], depth first, and the document.
 
     The branch with most positions follows its parent: then few ranges of positions are ancestors.
     """
@@ -158,10 +187,10 @@ def _in_order(root: _Segment) -> tuple[np.ndarray, Document]:
     waiting = [(root, 0)]
     while waiting:
         segment, depth = waiting.pop()
-        end = depth + len(segment.tokens)
+        end = depth + len(segment.places)
         if segment is not root:
-            columns.append(np.stack([segment.tokens, segment.nexts, np.arange(depth, end)]))
-            segments.append((len(segment.tokens), segment.reach))
+            columns.append(np.stack([segment.places, segment.targets, np.arange(depth, end)]))
+            segments.append((len(segment.places), segment.reach))
         waiting += [(child, end) for child in sorted(segment.below, key=lambda child: child.reach)]
     document = segments[0][0] if len(segments) == 1 else tuple(segments)
     return np.concatenate(columns, axis=1), document
@@ -170,20 +199,28 @@ def _in_order(root: _Segment) -> tuple[np.ndarray, Document]:
 # ---- Samples of a row ---------------------------------------------------------------------------
 
 
-def share_beginnings(pieces: Sequence[Piece], ignore_index: int) -> tuple[Sequence[int], Sequence[Piece], int]:
-    """Makes one tree of pieces that begin with the same tokens without targets, if it saves a tenth of all.
+class Shared(NamedTuple):
+    """Samples of a row, of which some leave their beginning to another one."""
 
-    Returns the order of the pieces, the pieces in this order (the first of a tree has its document, the
-    others have none), and the number of positions saved.
-    """
-    keys = [_beginning(piece, ignore_index) for piece in pieces]
-    # Sorted, so that pieces of one tree are neighbors.
-    order = sorted(range(len(pieces)), key=lambda i: keys[i].tobytes())
+    order: Sequence[int]
+    """Samples in the order of the row."""
+    starts: Sequence[int]
+    """Positions at which each of them begins, in this order: 0, or behind what it shares."""
+    documents: Sequence[Document]
+    num_saved: int = 0
+    """Positions that are not computed again."""
+
+
+def share_beginnings(samples: Sequence[TextSample], ignore_index: int) -> Shared:
+    """Makes one tree of samples that begin with the same tokens without targets, if it saves a tenth of all."""
+    keys = [_beginning(sample, ignore_index) for sample in samples]
+    # Sorted, so that samples of one tree are neighbors.
+    order = sorted(range(len(samples)), key=lambda i: keys[i].tobytes())
     common = []
     for one, other in pairwise(order):
         end = min(len(keys[one]), len(keys[other]))
         common.append(_first(keys[one][:end] != keys[other][:end]))
-    # The best cut into trees, by a dynamic program: saved[j] are the positions that the first j pieces save, the
+    # The best cut into trees, by a dynamic program: saved[j] are the positions that the first j samples save, the
     # last of which is in a tree with those from first[j] on.
     saved, first, shared = [0], [0], [0]
     for j in range(1, len(order) + 1):
@@ -194,32 +231,38 @@ def share_beginnings(pieces: Sequence[Piece], ignore_index: int) -> tuple[Sequen
             best = max(best, (saved[i] + (j - 1 - i) * least, i, least))
         for values, value in zip((saved, first, shared), best, strict=True):
             values.append(value)
-    if saved[-1] < _LEAST_SAVED * sum(piece.columns.size(1) for piece in pieces):
-        return range(len(pieces)), pieces, 0
-    merged, end = list[Piece](), len(order)
+    if saved[-1] < _LEAST_SAVED * sum(len(sample.tokens) for sample in samples):
+        return apart(samples)
+    starts, documents, end = list[int](), list[Document](), len(order)
     while end:
-        tree_pieces = [pieces[i] for i in order[first[end] : end]]
-        merged[:0] = _one_tree(tree_pieces, shared[end]) if len(tree_pieces) > 1 else tree_pieces
+        of_tree, num_common = [samples[i] for i in order[first[end] : end]], shared[end]
+        starts[:0] = [0, *[num_common] * (len(of_tree) - 1)]
+        documents[:0] = [_tree_of(of_tree, num_common)] if len(of_tree) > 1 else of_tree[0].documents
         end = first[end]
-    return order, merged, saved[-1]
+    return Shared(order, starts, documents, saved[-1])
 
 
-def _beginning(piece: Piece, ignore_index: int) -> np.ndarray:
+def apart(samples: Sequence[TextSample]) -> Shared:
+    """Returns samples as they are."""
+    documents = [document for sample in samples for document in sample.documents]
+    return Shared(range(len(samples)), [0] * len(samples), documents)
+
+
+def _beginning(sample: TextSample, ignore_index: int) -> np.ndarray:
     """Returns the first tokens without a target or a branch, at most all but one; none of several documents."""
-    tokens, labels, positions = piece.columns.numpy()
-    if len(piece.documents) != 1 or positions[0] != 0:
-        return tokens[:0]
-    (length, _), *below = segments_of(piece.documents[0])
+    if len(sample.documents) != 1 or (sample.positions is not None and sample.positions[0] != 0):
+        return sample.tokens[:0]
+    (length, _), *below = segments_of(sample.documents[0])
     end = length if below else length - 1
-    return tokens[: _first(labels[:end] != ignore_index)]
+    return sample.tokens[: _first(sample.labels[1 : end + 1] != ignore_index)]
 
 
-def _one_tree(pieces: Sequence[Piece], num_common: int) -> list[Piece]:
-    """Removes the positions that all pieces, of one document each, begin with from all but the first."""
-    columns = [pieces[0].columns, *(piece.columns[:, num_common:] for piece in pieces[1:])]
-    segments = [(num_common, sum(column.size(1) for column in columns))]
-    for piece in pieces:
-        (length, reach), *below = segments_of(piece.documents[0])
+def _tree_of(samples: Sequence[TextSample], num_common: int) -> Document:
+    """Returns the tree of samples, of one document each, that begin with the same positions."""
+    num_positions = num_common + sum(len(sample.tokens) - num_common for sample in samples)
+    segments = [(num_common, num_positions)]
+    for sample in samples:
+        (length, reach), *below = segments_of(sample.documents[0])
         rest = [(length - num_common, reach - num_common)] if length > num_common else []
         segments += [*rest, *below]
-    return [Piece(column, [] if i else [tuple(segments)]) for i, column in enumerate(columns)]
+    return tuple(segments)

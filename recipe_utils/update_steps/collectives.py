@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from recipe_utils.plans.rounds import WHOLE, Part, Plan, part_of
-from recipe_utils.update_steps.samples import Sample
+from recipe_utils.update_steps.samples import Prepared
 
 _POLL_SECONDS = 0.0005
 _MAX_POLL_SECONDS = 0.008
 """Upper bound of the doubling poll interval, which saves CPU time while a rank is late."""
 
-LengthOf = Callable[[Sample], int]
+LengthOf = Callable[[Prepared], int]
 
 
 class OtherRankFailedError(RuntimeError):
@@ -37,7 +37,7 @@ class AbandonedError(RuntimeError):
 class Row(NamedTuple):
     """Samples of a microbatch, none in a round without one."""
 
-    samples: list[Sample]
+    samples: list[Prepared]
     part: Part = WHOLE
     """Part of a packed row that this rank computes."""
 
@@ -99,7 +99,7 @@ class StepCollectives:
         return StepCounts(totals, int(num_microbatches.max()), int(max_tokens.min()))
 
     def exchange(
-        self, samples: Sequence[Sample] | None, length_of: LengthOf, plan: Plan, max_samples: int
+        self, samples: Sequence[Prepared] | None, length_of: LengthOf, plan: Plan, max_samples: int
     ) -> list[Row]:
         """Plans an update step over all ranks and sends each sample to its rank.
 
@@ -193,7 +193,7 @@ class StepCollectives:
         work.wait()
 
 
-def group_samples(samples: Sequence[Sample], length_of: LengthOf, plan: Plan) -> list[Row]:
+def group_samples(samples: Sequence[Prepared], length_of: LengthOf, plan: Plan) -> list[Row]:
     """Returns the microbatches, planned for this rank alone."""
     with record_function("plan"):
         (microbatches,) = plan([length_of(sample) for sample in samples], 1)
@@ -227,7 +227,7 @@ class Agreement:
         self._next: Callable[[None], object] | None = together.count if max_samples is None else self._exchange
         """Collective that the other ranks wait in."""
 
-    def exchange(self, samples: Sequence[Sample]) -> list[Row]:
+    def exchange(self, samples: Sequence[Prepared]) -> list[Row]:
         """Returns the rows of this rank, planned over all ranks, or for this one alone without ``max_samples``."""
         if self._max_samples is None:
             return group_samples(samples, self._length_of, self._plan)
@@ -248,7 +248,7 @@ class Agreement:
         if self._next is not None:
             self._next(None)
 
-    def _exchange(self, samples: Sequence[Sample] | None) -> list[Row]:
+    def _exchange(self, samples: Sequence[Prepared] | None) -> list[Row]:
         assert self._max_samples is not None
         return self._together.exchange(samples, self._length_of, self._plan, self._max_samples)
 

@@ -89,7 +89,7 @@ class UpdateStepLoader:
     def _prepare(self, epoch: int, steps: range, closed: threading.Event) -> Iterator[UpdateStep]:
         """Yields update steps. The queue runs this in its thread."""
         ranks, order, budget, first = self.ranks, self.order, self.budget, self.budget.collator()
-        indices = OnRank(order, epoch, steps, ranks.dp_rank, ranks.dp_degree, first.block)
+        indices = OnRank(order, epoch, steps, ranks.dp_rank, ranks.dp_degree, first.layout.block)
         loaded = load_samples(self.dataset, indices, self.num_workers)
         names = [*first.counts, "skipped_samples"]
         together = StepCollectives(names, ranks.is_dp_leader, ranks.dp_peers, self.group, closed)
@@ -97,10 +97,10 @@ class UpdateStepLoader:
         dummy: Microbatch | None = None
         for number, step in enumerate(steps):
             collator = budget.collator()
-            moves = ranks.dp_degree > 1 and collator.moves_samples
+            moves = ranks.dp_degree > 1 and collator.layout.moves_samples
             max_samples = indices.most_on_a_rank(number) if moves else None
             # An error in this block reaches all ranks: none starts an update step that another one lacks.
-            with agreement(together, collator.length, collator.plan, max_samples) as agree:
+            with agreement(together, collator.length, collator.layout.plan, max_samples) as agree:
                 with record_function("load"):
                     samples = next(loaded)
                 # A rank with fewer microbatches runs dummy ones, so that FSDP's collectives match. They are made
@@ -133,6 +133,6 @@ def _collate(collator: Collator, row: Row, dummy: Microbatch | None) -> list[Mic
     if row.part.num_ranks > 1:
         from recipe_utils.long_rows.parts import cut  # the one place where the core names it
 
-        whole_row = collator.collate(row.samples)
-        return [cut(whole_row, row.part, len(row.samples), collator.row_multiple)]
-    return [collator.collate(samples) for samples in collator.split(row.samples)]
+        (whole_row,) = collator.collate(row.samples)
+        return [cut(whole_row, row.part, len(row.samples), collator.layout.row_multiple)]
+    return collator.collate(row.samples)

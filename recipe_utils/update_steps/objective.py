@@ -6,12 +6,59 @@ of 10 tokens with ``counts`` of 7 target tokens, and ``dummy`` a row of one toke
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Protocol, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+import numpy as np
 
 from recipe_utils.plans.rounds import Plan
-from recipe_utils.update_steps.samples import Sample
+from recipe_utils.update_steps.order import StepIndex
+from recipe_utils.update_steps.samples import Prepared, Sample
 from recipe_utils.update_steps.step import Microbatch
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a loss takes of samples, and what it is divided by; attributes of the same names declare it."""
+
+    columns: Mapping[str, float | None] = field(default_factory=dict)
+    """Name and default of what stands beside each label of a sample; None: a sample without it is an error."""
+    of_samples: Sequence[str] = ()
+    """Names of values of samples, of any shape that is the same for all."""
+    divisor: str = "target_tokens"
+    """Count that the loss is divided by: of the collator, or a column or value, whose sum over the update step it is."""
+    sums: Sequence[str] = ("loss",)
+    """Names of the sums over targets that it returns; the first is differentiated."""
+    totals: Sequence[str] = ()
+    """Further columns and values whose sums are totals of update steps."""
+
+
+NOTHING_DECLARED = Declaration()
+
+
+def declared_by(loss_fn: Any) -> Declaration:
+    """Returns what a loss module declares by its attributes. Raises ValueError for names that a sample has already."""
+    given = {name: getattr(loss_fn, name) for name in vars(NOTHING_DECLARED) if hasattr(loss_fn, name)}
+    declared = Declaration(**given)
+    if taken := {"tokens", "labels", "sequences", "input_pos", "seq_lens"} & {*declared.columns, *declared.of_samples}:
+        raise ValueError(f"loss: {type(loss_fn).__name__} takes {min(taken)} beside tokens and labels; rename it")
+    return Declaration(**{**given, "totals": (*declared.totals, declared.divisor)})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How samples become microbatches on ranks."""
+
+    plan: Plan
+    """Assigns samples to microbatches and ranks; see :mod:`recipe_utils.plans.rounds`."""
+    moves_samples: bool = False
+    """True if samples move between DP ranks."""
+    block: int = 1
+    """Number of consecutive samples of an update step, a divisor of ``batch_size``, that stay on one
+    rank. Losses that couple samples need it."""
+    row_multiple: int | None = None
+    """Divisor of the positions of packed rows, or of their parts on several ranks; None for any number."""
 
 
 class Collator(Protocol):
@@ -19,20 +66,10 @@ class Collator(Protocol):
 
     counts: Sequence[str]
     """Names of its counts; a sample whose first count is 0 has nothing to train on."""
-    fingerprint_keys: Sequence[str]
-    """Keys of a sample that are hashed to recognize the dataset on resume."""
-    block: int = 1
-    """Number of consecutive samples of an update step, a divisor of ``batch_size``, that stay on one
-    rank. Losses that couple samples need it."""
-    row_multiple: int | None = None
-    """Divisor of the positions of packed rows, or of their parts on several ranks; None for any number."""
-    moves_samples: bool = False
-    """True if samples move between DP ranks."""
-    plan: Plan
-    """Assigns samples to microbatches and ranks; see :mod:`recipe_utils.plans.rounds`."""
+    layout: Layout
 
     @abstractmethod
-    def prepare(self, sample: Sample, name: str, /) -> Sample:
+    def prepare(self, sample: Sample, name: str, at: StepIndex, /) -> Prepared:
         """Converts an item of the dataset for the other methods. Called in DataLoader workers.
 
         Raises:
@@ -40,19 +77,19 @@ class Collator(Protocol):
         """
 
     @abstractmethod
-    def length(self, sample: Sample) -> int:
-        """Returns the value that ``plan`` takes for a sample: its length, or for views its position."""
-
-    def split(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
-        """Returns the samples of each microbatch into which one of the plan is split."""
-        return [samples]
+    def content(self, sample: Prepared) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
+        """Returns what a resume recognizes a sample by: integers, and all other values that it gives to the training."""
 
     @abstractmethod
-    def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """Makes a microbatch."""
+    def length(self, sample: Prepared) -> int:
+        """Returns the value that the plan takes for a sample: its length, or for views its position."""
 
     @abstractmethod
-    def dummy(self, sample: Sample) -> Microbatch:
+    def collate(self, samples: Sequence[Prepared]) -> list[Microbatch]:
+        """Makes the microbatch of some samples, or several, if one is too long for the budget."""
+
+    @abstractmethod
+    def dummy(self, sample: Prepared) -> Microbatch:
         """Makes a dummy microbatch, whose loss is zero and has a graph.
 
         Ranks with fewer microbatches run it, so that FSDP's collectives match.
@@ -62,10 +99,6 @@ class Collator(Protocol):
         """Returns a collator of microbatches of at most ``max_tokens``, if their tokens are bounded."""
         return self
 
-    def warnings(self) -> Iterator[str]:
-        """Yields warnings to log before training."""
-        yield from ()
-
-    def remarks(self, sample: Sample) -> Iterator[str]:
-        """Yields doubts about a prepared sample, as texts that are counted over samples."""
+    def remarks(self, sample: Prepared | None = None) -> Iterator[str]:
+        """Yields doubts about a prepared sample, as texts that are counted; without one, warnings before training."""
         yield from ()

@@ -24,6 +24,8 @@ from recipe_utils.update_steps.permutation import seed_of
 from recipe_utils.update_steps.workers import load_batches
 
 Sample = Mapping[str, Any]
+Prepared = Any
+"""A sample as a collator's ``prepare`` returns it."""
 
 _log = get_logger("INFO")
 
@@ -97,11 +99,10 @@ class SampleReport(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CheckedDataset(Dataset[Sample]):
+class CheckedDataset(Dataset[Prepared]):
     """Map-style dataset whose samples are checked as they are loaded.
 
-    A sample gets ``step_position``, its position in the update step, and with named parts ``dataset_index``, the
-    position of its part. Global random generators that a dataset draws from are seeded for each sample, by its
+    Global random generators that a dataset draws from are seeded for each sample, by its
     position in the training, and restored: draws are the same in any worker, on any layout and after a resume.
     """
 
@@ -109,8 +110,8 @@ class CheckedDataset(Dataset[Sample]):
     """Has ``__len__`` and ``__getitem__``."""
     name: str
     """Config key, for errors."""
-    prepare: Callable[[Sample, str], Sample]
-    """Collator's ``prepare``; it gets names such as ``"sample 17 of dataset"``."""
+    prepare: Callable[[Sample, str, StepIndex], Prepared]
+    """Collator's ``prepare``; it gets names such as ``"sample 17 of dataset"``, and the place of the sample."""
     skips_bad: bool = False
     """:func:`load_samples` skips bad samples."""
     draws: bool = False
@@ -134,7 +135,7 @@ class CheckedDataset(Dataset[Sample]):
         """Returns a copy for one thread or process, see :func:`unread`."""
         return replace(self, dataset=unread(self.dataset))
 
-    def __getitem__(self, at: int | StepIndex) -> Sample:
+    def __getitem__(self, at: int | StepIndex) -> Prepared:
         """Returns the prepared sample; an error of the dataset is chained to a SampleError."""
         at = at if isinstance(at, StepIndex) else StepIndex(at)
         if not self.draws:
@@ -146,7 +147,7 @@ class CheckedDataset(Dataset[Sample]):
         finally:
             set_random_state(state)
 
-    def _get(self, at: StepIndex) -> Sample:
+    def _get(self, at: StepIndex) -> Prepared:
         index = at.item
         name = self.name_of(index)
         try:
@@ -156,8 +157,7 @@ class CheckedDataset(Dataset[Sample]):
         except Exception as error:
             text = f"{name}: {type(error).__name__}: {error}{self._row(index)}"
             raise SampleError(text) from error
-        prepared = {**self.prepare(sample, name), "step_position": at.position}
-        return prepared if self.parts is None else {**prepared, "dataset_index": self.parts.dataset_of(index)}
+        return self.prepare(sample, name, at)
 
     def name_of(self, index: int) -> str:
         """Returns the name of a sample, such as ``sample 17 of dataset``."""
@@ -174,9 +174,9 @@ class CheckedDataset(Dataset[Sample]):
             return ""
         return f"; its row {index + 1} is {row if len(row) < 200 else f'{row[:200]}...'}"
 
-    def __getitems__(self, indices: Sequence[int | StepIndex]) -> list[Sample | SampleError]:
+    def __getitems__(self, indices: Sequence[int | StepIndex]) -> list[Prepared | SampleError]:
         """Returns samples for a DataLoader, with the error in place of a bad one."""
-        samples: list[Sample | SampleError] = []
+        samples: list[Prepared | SampleError] = []
         for index in indices:
             try:
                 samples.append(self[index])
@@ -204,7 +204,7 @@ class CheckedDataset(Dataset[Sample]):
 
 def load_samples(
     dataset: CheckedDataset, indices_per_step: Sequence[list[Any]], num_workers: int = 0
-) -> Iterator[list[Sample]]:
+) -> Iterator[list[Prepared]]:
     """Yields the samples of each update step in the order of their indices, without skipped ones.
 
     Raises a SampleError for a bad sample that is not skipped.

@@ -1,7 +1,7 @@
 """An update step as a value: all that one optimizer step computes, on one rank.
 
 :mod:`recipe_utils.benchmark.baselines.bare_loop` is the idea in one file, with a worked example.
-Shapes: b rows, s positions per row, n target tokens.
+Shapes: b rows, s positions per row, n target tokens, p sequences of samples.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,20 +15,34 @@ T = TypeVar("T")
 
 
 class Targets(NamedTuple):
-    """Target tokens of a microbatch."""
+    """Target tokens of a microbatch, and what stands beside them. A dummy microbatch has every name, with n = p = 0."""
 
     labels: Tensor
     """[b, s]: the label of the *next* position, ``ignore_index`` where there is no target."""
     positions: Tensor
     """[n]: indices of the targets in the flattened [b * s] positions, ascending; from the CPU, so that n is known."""
+    owners: Tensor | None = None
+    """[b, s]: the sequence (0 to p - 1) that owns each position, -1 for padding; None if a ``collate_fn`` made another
+    number of rows than samples. A position that sequences share belongs to the one whose target it has."""
+    samples: Tensor | None = None
+    """[p]: position in the update step of each sequence's sample; most samples are one sequence."""
+    items: Tensor | None = None
+    """[p]: index in the dataset of each sequence's sample."""
+    ends: Tensor | None = None
+    """[p]: index of each sequence's last token in the flattened positions; None in a part of a row."""
+    values: Mapping[str, Tensor] = {}
+    """[n] fp64 each: columns of the samples at the targets, by name."""
+    defaults: frozenset[str] = frozenset()
+    """Names of ``values`` that are their default at all targets, for losses that compute less then."""
+    of_samples: Mapping[str, Tensor] = {}
+    """[p, ...] each: values of the sequences' samples, by name."""
     outputs: Mapping[str, Any] = {}
     """Outputs of a pass before the pass at these targets, by its name: tensors in any nesting."""
-    pairs: Any = None
-    """Answers of pairs (:class:`recipe_utils.preference.log_probs.Pairs`), which have their targets."""
-    samples: Tensor | None = None
-    """[n], or [p] of pairs: position in the update step of each one's sample, for losses by sample."""
-    values: Mapping[str, Tensor] = {}
-    """[n] fp64 each: named values per target that a sample of the dataset has, such as ``weights``."""
+
+    def of_targets(self, of_sequences: Tensor) -> Tensor:
+        """Returns [n, ...] of [p, ...]: at each target what belongs to the sequence that owns it."""
+        assert self.owners is not None
+        return of_sequences.index_select(0, self.owners.flatten().index_select(0, self.positions))
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,8 @@ class Microbatch:
     targets: Targets
     counts: Mapping[str, float] = field(default_factory=dict)
     """Counts by name, which sum to the totals of the update step; empty for a dummy microbatch."""
+    names: Sequence[str] = ()
+    """Names of its samples, for errors."""
 
     def pin_memory(self) -> "Microbatch":
         """Returns a copy in page-locked memory, for device copies that do not block the host."""

@@ -26,7 +26,7 @@ from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
 from recipe_utils.text.mixture import Mixture
-from recipe_utils.update_steps.objective import Collator
+from recipe_utils.update_steps.objective import Collator, Layout
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Sample, SampleError
 from recipe_utils.update_steps.settings import DataSettings
@@ -159,19 +159,23 @@ class ViewCollator(Collator):
 
     counts = ("images", "koleo_images", "masked_patches", "crop_tokens")
     """Images; images with a neighbor in their group; masked patches of global crops; tokens of the student."""
-    fingerprint_keys = ("digest",)
 
     def __init__(self, data: DataSettings, views: ViewSettings, layout: TokenLayout) -> None:
-        self.block = views.koleo_group_size or 1
-        """Number of consecutive images that stay in one microbatch."""
+        self._block = views.koleo_group_size or 1  # consecutive images that stay in one microbatch
+        self.layout = Layout(self.plan, block=self._block)
         self._group_size = views.koleo_group_size
         self._batch_size = data.batch_size
         self._layout = layout
 
     @staticmethod
-    def prepare(sample: Sample, name: str) -> Sample:
+    def prepare(sample: Sample, name: str, at: StepIndex) -> Sample:
         """Returns the sample unchanged."""
         return sample
+
+    @staticmethod
+    def content(sample: Sample) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
+        """Returns the digest of the image; what else it has is computed from it and the config."""
+        return (np.asarray(sample["digest"]),), {}
 
     def length(self, sample: Sample) -> int:
         """Returns the position in the update step, by which groups are formed; lengths are equal."""
@@ -184,14 +188,14 @@ class ViewCollator(Collator):
         A skipped image changes only its own group. ``positions`` are those in the update step.
         """
         microbatches: Microbatches = []
-        for _, block in groupby(range(len(positions)), lambda i: positions[i] // self.block):
+        for _, block in groupby(range(len(positions)), lambda i: positions[i] // self._block):
             images = list(block)
             if not microbatches or len(microbatches[-1]) + len(images) > self._batch_size:
                 microbatches.append([])
             microbatches[-1] += images
         return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
 
-    def collate(self, samples: Sequence[Sample]) -> Microbatch:
+    def collate(self, samples: Sequence[Sample]) -> list[Microbatch]:
         """Returns one row (:func:`row_of`): the global crops of all images, then the local ones."""
         keys = ("masks", "global_crops", "local_crops")
         masks, global_crops, local_crops = (np.concatenate([sample[key] for sample in samples]) for key in keys)
@@ -217,7 +221,7 @@ class ViewCollator(Collator):
             "masked_patches": int(num_masked.sum()),
             "crop_tokens": inputs["tokens"].size(1),
         }
-        return Microbatch(inputs, targets, counts)
+        return [Microbatch(inputs, targets, counts)]
 
     def _groups_of(self, samples: Sequence[Sample]) -> tuple[Tensor, int]:
         """Returns each image's group, from 0, and the number of images that are not alone in theirs."""
@@ -231,7 +235,7 @@ class ViewCollator(Collator):
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Returns a microbatch with zero loss, which keeps collectives matched."""
-        return without_targets(self.collate([sample]))
+        return without_targets(*self.collate([sample]))
 
 
 @plain_dataclass
@@ -259,18 +263,18 @@ class ImageCollator(Collator):
 
     counts = ("images", "crop_tokens")
     """Images; tokens of the model."""
-    fingerprint_keys = ("digest",)
     prepare = staticmethod(ViewCollator.prepare)
+    content = staticmethod(ViewCollator.content)
 
     def __init__(self, data: DataSettings, layout: TokenLayout) -> None:
         self._layout = layout._replace(num_draws=0)
-        self.plan = partial(plan_in_order, batch_size=data.batch_size)
+        self.layout = Layout(partial(plan_in_order, batch_size=data.batch_size))
 
     def length(self, sample: Sample) -> int:
         """Returns 1: all images have the same number of tokens."""
         return 1
 
-    def collate(self, samples: Sequence[Sample]) -> Microbatch:
+    def collate(self, samples: Sequence[Sample]) -> list[Microbatch]:
         """Returns one row with a global crop of each image, without masks and draws."""
         crops = np.stack([sample["crop"] for sample in samples])
         inputs, ((cls, patches),) = row_of([CropsOfOneSize(crops)], self._layout, 1.0)
@@ -281,8 +285,8 @@ class ImageCollator(Collator):
             labels=torch.tensor([sample["label"] for sample in samples]),
         )
         counts = {"images": len(samples), "crop_tokens": inputs["tokens"].size(1)}
-        return Microbatch(inputs, targets, counts)
+        return [Microbatch(inputs, targets, counts)]
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Returns a microbatch with zero loss, which keeps collectives matched."""
-        return without_targets(self.collate([sample]))
+        return without_targets(*self.collate([sample]))

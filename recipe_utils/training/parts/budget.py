@@ -120,7 +120,7 @@ class StepMemory(Part):
         if self._search is not None:
             bound = self._search.search.largest
         elif bound is not None:
-            multiple = collator.row_multiple or 1
+            multiple = collator.layout.row_multiple or 1
             bound = -(-bound // multiple) * multiple  # rows are padded
         if bound is not None and tokens > bound:  # no bound makes it shorter
             return _OF_ONE_SAMPLE

@@ -1,11 +1,11 @@
-"""Log-probabilities of target tokens and of whole answers, computed from hidden states in chunks.
+"""Log-probabilities of target tokens, computed from hidden states in chunks.
 
-Shapes: d embedding width, v vocabulary, n target tokens, c of a chunk, p pairs.
+Shapes: d embedding width, v vocabulary, n target tokens, c of a chunk.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,18 +23,6 @@ from recipe_utils.losses.chunks import (
     sum_dtype,
 )
 from recipe_utils.update_steps.step import Targets
-
-
-class Pairs(NamedTuple):
-    """Targets of each answer, for samples that are pairs of answers; p pairs."""
-
-    segment_lengths: Tensor
-    """[3 * p]: for each pair the number of shared targets, of further ones of the chosen answer,
-    and of the rejected one, in the order of the microbatch's targets."""
-    names: tuple[str, ...]
-    """Names of the pairs, for errors."""
-    fingerprints: tuple[bytes, ...] = ()
-    """Hashes of the pairs' tokens and labels, 16 bytes each, by which a reference is cached."""
 
 
 class LinearLogProbs(ChunkedLoss):
@@ -140,25 +128,3 @@ def _log_probs(output: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     logits = output(hidden)
     log_probs = F.log_softmax(logits.to(sum_dtype(logits)), dim=-1)
     return log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
-
-
-def sums_of_answers(log_probs: Tensor, pairs: Pairs) -> Tensor:
-    """Returns sums over the targets of each chosen and each rejected answer, [2, p] in fp64, of log-probabilities [n].
-
-    Targets of a shared prefix count for both answers. In fp64, because a loss takes differences of large sums; in a
-    fixed order, so that equal models give equal sums.
-    """
-    lengths = pairs.segment_lengths
-    # unsafe: the check would synchronize with the device, and fails without pairs.
-    return _add_prefixes(torch.segment_reduce(log_probs.double(), "sum", lengths=lengths, unsafe=True, initial=0))
-
-
-def num_targets_of_answers(pairs: Pairs) -> Tensor:
-    """Returns the number of targets of each chosen and each rejected answer, [2, p]."""
-    return _add_prefixes(pairs.segment_lengths)
-
-
-def _add_prefixes(segments: Tensor) -> Tensor:
-    """Adds the numbers [3 * p] of shared prefixes to those of both answers, [2, p]."""
-    shared, chosen, rejected = segments.view(-1, 3).unbind(1)
-    return torch.stack([shared + chosen, shared + rejected])

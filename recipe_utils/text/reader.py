@@ -1,0 +1,206 @@
+"""Checks of what datasets of text return, in DataLoader workers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+
+from recipe_utils.text.limits import NO_LIMITS, ModelLimits
+from recipe_utils.text.samples import TextSample
+from recipe_utils.text.trees import merge
+from recipe_utils.update_steps.order import StepIndex
+from recipe_utils.update_steps.samples import Sample, SampleError, SkippedSampleError, check_keys, whole_numbers
+
+_KEYS = {"tokens", "labels", "mask"}
+KNOWN_KEYS = {*_KEYS, "seq_lens", "input_pos", "is_cut"}
+"""Keys of torchtune's datasets and of ours."""
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Checks of samples of ``tokens`` and ``labels``, or of ``sequences`` of both."""
+
+    ignore_index: int = CROSS_ENTROPY_IGNORE_IDX
+    limits: ModelLimits = NO_LIMITS
+    columns: Mapping[str, float | None] = field(default_factory=dict)
+    """Default of each column; None if a sample without it is an error."""
+    of_samples: Sequence[str] = ()
+    """Names of the values of samples."""
+    totals: Sequence[str] = ()
+    """Names of columns and values whose sums are counts."""
+    max_seq_len: int | None = None
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end a text."""
+    most_positions: int | None = None
+    """Positions of a tree, of which a sample may need several; None if samples are no trees."""
+    splits: bool = True
+    """A sample of several trees is split; else it is an error."""
+    spans: int | None = None
+    """Tokens above which several ranks compute a sample."""
+    keeps_types: bool = False
+    """Keeps the types of the dataset for a user's ``collate_fn``."""
+    has_own_positions: bool = False
+    """``input_pos`` is the project's, not a user's ``collate_fn``'s."""
+    noun: str = "sample"
+    num_rows: int = 1
+
+    @property
+    def counts(self) -> Sequence[str]:
+        """Names of counts; real tokens exclude padding, positions include it."""
+        return ("target_tokens", "real_tokens", "positions", *self.totals)
+
+    def prepare(self, sample: Sample, name: str, at: StepIndex) -> TextSample:
+        """Returns the sample with tokens, labels, columns and values as arrays.
+
+        A user's ``collate_fn`` gets the types of the dataset, such as lists, as in torchtune.
+        """
+        if isinstance(sample, Mapping) and "sequences" in sample:
+            return self._tree_of(sample["sequences"], name, at)
+        tokens, labels = check_sample(sample, name, self.ignore_index, self.limits)
+        if self.has_own_positions and "input_pos" in sample and "seq_lens" not in sample:
+            text = "only samples with 'seq_lens', of packed datasets, set positions; remove it"
+            raise SampleError(f"{name}: it has 'input_pos'; {text}")
+        required = [key for key, default in self.columns.items() if default is None]
+        if missing := [key for key in (*required, *self.of_samples) if key not in sample]:
+            given = ", ".join(sorted(map(str, sample)))
+            beside = "beside labels" if missing[0] in self.columns else "of the sample"
+            raise SampleError(f"{name}: it has no '{missing[0]}' {beside}, which the loss takes; it has {given}")
+        columns = {key: check_column(sample[key], key, len(labels), name) for key in self.columns if key in sample}
+        values = {key: _finite(sample[key], key, name)[None] for key in self.of_samples}
+        unused = {"mask"} if self.keeps_types else {*_KEYS, *columns, *values}
+        others = {key: value for key, value in sample.items() if key not in unused}
+        if self.keeps_types:  # PyTorch lacks operations for uint16, the type of many memory-mapped tokens
+            arrays = {"tokens": tokens, "labels": labels, **columns}
+            others |= {key: array for key, array in arrays.items() if np.asarray(sample[key][:1]).dtype != np.int64}
+        made = TextSample(name, at, tokens, labels, [len(tokens)], columns, values, others=others)
+        return _with_documents(made, self.ignore_index) if made.is_row else made
+
+    def _tree_of(self, sequences: Sequence[Sample], name: str, at: StepIndex) -> TextSample:
+        if self.most_positions is None:
+            text = "it has 'sequences'; set makes_trees = True in the class of its dataset"
+            raise SampleError(f"{name}: {text}")
+        kept = []
+        for index, sequence in enumerate(sequences):
+            made = self.prepare(sequence, f"{name}, sequence {index}", at)
+            if (made.labels[1:] != self.ignore_index).any():
+                kept.append(made)
+        # Where a sequence has a column, all have it.
+        names = {name for made in kept for name in made.columns}
+        for index, made in enumerate(kept):
+            missing = {name: np.full(len(made.tokens), self.columns[name]) for name in names - made.columns.keys()}
+            kept[index] = made._replace(columns={**made.columns, **missing})
+        if not kept:
+            raise SkippedSampleError(f"{name}: none of its sequences has a target")
+        sample = merge(kept, self.most_positions, self.ignore_index)._replace(name=name)
+        if len(sample.documents) > 1 and not self.splits:
+            text = f"its sequences need rows of more than {self.most_positions} positions, which max_ranks_per_row"
+            raise SampleError(f"{name}: {text} does not cut; set max_tokens_per_microbatch higher")
+        return sample
+
+    def content(self, sample: TextSample) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
+        """Returns tokens and labels, and all other values that are trained on, by key."""
+        others = {key: value for key, value in sample.others.items() if key not in (*_KEYS, "is_cut")}
+        others |= {**sample.columns, **sample.values}
+        if sample.num_shared:
+            others |= {"documents": sample.documents, "num_shared": sample.num_shared, "input_pos": sample.positions}
+        return (sample.tokens, sample.labels), others
+
+    def count(self, counts: Mapping[str, float], values: Columns) -> Mapping[str, float]:
+        """Returns the counts with the sums of values that are totals."""
+        sums = {name: float(values[name].sum()) for name in self.of_samples if name in self.totals}
+        return {**counts, **sums}
+
+    def remarks(self, sample: TextSample) -> Iterator[str]:
+        """Yields a text if a sample is probably truncated, or needs several ranks.
+
+        torchtune's ``text_completion_dataset`` cuts to ``max_seq_len`` - 1 tokens without an end token, also
+        before it packs; all others to ``max_seq_len``.
+        """
+        if sample.num_shared:
+            return
+        most, tokens, labels = self.max_seq_len or 0, sample.tokens, sample.labels
+        lasts = [most - 2] if len(tokens) == most - 1 else []
+        if sample.is_row:  # the last document may continue in the next row
+            lasts = (np.cumsum(np.asarray(sample.others["seq_lens"]))[:-1] - 1).tolist()
+        ends = [int(tokens[i]) for i in lasts if labels[i] == tokens[i]]
+        if self.end_ids and not self.end_ids.issuperset(ends):
+            text = "no end token, probably truncated; a text_pieces_dataset trains all of a text"
+            yield f"{most - 1} tokens (tokenizer.max_seq_len={most}) with {text}"
+        if sample.is_row:
+            return
+        if len(tokens) == most and sample.others.get("is_cut", True):
+            yield f"tokenizer.max_seq_len={most} tokens, probably truncated"
+        if self.spans is not None and len(tokens) > self.spans:
+            yield f"more than {self.spans} tokens, computed by several ranks"
+
+
+def _with_documents(sample: TextSample, ignore_index: int) -> TextSample:
+    """Returns a row of a packed dataset with its documents.
+
+    torchtune appends padding as one more "document" of a repeated token without targets. The second part of a document
+    that the dataset cut in two has later positions.
+    """
+    lengths = [length for length in np.asarray(sample.others["seq_lens"]).tolist() if length]
+    owners, ends = sample._replace(documents=lengths).owners_and_ends()
+    tokens, labels = sample.tokens[-lengths[-1] :], sample.labels[-lengths[-1] :]
+    if (tokens == tokens[-1]).all() and (labels == ignore_index).all():
+        owners, ends = np.where(owners == len(ends) - 1, -1, owners), ends[:-1]
+    positions = sample.others.get("input_pos")
+    return sample._replace(
+        documents=lengths,
+        sequences=(owners, ends),
+        positions=None if positions is None else np.asarray(positions),
+        values={key: value.repeat(len(ends), axis=0) for key, value in sample.values.items()},
+    )
+
+
+def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimits) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens and labels, [n] int64 each. Raises SampleError if there are none, too many, or unknown ids."""
+    check_keys(sample, ("tokens", "labels"), name)
+    tokens, labels = (whole_numbers(sample, key, name) for key in ("tokens", "labels"))
+    num_tokens, num_labels = len(tokens), len(labels)
+    if num_tokens == 0:
+        raise SampleError(f"{name}: it has no tokens; filter empty samples out of the dataset")
+    if num_tokens != num_labels:
+        raise SampleError(f"{name}: {num_labels} labels for {num_tokens} tokens; each token needs one")
+    if num_tokens > limits.max_seq_len:
+        raise SampleError(
+            f"{name}: {num_tokens} tokens are more than {limits.limits_length} "
+            f"max_seq_len={limits.max_seq_len}; set tokenizer.max_seq_len={limits.max_seq_len} to truncate samples"
+        )
+    # On a device, an id outside the embeddings would be an error without a sample's name.
+    targets = labels[labels != ignore_index]
+    for noun, ids in (("token", tokens), ("label", targets)):
+        outside = ids[(ids < 0) | (ids >= limits.vocab_size)]
+        if len(outside):
+            instead = "use the tokenizer that belongs to the model"
+            if outside[0] == CROSS_ENTROPY_IGNORE_IDX:
+                instead = f"set loss.ignore_index={CROSS_ENTROPY_IGNORE_IDX}"
+            raise SampleError(
+                f"{name}: {noun} {outside[0]} is outside the model's vocabulary of {limits.vocab_size}; {instead}"
+            )
+    return tokens, labels
+
+
+def check_column(values: Any, key: str, num_labels: int, name: str) -> np.ndarray:
+    """Returns a column [t] fp64; raises SampleError unless it is finite, and ``weights`` at least 0."""
+    numbers = _finite(values, key, name)
+    if numbers.shape != (num_labels,):
+        raise SampleError(f"{name}: {numbers.shape} {key} for {num_labels} labels; each label needs one")
+    return numbers.astype(np.float64)
+
+
+def _finite(values: Any, key: str, name: str) -> np.ndarray:
+    """Returns numbers as an array, integers as int64 and others as fp64; raises SampleError unless they are finite."""
+    try:
+        numbers = np.asarray(values)
+        numbers = numbers.astype(np.int64 if numbers.dtype.kind in "iu" else np.float64)
+    except (TypeError, ValueError) as error:
+        raise SampleError(f"{name}: its {key} are not a list of numbers ({error})") from None
+    least = 0 if key == "weights" else -np.inf
+    if len(wrong := numbers[~(np.isfinite(numbers) & (numbers >= least))]):
+        text = f"set them to finite numbers{' of at least 0' * (least == 0)}"
+        raise SampleError(f"{name}: its {key} contain {wrong[0]:g}; {text}")
+    return numbers
