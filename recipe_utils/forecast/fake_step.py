@@ -109,7 +109,7 @@ class FakeTraining:
         trained = [local(p) for p in self._model.parameters() if p.requires_grad]
         self.shares = {"weights": self._live.now, "gradients": sum(p.nbytes for p in trained)}
         if frozen_loss is not None and not self._has_teacher and find_adapters(meta_model).modules:
-            self._frozen = policy_at_start(self._model, None, self.ranks.device, [])
+            self._frozen = policy_at_start(self._model, None, self.ranks.device, {})
         elif frozen_loss is not None:
             frozen = self._build(meta_frozen, modules, frozen_loss).requires_grad_(False).eval()
             self._frozen = FrozenModel(frozen, None, self.ranks.device)

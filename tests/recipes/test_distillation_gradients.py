@@ -108,10 +108,10 @@ def a_teacher_that_drops_out(patches):
     outputs = FrozenModel.outputs
 
     def outputs_with_dropout(self, microbatches):
-        for layer in self._model.layers:
+        for layer in self.model.layers:
             if not isinstance(layer.mlp, torch.nn.Sequential):
                 layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.3))
-        self._model.train()
+        self.model.train()
         return outputs(self, microbatches)
 
     patches.setattr(FrozenModel, "outputs", outputs_with_dropout)

@@ -120,7 +120,7 @@ def dummy_counted_as_a_pair(patches):
 
 
 def reference_that_follows(patches):
-    patches.setattr(frozen_model, "_exchanged", lambda *_: nullcontext())
+    patches.setattr(frozen_model, "with_weights", lambda *_: nullcontext())
 
 
 ONE = Row("one", "tied", objective="robust", changes={"max_tokens_per_microbatch": 100})
