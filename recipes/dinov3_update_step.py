@@ -31,7 +31,6 @@ from recipe_utils.dinov3.images.views import ViewSettings
 from recipe_utils.dinov3.loaders import build_image_loaders, build_optimizer_by_depth
 from recipe_utils.dinov3.self_distillation import SUMS, HeadArguments, ObjectiveSettings, SelfDistillationLoss
 from recipe_utils.losses.attach import attach_loss
-from recipe_utils.losses.dataset_weights import refused_weights
 from recipe_utils.models.construct import build_on_meta, build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
@@ -50,6 +49,7 @@ from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
+from recipe_utils.text.mixture import refused_weights
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.parts.budget import StepMemory
 from recipe_utils.training.parts.exports import Exports

@@ -20,8 +20,6 @@ from torchtune import config
 
 import recipe_utils
 from recipe_utils.losses.attach import attach_loss
-from recipe_utils.losses.by_sample import LossesBySample
-from recipe_utils.losses.dataset_weights import refused_weights
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_on_meta, build_stages
@@ -41,13 +39,14 @@ from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.preference import losses as preference
 from recipe_utils.preference.losses import METRICS, PreferenceLoss, PreferenceSettings
-from recipe_utils.preference.pairs import PairCollator, PairSettings, check_is_pair
+from recipe_utils.preference.pairs import PairSettings, check_is_pair, layout_of, pair_collator
 from recipe_utils.preference.reference import ReferenceSettings, build_reference, reference_checkpointer
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 from recipe_utils.text.datasets import load_dataset
+from recipe_utils.text.mixture import refused_weights
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.loaders import build_loaders, load_datasets
 from recipe_utils.training.parts.answers import Answers
@@ -127,7 +126,7 @@ class FullDPORecipe:
 
         # ---- Data
         limits = limits_of(meta_model, ranks.device, ranks.dims.tp)
-        collator = PairCollator(settings, self.tokenizer, limits, settings.prefix_sharing)
+        collator = pair_collator(settings, self.tokenizer, limits, settings.prefix_sharing)
         datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair))
         self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))
 
@@ -148,7 +147,7 @@ class FullDPORecipe:
             *(settings, settings, ranks, pair_loss, of_reference, meta_model, self.model, self.pipeline),
             longest_row=collator.longest_row,
             start=settings.checkpointer,
-            context={"model": settings.model, "layout": collator.layout},
+            context={"model": settings.model, "layout": layout_of(settings, settings.prefix_sharing)},
             output_dir=settings.output_dir,
         )
 
@@ -159,7 +158,7 @@ class FullDPORecipe:
         trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         run.parts.add("budget", StepMemory(run, self.loader, self.optimizer))
         if settings.sample_losses:
-            run.parts.add("sample_losses", SampleLosses(run, self.loader, LossesBySample(pair_loss, ranks, True)))
+            run.parts.add("sample_losses", SampleLosses(run, self.loader, pair_loss))
         run.parts.add_every(settings.run_val_every_n_steps, "validation", Validation(run, self.validate), at_ends=True)
         run.parts.add_every(settings.sample_every_n_steps, "answers", Answers(run, self.model, self.tokenizer))
         run.parts.add_every(settings.export_every_n_steps, "exports", Exports(run))

@@ -25,9 +25,7 @@ from torchtune import config
 
 import recipe_utils
 from recipe_utils.long_rows.exchange import row_groups
-from recipe_utils.losses import dataset_weights
 from recipe_utils.losses.attach import attach_loss, build_loss
-from recipe_utils.losses.by_sample import LossesBySample
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_on_meta, build_stages
@@ -50,31 +48,30 @@ from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
-from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.collator import text_collator
 from recipe_utils.text.datasets import load_dataset
+from recipe_utils.text.mixture import problems_with_loss_weights
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.loaders import build_loaders, load_datasets
 from recipe_utils.training.parts.answers import Answers
 from recipe_utils.training.parts.budget import StepMemory
 from recipe_utils.training.parts.exports import Exports
-from recipe_utils.training.parts.sample_losses import SampleLosses
+from recipe_utils.training.parts.sample_losses import DatasetLosses, SampleLosses, problems_with_sample_losses
 from recipe_utils.training.parts.validation import Validation, sum_over
 from recipe_utils.training.run import Run, Trained
 from recipe_utils.training.settings import RunSettings, problems_between
+from recipe_utils.update_steps.objective import declared_by
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
 RECIPE_NAME = "full_finetune_update_step"
 recipe_utils.check_version("0.6", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
-SUMS = ("loss",)
-"""Names of the loss module's sums over target tokens; the first is differentiated, all are metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(
-    dataset_weights.LossWeightSettings,  # loss_weights
     ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
     PipelineSettings,  # pipeline_parallel_schedule, ...
     optimizer.OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
@@ -106,8 +103,8 @@ class Settings(
             data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
         )
         yield from self.problems_of_long_rows(self)
-        yield from self.problems_of_weights(self.dataset, self.dataset_val, self.loss)
-        yield from dataset_weights.problems_with_sample_losses(self, self.loss)
+        yield from problems_with_loss_weights(self.loss, self.dataset, self.dataset_val)
+        yield from problems_with_sample_losses(self, self.loss)
 
 
 class FullFinetuneRecipe:
@@ -131,12 +128,11 @@ class FullFinetuneRecipe:
         # ---- Data
         limits = limits_of(meta_model, ranks.device, ranks.dims.tp)
         datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer))
-        # A target may have a weight; the sum of weights over all ranks is what the loss is divided by.
-        self.divisor, of_targets = ("weights", ("weights",)) if hasattr(loss_fn, "weights") else ("target_tokens", ())
+        declared = declared_by(loss_fn)  # what the loss takes of each target, its divisor, and the sums that it returns
+        self.divisor, self.names = declared.divisor, declared.sums
         given = settings, self.tokenizer, loss_fn.ignore_index, limits
-        collator = TextCollator(*given, any(map(makes_trees, datasets)), of_targets)
+        collator = text_collator(*given, any(map(makes_trees, datasets)), declared)
         self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))
-        self.by_sample = LossesBySample(loss_fn, ranks, settings.sample_losses, settings)
 
         # ---- Model: each pipeline stage is changed, then parallelized
         groups = row_groups(ranks, settings.max_ranks_per_row)
@@ -145,11 +141,11 @@ class FullFinetuneRecipe:
             for stage in local_stages(self.model):
                 attend_within_documents(stage, ranks.device, collator.longest_row, groups)
                 if has_output(stage):
-                    attach_loss(stage, loss_fn, settings.splits_backward, settings.compile, num_sums=len(SUMS))
+                    attach_loss(stage, loss_fn, settings.splits_backward, settings.compile, num_sums=len(self.names))
                 parallelize(stage, settings, ranks)
         run.open_log(cfg, meta_model, self.model, self.loader)
         frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
-        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(SUMS))
+        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(self.names))
         self.offloading = settings.offloading(self.model)
         self.attached = nothing_attached  # or a pass before the pass
 
@@ -160,7 +156,9 @@ class FullFinetuneRecipe:
         trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         run.parts.add("budget", StepMemory(run, self.loader, self.optimizer))
         if settings.sample_losses:
-            run.parts.add("sample_losses", SampleLosses(run, self.loader, self.by_sample))
+            run.parts.add("sample_losses", SampleLosses(run, self.loader, loss_fn))
+        self.by_dataset = DatasetLosses(run, self.loader, loss_fn)
+        run.parts.add("by_dataset", self.by_dataset)
         run.parts.add_every(settings.run_val_every_n_steps, "validation", Validation(run, self.validate), at_ends=True)
         run.parts.add_every(settings.sample_every_n_steps, "answers", Answers(run, self.model, self.tokenizer))
         run.parts.add_every(settings.export_every_n_steps, "exports", Exports(run))
@@ -170,9 +168,8 @@ class FullFinetuneRecipe:
     # ---- Objective and update -------------------------------------------------------------------
 
     def sums(self, microbatch: Microbatch) -> Tensor:
-        """Returns ``SUMS`` over the microbatch's target tokens, [1]: the cross-entropy [nats].
+        """Returns the loss module's sums over the microbatch's targets, [1]: the weighted cross-entropy [nats].
 
-        Of named datasets, each target has the weight of its dataset.
         ``attach_loss`` makes the loss a part of the model, where FSDP2 gathers the output weight.
         """
         with self.offloading, record_function("forward"):
@@ -181,14 +178,12 @@ class FullFinetuneRecipe:
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """Computes gradients and makes one optimizer step.
 
-        Returns this rank's part of ``SUMS`` and of the loss of each dataset, whose means over ranks
-        are means per target token [nats], and the gradient norm before clipping, None with
-        ``optimizer_in_bwd``.
+        Returns this rank's part of the sums by name, whose means over ranks are means per target [nats], and the
+        gradient norm before clipping, None with ``optimizer_in_bwd``.
         """
-        # dp_degree / target tokens (their weights) on all ranks: FSDP2 averages gradients over data-parallel ranks.
+        # dp_degree / weights of the targets on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale(self.divisor)
-        self.by_sample.start(step, self.loader, self.run.state.epoch)  # sets the weights of named datasets
-        metrics = torch.zeros(len(SUMS), dtype=torch.float64, device=self.ranks.device)
+        metrics = torch.zeros(len(self.names), dtype=torch.float64, device=self.ranks.device)
         with self.attached(step) as microbatches:
             if self.pipeline is not None:
                 # One schedule per update step pays the pipeline bubble once.
@@ -209,18 +204,16 @@ class FullFinetuneRecipe:
         self.optimizer.zero_grad(set_to_none=True)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        sums = self.by_sample.stop() * step.scale("target_tokens")
-        of_datasets = dataset_weights.losses_by_dataset(sums, step.totals)
-        return {**dict(zip(SUMS, metrics, strict=True)), **of_datasets}, grad_norm
+        return dict(zip(self.names, metrics, strict=True)), grad_norm
 
     def validate(self) -> dict[str, Tensor]:
-        """Returns ``SUMS`` per target token of ``dataset_val``, over all ranks, and the loss of each dataset."""
-        how = len(SUMS), self.pipeline, self.ranks.device, self.attached
-        sums, totals = sum_over(self.val_loader, self.model, self.sums, *how, self.by_sample)
-        metrics = {f"val_{name}": value for name, value in zip(SUMS, sums, strict=False)}
-        of_datasets = dataset_weights.losses_by_dataset(sums[len(SUMS) :], totals, "val_")
-        divisors = dict.fromkeys(metrics, self.divisor) | dict.fromkeys(of_datasets, "target_tokens")
-        return means_over_ranks({**metrics, **of_datasets}, totals, divisors, self.ranks.dp_degree)
+        """Returns the sums per target of ``dataset_val``, over all ranks, and the loss of each dataset."""
+        self.by_dataset.start(self.val_loader)
+        how = len(self.names), self.pipeline, self.ranks.device, self.attached
+        sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
+        metrics = {f"val_{name}": value for name, value in zip(self.names, sums, strict=True)}
+        means = means_over_ranks(metrics, totals, self.divisor, self.ranks.dp_degree)
+        return {**means, **self.by_dataset.means()}
 
     # ---- Training loop --------------------------------------------------------------------------
 

@@ -24,8 +24,6 @@ from recipe_utils.distillation.losses import SUMS, make_distillation_loss
 from recipe_utils.distillation.teacher import Teacher, TeacherSettings, build_teacher_on_meta
 from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.losses.attach import attach_loss, build_loss
-from recipe_utils.losses.by_sample import LossesBySample
-from recipe_utils.losses.dataset_weights import problems_with_sample_losses, refused_weights
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_on_meta, build_stages
@@ -47,15 +45,16 @@ from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
-from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.collator import text_collator
 from recipe_utils.text.datasets import load_dataset
+from recipe_utils.text.mixture import refused_weights
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.loaders import build_loaders, load_datasets
 from recipe_utils.training.parts.answers import Answers
 from recipe_utils.training.parts.budget import StepMemory
 from recipe_utils.training.parts.exports import Exports
-from recipe_utils.training.parts.sample_losses import SampleLosses
+from recipe_utils.training.parts.sample_losses import DatasetLosses, SampleLosses, problems_with_sample_losses
 from recipe_utils.training.parts.validation import Validation, sum_over
 from recipe_utils.training.run import Run, Trained
 from recipe_utils.training.settings import RunSettings, problems_between
@@ -138,7 +137,9 @@ class KDRecipe:
         # ---- Data
         limits = limits_of(meta_model, ranks.device, teacher=meta_teacher.model)
         datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer))
-        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, any(map(makes_trees, datasets)))
+        collator = text_collator(
+            settings, self.tokenizer, loss_fn.ignore_index, limits, any(map(makes_trees, datasets))
+        )
         self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))
 
         # ---- Model: each pipeline stage is changed, then parallelized
@@ -165,7 +166,8 @@ class KDRecipe:
         trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         run.parts.add("budget", StepMemory(run, self.loader, self.optimizer))
         if settings.sample_losses:
-            run.parts.add("sample_losses", SampleLosses(run, self.loader, LossesBySample(loss_fn, ranks, True)))
+            run.parts.add("sample_losses", SampleLosses(run, self.loader, loss_fn))
+        run.parts.add("by_dataset", DatasetLosses(run, self.loader, loss_fn))
         run.parts.add_every(settings.run_val_every_n_steps, "validation", Validation(run, self.validate), at_ends=True)
         run.parts.add_every(settings.sample_every_n_steps, "answers", Answers(run, self.model, self.tokenizer))
         run.parts.add_every(settings.export_every_n_steps, "exports", Exports(run))

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from recipe_utils.preference.pairs import num_shared_tokens
 from recipe_utils.text.datasets import load_dataset
-from recipe_utils.text.rows import document_lengths_of, num_real_tokens
+from recipe_utils.text.reader import TextReader
+from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.permutation import epoch_permutation
 from recipe_utils.update_steps.samples import Sample
 
@@ -48,12 +49,11 @@ def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
     num_targets = tokens_fingerprint = 0
     lengths: list[int] = []
     for sample in samples:
-        is_target = torch.as_tensor(sample["labels"]) != IGNORE_INDEX
-        documents = np.asarray(document_lengths_of(sample))
+        read = TextReader(IGNORE_INDEX).prepare(sample, "sample", StepIndex(0))
+        is_target, documents = read.labels != IGNORE_INDEX, np.asarray(read.documents)
         is_target[documents.cumsum() - documents] = False  # the first token of a document is not predicted
         num_targets += int(is_target.sum())
-        has_padding = num_real_tokens(sample, IGNORE_INDEX) < len(is_target)  # the last document
-        lengths += documents[: len(documents) - has_padding].tolist()
+        lengths += documents[: len(read.owners_and_ends()[1])].tolist()  # without padding, the last one
         tokens_fingerprint += int(fingerprint(torch.as_tensor(sample["tokens"]), pad_id))
     return StepContents(num_targets, sum(lengths), tokens_fingerprint, tuple(lengths))
 

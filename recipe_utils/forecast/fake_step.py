@@ -31,14 +31,15 @@ from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, sin
 from recipe_utils.parallel.fsdp import gradient_sync, local
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.preference.losses import PreferenceLoss, make_preference_loss
-from recipe_utils.preference.pairs import PairCollator
+from recipe_utils.preference.pairs import pair_collator
 from recipe_utils.settings.problems import ConfigError, build, naming
-from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.collator import RowCollator, text_collator
+from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, mark_last
 
 
-def row_of(collator: Any, size: int, length: int) -> Microbatch:
+def row_of(collator: RowCollator, size: int, length: int) -> Microbatch:
     """Returns a microbatch of about ``size`` positions: samples of ``length`` tokens, at least one.
 
     Eight longer ones fill a packed row, in the same bytes. All tokens are targets, of pairs those not shared.
@@ -47,12 +48,13 @@ def row_of(collator: Any, size: int, length: int) -> Microbatch:
         length = max(length, min(size // 8, collator.limits.max_seq_len))
     tokens, is_target = np.arange(length) % 7, np.arange(length) >= length // 2
     sample = {"tokens": tokens, "labels": tokens}
-    if isinstance(collator, PairCollator):
+    if collator.reader.noun == "pair":
         sides = {"chosen": tokens, "rejected": tokens + is_target}
         sample = {f"{side}_input_ids": each for side, each in sides.items()}
         sample |= {f"{k}_labels": np.where(is_target, v, -100) for k, v in sides.items()}
-    samples = [collator.prepare(sample, "sample 0")]
-    return collator.collate(samples * max(size // collator.collate(samples).counts["positions"], 1))
+    samples = [collator.prepare(sample, "sample 0", StepIndex(0))]
+    num_samples = max(size // int(collator.collate(samples)[0].counts["positions"]), 1)
+    return collator.collate(samples * num_samples)[0]
 
 
 class TextSettings(ModelSettings, PipelineSettings, OptimizerSettings, DataSettings, RankSettings):
@@ -97,9 +99,9 @@ class FakeTraining:
         limits = limits_of(meta_model, self.ranks.device, self.ranks.dims.tp, teacher)
         tokens: Any = SimpleNamespace(pad_id=0, max_seq_len=cfg.tokenizer.get("max_seq_len"))
         if self._is_of_pairs:
-            self.collator: Any = PairCollator(settings, tokens, limits, settings.prefix_sharing)
+            self.collator = pair_collator(settings, tokens, limits, settings.prefix_sharing)
         else:
-            self.collator = TextCollator(settings, tokens, loss_fn.ignore_index, limits)
+            self.collator = text_collator(settings, tokens, loss_fn.ignore_index, limits)
         small = nn.Linear(8, 8)  # A step with numbers makes the tables that optimizers keep.
         small.weight.grad = torch.zeros(8, 8)
         build("optimizer", build_optimizer, cfg.optimizer, small, settings).step()

@@ -8,7 +8,7 @@ Then they are freed. The backward only multiplies both gradients by that of the 
 Shapes: d embedding width, v vocabulary, n target tokens, c target tokens of a chunk, k sums.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class ChunkedLoss(nn.Module):
     """
 
     takes_hidden_states = True
-    record: Record | None = None
+    records: Sequence[Record] = ()
     """See :mod:`recipe_utils.training.parts.sample_losses`."""
 
     def __init__(self, tokens_per_chunk: int, num_output_chunks: int, ignore_index: int, key: str) -> None:
@@ -66,14 +66,15 @@ class ChunkedLoss(nn.Module):
         self.ignore_index = ignore_index
 
     def new_losses(self, hidden: Tensor) -> Tensor | None:
-        """Returns a buffer for each target's loss [n], which a recomputation overwrites; None without ``record``."""
-        return None if self.record is None else hidden.new_zeros(len(hidden), dtype=sum_dtype(hidden))
+        """Returns a buffer for each target's loss [n], which a recomputation overwrites; None without ``records``."""
+        return None if not self.records else hidden.new_zeros(len(hidden), dtype=sum_dtype(hidden))
 
     def record_losses(self, losses: Tensor | None, targets: Targets) -> None:
         """Records losses [n], if there are any."""
-        if losses is not None and self.record is not None:
-            places = targets.items, targets.samples
-            self.record(losses, *(None if each is None else targets.of_targets(each) for each in places))
+        if losses is not None:
+            places = [None if each is None else targets.of_targets(each) for each in (targets.items, targets.samples)]
+            for record in self.records:
+                record(losses, *places)
 
     def at_targets(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Returns hidden states [n, d] of [b, s, d], and labels [n], of the target tokens."""

@@ -30,6 +30,7 @@ _ROW = struct.Struct("<16sdd")
 _SECONDS_BETWEEN_WRITES = 60.0
 """A killed run loses no more of its pass before training."""
 
+
 class Pairs(NamedTuple):
     """Pairs of a microbatch."""
 

@@ -6,7 +6,7 @@ define the inputs: ``normalizes_length = True`` (means over an answer's targets 
 ``needs_reference = False`` (zeros as reference log-probabilities).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -128,8 +128,8 @@ class PreferenceLoss(nn.Module):
     """
 
     takes_hidden_states = True
-    record: Record | None = None
-    """Takes the loss of each pair [p], its item and its sample [p]; see :mod:`recipe_utils.losses.chunks`."""
+    records: Sequence[Record] = ()
+    """See :mod:`recipe_utils.training.parts.sample_losses`."""
 
     def __init__(self, loss_fn: Any, tokens_per_chunk: int = 2048) -> None:
         super().__init__()
@@ -157,10 +157,10 @@ class PreferenceLoss(nn.Module):
             # Per pair: the recipe still divides the loss by the number of pairs.
             log_probs = log_probs / add_prefixes(num_targets).repeat(2, 1)
         losses, chosen, rejected = self.loss_fn(*log_probs)
-        if self.record is not None:
-            assert targets.items is not None
-            assert targets.samples is not None
-            self.record(losses, targets.items[::2], targets.samples[::2])
+        assert targets.items is not None
+        assert targets.samples is not None
+        for record in self.records:
+            record(losses, targets.items[::2], targets.samples[::2])
         margins = chosen - rejected
         wins = (margins > 0).double()
         metrics = torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]])

@@ -119,10 +119,10 @@ class PairReader:
     def remarks(self, sample: TextSample) -> Iterator[str]:
         """Yields a text if a pair is probably truncated, or its sides are no answers to one prompt."""
         tokens, labels = _sides(sample)
-        if self.max_seq_len in map(len, tokens):
+        if self.max_seq_len in [len(side) for side in tokens]:
             yield f"a side of tokenizer.max_seq_len={self.max_seq_len} tokens, probably truncated"
         prompts = [side[: int((mask != IGNORE_INDEX).argmax())] for side, mask in zip(tokens, labels, strict=True)]
-        if not np.array_equal(*prompts):
+        if not np.array_equal(prompts[0], prompts[1]):
             yield "its two sides differ before their first target"
 
     def prepare(self, sample: Sample, name: str, at: StepIndex) -> TextSample:
@@ -152,7 +152,9 @@ class PairReader:
         for key in (f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels")):
             digest.update(len(pair[key]).to_bytes(8, "little") + pair[key].tobytes())
         # Neither rest attends to the other; positions of both continue those of the prefix.
-        (tokens, others), (labels, other_labels) = ([pair[f"{s}_{key}"] for s in SIDES] for key in ("input_ids", "labels"))
+        (tokens, others), (labels, other_labels) = (
+            [pair[f"{s}_{key}"] for s in SIDES] for key in ("input_ids", "labels")
+        )
         length, num_rest = len(tokens), len(others) - num_shared
         documents: list[Document] = [length, num_rest]
         sequences = positions = None

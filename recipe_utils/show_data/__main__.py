@@ -21,13 +21,13 @@ from torchtune import config
 
 from recipe_utils.check_gradient.recipe_file import parser_of
 from recipe_utils.cli.registry import config_path
-from recipe_utils.preference.pairs import PairCollator, PairSettings, check_is_pair
+from recipe_utils.preference.pairs import PairSettings, check_is_pair, pair_collator
 from recipe_utils.preference.rows import SIDES
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, build
 from recipe_utils.settings.read import check_keys, read_settings
-from recipe_utils.text.collator import RowCollator, TextCollator
+from recipe_utils.text.collator import text_collator
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.documents import chains
 from recipe_utils.text.limits import NO_LIMITS
@@ -68,9 +68,9 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     has_trees = makes_trees(dataset)
     settings = replace(settings, microbatching="packed") if has_trees else settings
     if are_pairs:
-        collator: RowCollator = PairCollator(settings, tokenizer, NO_LIMITS)
+        collator = pair_collator(settings, tokenizer, NO_LIMITS)
     else:
-        collator = TextCollator(settings, tokenizer, ignore_index, has_trees=has_trees)
+        collator = text_collator(settings, tokenizer, ignore_index, has_trees=has_trees)
     checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip")
     yield from _statistics(checked, collator)
     # The order that training has on any number of ranks.
@@ -84,19 +84,21 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
         except SampleError as error:
             yield f"\n{error}"
             continue
-        row = collator.collate([sample])
-        for number, branch in enumerate(chains(sample.get("documents", ()))):
+        rows = collator.collate([sample])
+        is_tree = bool(sample.num_shared) and not are_pairs
+        branches = [(row, branch) for row in rows if is_tree for branch in chains(row.inputs["document_lengths"][0])]
+        for number, (row, branch) in enumerate(branches):
             places = [place for start_and_stop in branch.ranges for place in range(*start_and_stop)]
             tokens, labels = row.inputs["tokens"][0, places], row.targets.labels[0, places]
             are_targets = [False, *(labels[:-1] == tokens[1:]).tolist()]
             yield f"\n{checked.name_of(index)}, branch {number}: {len(places)} tokens, {sum(are_targets)} targets"
             yield _marked(tokenizer, tokens.tolist(), are_targets)
-        if "documents" in sample:
+        if is_tree:
             continue
-        for side, tokens, labels in zip(
-            SIDES if are_pairs else [""], row.inputs["tokens"], row.targets.labels, strict=True
+        ends, sides = (sample.documents, SIDES) if are_pairs else ([len(sample.tokens)], [""])
+        for side, end, tokens, labels in zip(
+            sides, ends, rows[0].inputs["tokens"], rows[0].targets.labels, strict=True
         ):
-            end = min(len(tokens), len(sample[f"{side}_input_ids" if side else "tokens"]))
             are_targets = [False, *(labels[: end - 1] != ignore_index).tolist()]
             name = checked.name_of(index) + (side and f", {side}")
             yield f"\n{name}: {end} tokens, {sum(are_targets)} targets"
@@ -115,7 +117,9 @@ def _statistics(checked: CheckedDataset, collator: Any) -> Iterator[str]:
             kind = "skipped" if checked.skips(error) else "bad, which ends the training"
             remarks[f"{kind}; the first: {first.setdefault(part + kind, str(error))}"] += 1
             continue
-        counts = collator.collate([sample]).counts
+        counts = Counter[str]()
+        for microbatch in collator.collate([sample]):
+            counts.update(microbatch.counts)
         totals.update(counts)
         lengths.append(collator.length(sample))
         texts = [*collator.remarks(sample), *["no target"] * (not counts["target_tokens"])]

@@ -239,7 +239,9 @@ def text_collator(
     max_tokens, is_alone = settings.max_tokens_per_microbatch, settings.max_ranks_per_row == 1
     max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
     if declared.of_samples and not is_alone:
-        text = f"the loss takes values of samples ({', '.join(declared.of_samples)}), which a part of a row does not have"
+        text = (
+            f"the loss takes values of samples ({', '.join(declared.of_samples)}), which a part of a row does not have"
+        )
         raise ConfigError(Problem("max_ranks_per_row", f"{text}; remove it", settings.max_ranks_per_row))
     most_positions = None
     if has_trees:
@@ -254,7 +256,7 @@ def text_collator(
         declared.of_samples,
         tuple(name for name in declared.totals if name in {*declared.columns, *declared.of_samples}),
         max_seq_len,
-        frozenset({getattr(tokenizer, "eos_id", None), *stop_tokens} - {None}),
+        frozenset(id for id in (getattr(tokenizer, "eos_id", None), *stop_tokens) if id is not None),
         most_positions,
         splits=is_alone,  # else ranks would wait for another row
         spans=None if is_alone or max_tokens == "auto" else max_tokens or 0,

@@ -10,6 +10,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
 from math import inf, lcm
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torchtune.datasets import ConcatDataset
 
-from recipe_utils.settings.components import split_entry
+from recipe_utils.settings.components import component_at, split_entry
 from recipe_utils.settings.problems import Problem
 from recipe_utils.update_steps.order import Order
 from recipe_utils.update_steps.permutation import NUM_IN_MEMORY, epoch_permutation, seed_of
@@ -42,6 +43,10 @@ class Mixture(ConcatDataset):
         self.weights = None if None in weights else [Fraction(str(weight)) for weight in weights]
         """Weight of each dataset; None if the datasets are concatenated."""
 
+    def __getitem__(self, index: int) -> Any:
+        """Returns a sample, with the ``loss_weight`` of its dataset as a weight of its targets."""
+        return _weighted(super().__getitem__(index), self.loss_weights[self.dataset_of(index)])
+
     def dataset_of(self, index: int) -> int:
         """Returns the position in the list of the dataset that a sample is from."""
         return bisect_right(self.starts, index) - 1
@@ -51,9 +56,13 @@ class Mixture(ConcatDataset):
         return np.searchsorted(self.starts, indices, side="right") - 1
 
 
-def names_of(dataset: Any) -> tuple[str, ...]:
-    """Returns the names of the datasets that a dataset is a mixture of; () for others."""
-    return dataset.names if isinstance(dataset, Mixture) else ()
+def _weighted(sample: Any, weight: float) -> Any:
+    if weight == 1 or not isinstance(sample, Mapping):
+        return sample
+    if "sequences" in sample:
+        return {**sample, "sequences": [_weighted(sequence, weight) for sequence in sample["sequences"]]}
+    given = sample.get("weights", np.ones(len(sample.get("labels", ()))))
+    return {**sample, "weights": weight * np.asarray(given)}
 
 
 class Shares:
@@ -225,3 +234,28 @@ def problems_with_list(key: str, parts: Any) -> Iterator[Problem]:
         if is_mixture and not (isinstance(name, str) and re.fullmatch(r"[^\s/]+", name)):
             text = "metrics are named by it: set it to a word without / and spaces"
             yield Problem(f"{key}.{index}.name", text, repr(name))
+
+
+def problems_with_loss_weights(loss: Mapping[str, Any], dataset: Any, dataset_val: Any) -> Iterator[Problem]:
+    """Yields each ``loss_weight`` that is wrong, or has no effect with a recipe's loss."""
+    yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
+    text, component = "", str(loss.get("_component_"))
+    with suppress(ValueError):  # another problem
+        if "weights" not in getattr(component_at(component), "columns", ()):
+            instead = "set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
+            text = f"{component} cannot weight targets; {instead}"
+    yield from refused_weights(text, dataset=dataset)
+
+
+def refused_weights(text: str = "this recipe weights no datasets; remove it", **datasets: Any) -> Iterator[Problem]:
+    """Yields each ``loss_weight`` that is wrong, in entries of datasets by config key.
+
+    With ``text``, the reason why weights have no effect, any but 1 is wrong.
+    """
+    for key, entries in datasets.items():
+        for index, part in enumerate(entries if isinstance(entries, list) else []):
+            weight = part.get("loss_weight", 1)
+            is_valid = type(weight) in (int, float) and 0 < weight < inf
+            if not is_valid or (text and weight != 1):
+                reason = text or "it must be a number above 0"
+                yield Problem(f"{key}.{index}.loss_weight", reason, weight)

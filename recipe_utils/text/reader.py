@@ -8,7 +8,7 @@ import numpy as np
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from recipe_utils.text.limits import NO_LIMITS, ModelLimits
-from recipe_utils.text.samples import TextSample
+from recipe_utils.text.samples import Columns, TextSample
 from recipe_utils.text.trees import merge
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Sample, SampleError, SkippedSampleError, check_keys, whole_numbers

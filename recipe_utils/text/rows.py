@@ -33,7 +33,11 @@ CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 
 
 def packed(
-    samples: Sequence[TextSample], reader: Reader, pad_id: int = 0, row_multiple: int | None = None, shares: bool = False
+    samples: Sequence[TextSample],
+    reader: Reader,
+    pad_id: int = 0,
+    row_multiple: int | None = None,
+    shares: bool = False,
 ) -> Microbatch:
     """Makes a microbatch of one row, padded to a multiple of ``row_multiple`` with one more document.
 

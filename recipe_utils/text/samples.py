@@ -36,9 +36,9 @@ class TextSample(NamedTuple):
     labels: np.ndarray
     """[t] int64, beside their tokens; in a tree, beside the token after the position that predicts them."""
     documents: Sequence[Document]
-    columns: Columns = {}
+    columns: Mapping[str, np.ndarray] = {}
     """[t] fp64 each, beside labels; without those that the dataset left out."""
-    values: Columns = {}
+    values: Mapping[str, np.ndarray] = {}
     """[q, ...] each."""
     sequences: tuple[np.ndarray, np.ndarray] | None = None
     """Of a tree or of padded tokens: the sequence [t] of each position, -1 for padding, and the index [q] of each
@@ -66,16 +66,29 @@ class TextSample(NamedTuple):
 class Reader(Protocol):
     """Checks of the samples of one objective in text, and what it counts; DataLoader workers have a copy of it."""
 
-    noun: str
-    ignore_index: int
-    columns: Mapping[str, float | None]
-    """Default of each column; None if a sample without it is an error."""
-    totals: Sequence[str]
-    """Names of columns and values whose sums are counts."""
-    counts: Sequence[str]
-    """Names of its counts, first the one without which a sample is not trained on."""
-    num_rows: int
-    """Rows of a sample if padded; the plan counts them as one."""
+    @property
+    def noun(self) -> str:
+        """Name of a sample, for warnings."""
+
+    @property
+    def ignore_index(self) -> int:
+        """Label of positions that are not targets."""
+
+    @property
+    def columns(self) -> Mapping[str, float | None]:
+        """Default of each column; None if a sample without it is an error."""
+
+    @property
+    def totals(self) -> Sequence[str]:
+        """Names of columns and values whose sums are counts."""
+
+    @property
+    def counts(self) -> Sequence[str]:
+        """Names of its counts, first the one without which a sample is not trained on."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a sample if padded; the plan counts them as one."""
 
     def prepare(self, sample: Sample, name: str, at: StepIndex) -> TextSample:
         """See :meth:`recipe_utils.update_steps.objective.Collator.prepare`."""

@@ -94,7 +94,8 @@ def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index:
         labels=in_row(nexts, ignore_index),
         documents=[document for _, document in trees],
         columns={
-            name: in_row(beside_next([sequence.columns[name] for sequence in sequences], 0), 0) for name in sorted(names)
+            name: in_row(beside_next([sequence.columns[name] for sequence in sequences], 0), 0)
+            for name in sorted(names)
         },
         values={name: np.concatenate([sequence.values[name] for sequence in sequences]) for name in first.values},
         sequences=(owners[targets], rows[lasts]),

@@ -17,11 +17,11 @@ import torch
 from torchtune.utils import get_logger
 
 from recipe_utils.parallel.random_state import get_random_state, set_random_state
-from recipe_utils.text.mixture import MixtureOrder
+from recipe_utils.text.mixture import Mixture, MixtureOrder
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.order import ShuffledOrder
-from recipe_utils.update_steps.samples import CheckedDataset, Sample, SampleError, SampleReport
+from recipe_utils.update_steps.samples import CheckedDataset, Prepared, SampleError, SampleReport
 
 _log = get_logger("INFO")
 
@@ -29,17 +29,15 @@ _NUM_REMARKED = 100
 """Maximum number of samples that are read for remarks."""
 _MAX_SECONDS = 10.0
 """Time after which no further sample is read for remarks."""
-_NOT_TRAINED_ON = ("step_position", "dataset_index", "is_cut", "mask")
-"""Keys of a sample of text that are computed from its place, its length or its labels."""
 _PLACE = re.compile(r"^sample \d+ of [^:]*: ((line|row) \d+ of [^:]*: )?((chosen|rejected): )?(turn \d+ \(\w+\): )?")
 
 
 def inspect_samples(
     dataset: CheckedDataset, indices: Sequence[int], max_seconds: float | None = None
-) -> dict[int, Sample | SampleError]:
+) -> dict[int, Prepared | SampleError]:
     """Returns samples, or their errors, by index; after ``max_seconds`` no further ones."""
     end_seconds = None if max_seconds is None else time.monotonic() + max_seconds
-    read: dict[int, Sample | SampleError] = {}
+    read: dict[int, Prepared | SampleError] = {}
     for index in indices:
         if end_seconds is not None and time.monotonic() > end_seconds:
             break
@@ -66,6 +64,8 @@ def report_of(
         ValueError: no sample has a target.
     """
     dataset, num_samples = dataset.unread(), len(dataset)
+    if isinstance(dataset.parts, Mixture):  # a resume may weigh them otherwise
+        dataset.parts.loss_weights = (1.0,) * len(dataset.parts.names)
     corners = _corners(part_lengths)
     num_spread = min(num_samples, _NUM_REMARKED) if has_remarks else 0
     spread = sorted({i * num_samples // num_spread for i in range(num_spread)})
@@ -79,7 +79,7 @@ def report_of(
         are_bad = bool(corners) and all(isinstance(read[index], SampleError) for index in corners)
         if are_bad and errors and errors[0].__cause__ is None:
             raise errors[0]
-        hashes = _hashes_of([read[i] for i in corners], collator.fingerprint_keys)
+        hashes = _hashes_of([read[i] for i in corners], collator)
         read |= others
         example = next((i for i in sorted(read) if _is_trained_on(read[i], collator)), None)
         if example is None:
@@ -116,7 +116,7 @@ def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
     dataset, order, report, ranks = loader.dataset, loader.order, loader.dataset.report, loader.ranks
     if not ranks.is_zero:
         return
-    for text in loader.budget.collator().warnings():
+    for text in loader.budget.collator().remarks():
         _log.warning(text)
     # What a rank gets of an update step, which users of other trainers would compute by hand.
     size, num_ranks = order.end(0, 0), ranks.dp_degree
@@ -161,20 +161,19 @@ def _corners(part_lengths: Sequence[int]) -> list[int]:
     return sorted(corners)
 
 
-def _hashes_of(samples: Sequence[Sample | SampleError], keys: Sequence[str]) -> tuple[str, str]:
-    """Returns a hash of the integers of ``keys``, and one of all other values that samples give to the training."""
-    of_keys, of_others = hashlib.sha256(), hashlib.sha256()
+def _hashes_of(samples: Sequence[Prepared | SampleError], collator: Collator) -> tuple[str, str]:
+    """Returns a hash of the integers of samples, and one of all other values that they give to the training."""
+    of_integers, of_others = hashlib.sha256(), hashlib.sha256()
     for sample in samples:
         if isinstance(sample, SampleError):
-            of_keys.update(str(sample).encode())
+            of_integers.update(str(sample).encode())
             continue
-        for key in keys:
-            of_keys.update(torch.as_tensor(sample[key], dtype=torch.int64).numpy().tobytes())
-        # Pairs and images have no others: what else is in their samples is computed from these and the config.
-        others = sample.keys() - {*keys, *_NOT_TRAINED_ON} if "labels" in keys else ()
-        values = {key: sample[key] for key in sorted(others)}
+        integers, others = collator.content(sample)
+        for column in integers:
+            of_integers.update(column.astype(np.int64).tobytes())
+        values = {key: others[key] for key in sorted(others)}
         of_others.update(json.dumps(values, skipkeys=True, default=_as_json).encode())
-    return of_keys.hexdigest()[:16], of_others.hexdigest()[:16]
+    return of_integers.hexdigest()[:16], of_others.hexdigest()[:16]
 
 
 def _as_json(value: Any) -> Any:
@@ -185,14 +184,14 @@ def _as_json(value: Any) -> Any:
     return array.shape, hashlib.sha256(array.tobytes()).hexdigest()
 
 
-def _counts(sample: Sample, collator: Collator) -> Mapping[str, float]:
+def _counts(sample: Prepared, collator: Collator) -> Mapping[str, float]:
     try:
-        return collator.collate([sample]).counts
+        return sum((Counter(microbatch.counts) for microbatch in collator.collate([sample])), Counter())
     except Exception:  # raised again when its update step is prepared
         return {collator.counts[0]: 1}
 
 
-def _is_trained_on(sample: Sample | SampleError, collator: Collator) -> bool:
+def _is_trained_on(sample: Prepared | SampleError, collator: Collator) -> bool:
     return not isinstance(sample, SampleError) and _counts(sample, collator)[collator.counts[0]] > 0
 
 
@@ -208,13 +207,13 @@ def _first_trained_on(dataset: CheckedDataset, collator: Collator) -> int:
                 return 0
             problem = str(sample)
     advice = ""
-    if "labels" in collator.fingerprint_keys:
+    if collator.counts[0] == "target_tokens":
         advice = "; check its labels, what masks them (train_on_input), and tokenizer.max_seq_len"
     raise ValueError(f"none of its {len(dataset)} samples can be trained on (the last: {problem}){advice}")
 
 
 def _with_remarks(
-    dataset: CheckedDataset, collator: Collator, read: Mapping[int, Sample | SampleError], stops: bool
+    dataset: CheckedDataset, collator: Collator, read: Mapping[int, Prepared | SampleError], stops: bool
 ) -> SampleReport:
     """Returns what the log says about samples; no remarks if training ``stops`` at one of them."""
     # By name of a dataset, because one without any target takes its share of each update step for nothing.

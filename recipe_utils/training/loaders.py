@@ -13,7 +13,7 @@ from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError, Problem, build, naming
 from recipe_utils.text.collator import RowCollator
-from recipe_utils.text.mixture import Mixture, MixtureOrder, names_of
+from recipe_utils.text.mixture import Mixture, MixtureOrder
 from recipe_utils.training.inspect_samples import content_hashes, draws_samples, report_of
 from recipe_utils.training.log import Log
 from recipe_utils.training.parts.search import SearchedBudget
@@ -63,16 +63,13 @@ def build_loaders(
 
     ``num_to_run`` is that of a pipeline's schedule. Raises ConfigError for problems of both datasets.
     """
-    # Each loader counts the target tokens of its own named datasets.
-    collator_val = collator.for_validation().counting(names_of(dataset_val))
-    collator = collator.counting(names_of(dataset))
     budget = SearchedBudget(collator) if collator.is_searched else RowBudget(collator)
     loader = build_loader(dataset, budget, settings, ranks, "dataset", num_to_run)
     if dataset_val is None:
         return loader, None
     # Validation takes the budget that training has found so far; it searches for none.
     follow = (lambda: budget.tokens) if collator.is_searched else None
-    budget_val = RowBudget(collator_val, follow)
+    budget_val = RowBudget(replace(collator, settings=collator.settings.of_validation()), follow)
     return loader, build_loader(dataset_val, budget_val, settings.of_validation(), ranks, "dataset_val", num_to_run)
 
 

@@ -14,7 +14,6 @@ from torch._C._profiler import _ExperimentalConfig
 from torchtune import config, training
 
 from recipe_utils.checkpoint.load import TrainingState
-from recipe_utils.losses.dataset_weights import token_shares
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
@@ -153,7 +152,6 @@ class Metrics:
         metrics: dict[str, Metric | None] = {
             **({} if "lr" in more else self._rates),
             **more,
-            **token_shares(step.totals),
         }
         if self.counted in _COUNTS:
             total = _COUNTS[self.counted]

@@ -3,7 +3,7 @@
 Shapes are those of :mod:`recipe_utils.dinov3.images.crop_rows`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from functools import partial
 from itertools import groupby

@@ -1,7 +1,14 @@
-"""Losses of each sample in each epoch: the file that training writes, and the highest of them."""
+"""Losses of samples and of named datasets: metrics, the file that training writes, and the highest of them.
+
+Parts of a training append a function to ``loss_module.records``, which gets the losses of all targets, or pairs. An
+update step of 4 samples of two datasets, a and b, with 2, 3, 1 and 4 targets: rank 0 computes samples 0 and 3, and its
+loss module records the losses of 6 targets of the samples [0, 0, 3, 3, 3, 3]. ``sums`` are [l0, 0, 0, l3], and those by
+dataset [l0, l3]. Sums over ranks, divided by numbers of targets, are each sample's mean, and each dataset's.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +18,16 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torchtune import config
 
-from recipe_utils.losses.by_sample import LossesBySample
-from recipe_utils.parallel.process_group import mean_over_ranks
+from recipe_utils.parallel.process_group import gather_objects, mean_over_ranks
+from recipe_utils.settings.components import component_at
+from recipe_utils.settings.problems import Problem
 from recipe_utils.text.datasets import load_dataset
-from recipe_utils.training.parts.protocol import Part
+from recipe_utils.text.mixture import Mixture
+from recipe_utils.training.parts.protocol import Metric, Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.samples import unread
+from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep
 
 FILE, DATASETS = "sample_losses.npy", "sample_losses.json"
@@ -33,8 +43,11 @@ class SampleLosses(Part):
     the next one is enqueued.
     """
 
-    def __init__(self, run: Run, loader: UpdateStepLoader, by_sample: LossesBySample) -> None:
-        self._run, self._loader, self._ranks, self._by_sample = run, loader, run.ranks, by_sample
+    def __init__(self, run: Run, loader: UpdateStepLoader, loss_module: Any) -> None:
+        self._run, self._loader, self._ranks = run, loader, run.ranks
+        loss_module.records = (*loss_module.records, self._add)
+        self._sums: Tensor | None = None
+        """Losses, and their numbers, of each sample of the update step on this rank [2, samples]."""
         self._is_open = False
         self._held: Callable[[], None] | None = None
         self._file: np.ndarray | None = None
@@ -46,7 +59,17 @@ class SampleLosses(Part):
     def before(self, step: UpdateStep) -> None:
         """Opens the file before the first update step, and starts the record of each."""
         self._open()
-        self._by_sample.start(step, self._loader, self._run.state.epoch)
+        self._indices = np.asarray(self._loader.order.samples(self._run.state.epoch, step.index))
+        self._sums = torch.zeros(2, len(self._indices), dtype=torch.float64, device=self._ranks.device)
+
+    def _add(self, losses: Tensor, items: Tensor | None, samples: Tensor | None) -> None:
+        """Adds losses of targets or pairs, [n]. Raises ValueError if a ``collate_fn`` made other rows than samples."""
+        if self._sums is None:  # in a validation
+            return
+        if samples is None:
+            text = "it made another number of rows than samples, so losses have no sample"
+            raise ValueError(f"collate_fn: {text}; make one row of each sample, or set sample_losses=False")
+        _add_to(self._sums, samples, losses)
 
     def _open(self) -> None:
         """Opens the file once, on rank 0; if training resumes, with the losses in it."""
@@ -70,14 +93,12 @@ class SampleLosses(Part):
     def after(self, step: UpdateStep) -> dict[str, float]:
         """Sums an enqueued update step over the ranks, and writes the one before. Returns no metrics."""
         self.write_held()
-        self._by_sample.stop()
-        epoch = self._run.state.epoch
-        # All ranks of a pipeline have samples, and one of them has their losses.
-        means = mean_over_ranks(torch.cat([self._by_sample.sums, self._by_sample.numbers])).view(2, -1)
+        epoch, indices, sums, self._sums = self._run.state.epoch, self._indices, self._sums, None
+        assert sums is not None
+        means = mean_over_ranks(sums).view(2, -1)
         losses = torch.where(means[1] > 0, means[0] / means[1], torch.nan)
         on_host = losses.to("cpu", non_blocking=losses.is_cuda)
         arrived = torch.cuda.current_stream().record_event() if losses.is_cuda else None
-        indices = np.asarray(self._loader.order.samples(epoch, step.index))
 
         def write() -> None:
             if arrived is not None:
@@ -111,6 +132,83 @@ class SampleLosses(Part):
     def close(self, error: BaseException | None) -> None:
         """Writes the losses of the latest update step."""
         self.write_held()
+
+
+class DatasetLosses(Part):
+    """Metrics of the named datasets of an update step: ``loss/NAME``, per target token without weights, ``token_share/NAME``.
+
+    Does nothing without names, or with a ``loss_module`` that records no losses but for ``token_share``.
+    """
+
+    def __init__(self, run: Run, loader: UpdateStepLoader, loss_module: Any) -> None:
+        self._run, self._ranks, self._loader = run, run.ranks, loader
+        self._records = hasattr(loss_module, "records")
+        if self._records:
+            loss_module.records = (*loss_module.records, self._add)
+        self.start(loader)
+
+    def start(self, loader: UpdateStepLoader) -> None:
+        """Starts sums over update steps of a loader, of training or of validation."""
+        mixture = loader.dataset.parts
+        self._mixture = mixture if isinstance(mixture, Mixture) else None
+        starts = () if self._mixture is None else self._mixture.starts
+        self._starts = torch.tensor(starts, device=self._ranks.device)
+        self._sums = torch.zeros(2, len(starts), dtype=torch.float64, device=self._ranks.device)
+
+    def _add(self, losses: Tensor, items: Tensor | None, samples: Tensor | None) -> None:
+        """Adds losses of targets [n]. Raises ValueError if a ``collate_fn`` made other rows than samples."""
+        if self._mixture is None:
+            return
+        if items is None:
+            text = "it made another number of rows than samples, so targets have no dataset"
+            raise ValueError(f"collate_fn: {text}; make one row of each sample, or set one dataset")
+        _add_to(self._sums, torch.bucketize(items, self._starts, right=True) - 1, losses)
+
+    def means(self, prefix: str = "val_") -> dict[str, Tensor]:
+        """Returns the mean loss over all ranks of each dataset that had targets since :meth:`start`."""
+        if self._mixture is None:
+            return {}
+        sums, numbers = mean_over_ranks(self._sums).view(2, -1)
+        names = zip(self._mixture.names, sums / numbers, numbers.tolist(), strict=True)
+        return {f"{prefix}loss/{name}": mean for name, mean, number in names if number}
+
+    def before(self, step: UpdateStep) -> None:
+        """Starts the sums of an update step."""
+        self.start(self._loader)
+
+    def after(self, step: UpdateStep) -> dict[str, Metric]:
+        """Returns the metrics, where they are logged."""
+        if self._mixture is None or (self._run.global_step + 1) % (self._run.settings.log_every_n_steps or 1):
+            return {}
+        number, items = len(self._mixture.names), [m.targets.items for m in step.microbatches]
+        of_targets = [
+            m.targets.of_targets(each) for m, each in zip(step.microbatches, items, strict=True) if each is not None
+        ]
+        mine = np.bincount(self._mixture.datasets_of(torch.cat(of_targets).numpy()), minlength=number)
+        # On the CPU, so that the host knows which datasets are logged without waiting for the device.
+        totals = np.sum(gather_objects(mine, self._ranks.cpu_group), axis=0)
+        sums, numbers = mean_over_ranks(self._sums).view(2, -1)
+        metrics: dict[str, Metric] = {}
+        for name, total, mean in zip(self._mixture.names, totals.tolist(), sums / numbers, strict=True):
+            metrics[f"token_share/{name}"] = total / totals.sum()
+            if total and self._records:
+                metrics[f"loss/{name}"] = mean
+        return metrics
+
+
+def _add_to(sums: Tensor, places: Tensor, losses: Tensor) -> None:
+    """Adds losses [n] and their number to ``sums`` [2, k] at ``places`` [n], without gradients."""
+    losses = losses.detach().double()
+    sums.index_add_(1, places, torch.stack([losses, torch.ones_like(losses)]))
+
+
+def problems_with_sample_losses(data: DataSettings, loss: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yields ``sample_losses`` of a loss that does not record losses."""
+    component = str(loss.get("_component_"))
+    with suppress(ValueError):  # another problem
+        if data.sample_losses and not hasattr(component_at(component), "records"):
+            instead = "set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
+            yield Problem("sample_losses", f"{component} does not sum by sample; {instead}", True)
 
 
 def report_of_run(output_dir: Path) -> Iterator[str]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipe_utils.losses.by_sample import LossesBySample
 from recipe_utils.models.frozen import Attached
 from recipe_utils.models.pipeline.microbatches import Pipeline
 from recipe_utils.parallel.to_device import to_device_ahead
@@ -62,30 +61,23 @@ def sum_over(
     pipeline: Pipeline | None,
     device: torch.device,
     attached: Attached,
-    by_sample: LossesBySample | None = None,
 ) -> tuple[Tensor, Counter[str]]:
     """Returns this rank's sums over a loader in fp64, and its totals over all ranks.
 
-    The sums are ``num_sums``, and with ``by_sample`` those of each named dataset.
-    ``sums`` maps a microbatch to its sums; with a ``pipeline`` they are those of its last stage.
+    ``sums`` maps a microbatch to its ``num_sums`` sums; with a ``pipeline`` they are those of its last stage.
     ``attached`` is the recipe's.
     """
     model.eval()
     total = torch.zeros(num_sums, dtype=torch.float64, device=device)
-    of_datasets = torch.zeros((), dtype=torch.float64, device=device)
     totals: Counter[str] = Counter()
     with loader.epoch(0) as steps:
         for step in steps:
-            if by_sample is not None:
-                by_sample.start(step, loader, 0, weighs=False)
             with attached(step) as microbatches:
                 if pipeline is not None:
                     total += pipeline.forward(microbatches)
                 else:
                     for microbatch in to_device_ahead(microbatches, device):
                         total += sums(microbatch)
-            if by_sample is not None:
-                of_datasets = of_datasets + by_sample.stop()
             totals.update(step.totals)
     model.train()
-    return torch.cat([total, of_datasets.view(-1)]) if by_sample is not None else total, totals
+    return total, totals
