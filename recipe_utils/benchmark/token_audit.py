@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from recipe_utils.preference.pairs import num_shared_tokens
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.reader import TextReader
-from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.permutation import epoch_permutation
 from recipe_utils.update_steps.samples import Sample
 
@@ -49,7 +48,7 @@ def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
     num_targets = tokens_fingerprint = 0
     lengths: list[int] = []
     for sample in samples:
-        read = TextReader(IGNORE_INDEX).prepare(sample, "sample", StepIndex(0))
+        read = TextReader(IGNORE_INDEX).prepare(sample, "sample")
         is_target, documents = read.labels != IGNORE_INDEX, np.asarray(read.documents)
         is_target[documents.cumsum() - documents] = False  # the first token of a document is not predicted
         num_targets += int(is_target.sum())

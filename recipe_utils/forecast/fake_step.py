@@ -34,7 +34,6 @@ from recipe_utils.preference.losses import PreferenceLoss, make_preference_loss
 from recipe_utils.preference.pairs import pair_collator
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import RowCollator, text_collator
-from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, mark_last
 
@@ -52,7 +51,7 @@ def row_of(collator: RowCollator, size: int, length: int) -> Microbatch:
         sides = {"chosen": tokens, "rejected": tokens + is_target}
         sample = {f"{side}_input_ids": each for side, each in sides.items()}
         sample |= {f"{k}_labels": np.where(is_target, v, -100) for k, v in sides.items()}
-    samples = [collator.prepare(sample, "sample 0", StepIndex(0))]
+    samples = [collator.prepare(sample, "sample 0")]
     num_samples = max(size // int(collator.collate(samples)[0].counts["positions"]), 1)
     return collator.collate(samples * num_samples)[0]
 

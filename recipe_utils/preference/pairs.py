@@ -125,7 +125,7 @@ class PairReader:
         if not np.array_equal(prompts[0], prompts[1]):
             yield "its two sides differ before their first target"
 
-    def prepare(self, sample: Sample, name: str, at: StepIndex) -> TextSample:
+    def prepare(self, sample: Sample, name: str, at: StepIndex = StepIndex(0)) -> TextSample:
         """Returns the pair as a tree of its common prefix and both rests, or as two documents; masks shared turns.
 
         Raises SampleError (see :func:`recipe_utils.text.reader.check_sample`);

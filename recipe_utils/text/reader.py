@@ -51,7 +51,7 @@ class TextReader:
         """Names of counts; real tokens exclude padding, positions include it."""
         return ("target_tokens", "real_tokens", "positions", *self.totals)
 
-    def prepare(self, sample: Sample, name: str, at: StepIndex) -> TextSample:
+    def prepare(self, sample: Sample, name: str, at: StepIndex = StepIndex(0)) -> TextSample:
         """Returns the sample with tokens, labels, columns and values as arrays.
 
         A user's ``collate_fn`` gets the types of the dataset, such as lists, as in torchtune.

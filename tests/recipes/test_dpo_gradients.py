@@ -9,7 +9,7 @@ from recipe_runs import DPO, recipe_class, slow
 
 from recipe_utils.models import frozen as frozen_model
 from recipe_utils.preference import losses as preference
-from recipe_utils.preference.pairs import PairCollator
+from recipe_utils.preference.pairs import pair_collator
 from recipe_utils.text.documents import Documents, length_of
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -102,13 +102,13 @@ def shared_targets_counted_for_chosen_alone(patches):
 
 
 def one_more_token_shared(patches):
-    prepare = PairCollator.prepare
+    prepare = pair_collator.prepare
 
     def share_one_more(self, *args):
         pair = prepare(self, *args)
         return {**pair, "num_shared": pair["num_shared"] + 1}
 
-    patches.setattr(PairCollator, "prepare", share_one_more)
+    patches.setattr(pair_collator, "prepare", share_one_more)
 
 
 def pairs_of_one_rank(patches):
@@ -116,7 +116,7 @@ def pairs_of_one_rank(patches):
 
 
 def dummy_counted_as_a_pair(patches):
-    patches.setattr(PairCollator, "dummy", lambda self, sample: self.collate([sample]))
+    patches.setattr(pair_collator, "dummy", lambda self, sample: self.collate([sample]))
 
 
 def reference_that_follows(patches):

@@ -9,7 +9,7 @@ from tiny_transformers import save_tiny
 
 from recipe_utils.models.attention import chains
 from recipe_utils.text import trees
-from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.collator import text_collator
 from recipe_utils.text.documents import length_of
 
 CUT = {"max_tokens_per_microbatch": 20}
@@ -70,13 +70,13 @@ def siblings_that_see_each_other(patches):
 
 
 def positions_that_do_not_continue(patches):
-    prepare = TextCollator.prepare
+    prepare = text_collator.prepare
 
     def restarted(self, *args):
         sample = prepare(self, *args)
         return {**sample, "input_pos": sample["input_pos"] * 0}
 
-    patches.setattr(TextCollator, "prepare", restarted)
+    patches.setattr(text_collator, "prepare", restarted)
 
 
 def a_shared_target_lost(patches):

@@ -29,6 +29,10 @@ from torchtune.modules import MultiHeadAttention, TransformerCrossAttentionLayer
 from torchtune.modules.model_fusion import DeepFusionModel, FusionLayer
 from torchtune.modules.peft import LoRALinear, get_adapter_params, set_trainable_params
 
+from recipe_utils.text.reader import TextReader
+from recipe_utils.text.rows import packed
+from recipe_utils.update_steps.order import StepIndex
+
 VOCAB_SIZE = 67
 IGNORE = -100
 
@@ -212,6 +216,19 @@ class WaitsBeforeStep(Samples):
 
 def waiting_dataset(tokenizer, num_samples, step, file):
     return WaitsBeforeStep(make_samples(num_samples), step, Path(file))
+
+
+def read(samples, **keys):
+    """Returns samples as a collator's ``prepare`` does, in the order of an update step."""
+    places = (StepIndex(i, position=i) for i in range(len(samples)))
+    return [
+        TextReader(IGNORE, **keys).prepare(s, f"sample {at} of dataset", at)
+        for s, at in zip(samples, places, strict=True)
+    ]
+
+
+def packed_row(samples, **options):
+    return packed(read(samples), TextReader(IGNORE), **options)
 
 
 def make_samples(num_samples, num_without_targets=0, mask_prompts=True, seed=0, num_common=0, has_weights=False):

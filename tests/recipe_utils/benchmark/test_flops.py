@@ -16,7 +16,6 @@ from recipe_utils.losses.attach import attach_loss
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.settings import ModelSettings
-from recipe_utils.text.rows import collate_packed_microbatch
 from recipe_utils.update_steps.step import Targets
 
 
@@ -29,7 +28,7 @@ def test_flops_of_a_decoder_are_those_that_pytorch_counts(own):
     attach_loss(model, LinearCrossEntropyLoss(tokens_per_chunk=7))
     lengths = [5, 11, 24]
     samples = [{"tokens": [1] * n, "labels": [IGNORE_INDEX] * (n // 2) + [1] * -(-n // 2)} for n in lengths]
-    row = collate_packed_microbatch(samples, IGNORE_INDEX)
+    row = tiny.packed_row(samples)
     with torch.device("meta"):
         for module in model.modules():
             if hasattr(module, "rope_init"):

@@ -6,7 +6,6 @@ import torch
 
 from recipe_utils.long_rows.parts import cut
 from recipe_utils.plans.rounds import Part
-from recipe_utils.text.rows import collate_packed_microbatch
 
 
 def joined(parts):
@@ -17,8 +16,8 @@ def joined(parts):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("multiple", [None, 16])
 def test_parts_of_a_row_are_the_row_padded_by_one_more_document(num_ranks, multiple):
-    samples = [{**s, "dataset_index": i, "step_position": i} for i, s in enumerate(tiny.make_samples(4))]  # fmt: skip
-    row = collate_packed_microbatch(samples, tiny.IGNORE, row_multiple=multiple)
+    samples = tiny.make_samples(4)
+    row = tiny.packed_row(samples, row_multiple=multiple)
     parts = [cut(row, Part(i, num_ranks), len(samples), multiple) for i in range(num_ranks)]
     size, targets = row.targets.labels.numel(), [part.targets for part in parts]
     num_positions = joined([t.labels for t in targets]).numel()
@@ -30,7 +29,12 @@ def test_parts_of_a_row_are_the_row_padded_by_one_more_document(num_ranks, multi
     labels = joined([t.labels for t in targets])
     assert torch.equal(labels[:, :size], row.targets.labels)
     assert (labels[:, size:] == tiny.IGNORE).all()
-    assert sum(t.samples.sum() for t in targets) == row.targets.samples.sum()
+    owners = joined([t.owners for t in targets])
+    assert torch.equal(owners[:, :size], row.targets.owners)
+    assert (owners[:, size:] == -1).all()
+    of_parts = torch.cat([t.of_targets(t.samples) for t in targets])
+    assert torch.equal(of_parts.sort()[0], row.targets.of_targets(row.targets.samples))
+    assert all(t.ends is None for t in targets)  # a part has few of them
     for i, t in enumerate(targets):
         assert torch.equal(t.labels.flatten()[t.positions], row.targets.labels.flatten()[i + num_ranks * t.positions])  # fmt: skip
     assert sum(len(t.positions) for t in targets) == len(row.targets.positions)

@@ -15,7 +15,6 @@ from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.kernels import fuse_norms_and_rope
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.parallel.to_device import to_device_ahead
-from recipe_utils.text.rows import collate_packed_microbatch
 
 META = torch.device("meta")
 LLAMA = partial(
@@ -53,7 +52,7 @@ def traffic_of(num_layers):
             module.to(META)
     attach_loss(model, LinearCrossEntropyLoss())
     samples = [{"tokens": list(range(1, 1025)), "labels": list(range(1, 1025))}] * 8
-    (arrived,) = to_device_ahead([collate_packed_microbatch(samples, tiny.IGNORE, row_multiple=128)], META)
+    (arrived,) = to_device_ahead([tiny.packed_row(samples, row_multiple=128)], META)
     with Traffic() as traffic:
         (model(**arrived.inputs, targets=arrived.targets) * 0.5).sum().backward()
     return traffic.num_operations, traffic.num_bytes / 1e9

@@ -7,7 +7,6 @@ import tiny
 import torch
 
 from recipe_utils.parallel.to_device import to_device_ahead
-from recipe_utils.text.rows import collate_packed_microbatch
 from recipe_utils.update_steps.step import mark_last
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -17,7 +16,7 @@ on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", mark
 def microbatches_of(samples, refs=None):
     """Microbatches that only the caller holds; ``refs`` gets a weak reference to each."""
     for sample in samples:
-        microbatch = collate_packed_microbatch([sample], tiny.IGNORE)
+        microbatch = tiny.packed_row([sample])
         if torch.cuda.is_available():
             microbatch = microbatch.pin_memory()
         if refs is not None:
@@ -74,7 +73,7 @@ def test_one_is_copied_ahead_and_at_most_two_are_held(device):
 
 @needs_cuda
 def test_a_copy_is_pinned_with_the_outputs_of_a_teacher():
-    microbatch = collate_packed_microbatch(tiny.make_samples(3), tiny.IGNORE)
+    microbatch = tiny.packed_row(tiny.make_samples(3))
     pinned = microbatch.with_outputs(teacher=[torch.ones(2)]).pin_memory()
     targets = pinned.targets
     tensors = (pinned.inputs["tokens"], targets.labels, targets.positions, targets.outputs["teacher"][0])

@@ -12,8 +12,7 @@ from distributed_runs import fork_context, run_distributed
 from recipe_utils.files import CheckpointError
 from recipe_utils.parallel.process_group import new_cpu_group
 from recipe_utils.preference import cache as cache_file
-from recipe_utils.preference.cache import ReferenceCache
-from recipe_utils.preference.log_probs import Pairs
+from recipe_utils.preference.cache import Pairs, ReferenceCache
 from recipe_utils.settings.problems import ConfigError
 
 CONTEXT = {"weights": "1f", "layout": "packed"}
@@ -21,7 +20,7 @@ CONTEXT = {"weights": "1f", "layout": "packed"}
 
 def pairs_of(*numbers):
     fingerprints = tuple(number.to_bytes(15, "little") + b"\0" for number in numbers)
-    return Pairs(torch.zeros(0), tuple(f"pair {number}" for number in numbers), fingerprints)
+    return Pairs(tuple(f"pair {number}" for number in numbers), fingerprints)
 
 
 def log_probs(*numbers):

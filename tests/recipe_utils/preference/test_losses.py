@@ -9,7 +9,6 @@ import trl
 from torch import nn
 from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
-from recipe_utils.preference.log_probs import Pairs
 from recipe_utils.preference.losses import (
     METRICS,
     IPOLoss,
@@ -135,7 +134,7 @@ def test_without_a_reference_attached_the_loss_module_returns_log_probabilities(
     hidden = torch.randn(2, 5, 4, dtype=torch.float64)
     labels = torch.tensor([[1, 2, 3, -100, -100], [4, 5, -100, -100, -100]])
     positions = (labels.flatten() != -100).nonzero().squeeze(1)
-    targets = Targets(labels, positions, pairs=Pairs(torch.tensor([0, 3, 2]), ("pair 0",)))
+    targets = Targets(labels, positions, of_samples={"num_targets": torch.tensor([[0, 3], [0, 2]])})
     loss = PreferenceLoss(DPOLoss(beta=0.3), tokens_per_chunk=2)
     log_probs = F.log_softmax(output(hidden), -1).flatten(0, 1)[positions]
     of_labels = log_probs.gather(1, labels.flatten()[positions, None]).squeeze(1)

@@ -1,6 +1,7 @@
 """Pairs become microbatches with every target of each answer once, after its own tokens."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
 from recipe_utils.plans.cost import MicrobatchCost
-from recipe_utils.preference.pairs import PairCollator, mask_shared_turns, num_shared_tokens
+from recipe_utils.preference.pairs import mask_shared_turns, num_shared_tokens, pair_collator
 from recipe_utils.text.limits import ModelLimits, PackedAttention
 from recipe_utils.update_steps.samples import SampleError, SkippedSampleError
 from recipe_utils.update_steps.settings import DataSettings
@@ -24,7 +25,7 @@ LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
 
 def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
     data = DataSettings(microbatching=microbatching, **settings)
-    return PairCollator(data, tiny.tiny_tokenizer(), limits, prefix_sharing)
+    return pair_collator(data, tiny.tiny_tokenizer(), limits, prefix_sharing)
 
 
 def prepared(collator, pairs):
@@ -97,7 +98,7 @@ def targets_read_back(microbatch):
 def test_every_target_stands_behind_its_own_tokens(microbatching, sharing, pair_kind):
     pairs = tiny.make_pairs(9, pair_kind)
     collator = collator_of(microbatching, sharing)
-    microbatch = collator.collate(prepared(collator, pairs))
+    (microbatch,) = collator.collate(prepared(collator, pairs))
     pairs = map(tiny.without_shared_turns, pairs)
     for sample, of_sides in zip(pairs, targets_read_back(microbatch), strict=True):
         for side, found in zip(SIDES, of_sides, strict=True):
@@ -112,7 +113,7 @@ def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(pai
     of_layouts = []
     for layout in LAYOUTS:
         collator = collator_of(*layout)
-        counts = dict(collator.collate(prepared(collator, pairs)).counts)
+        counts = dict(collator.collate(prepared(collator, pairs))[0].counts)
         assert tuple(counts) == collator.counts
         num_shared, slots = counts.pop("shared_tokens"), counts.pop("positions")
         if layout[0] == "packed":
@@ -135,7 +136,7 @@ def test_padded_rows_are_those_of_torchtune_in_another_order():
     pairs = tiny.make_pairs(5)
     tokens, labels = padded_collate_dpo(pairs, padding_idx=0, ignore_idx=tiny.IGNORE)
     collator = collator_of("in_order")
-    microbatch = collator.collate(prepared(collator, pairs))
+    (microbatch,) = collator.collate(prepared(collator, pairs))
     order = [0, 5, 1, 6, 2, 7, 3, 8, 4, 9]
     assert torch.equal(microbatch.inputs["tokens"], tokens[order])
     assert torch.equal(microbatch.targets.labels[:, :-1], labels[order, 1:])
@@ -147,7 +148,7 @@ def test_a_dummy_is_no_pair(microbatching, sharing):
     dummy = collator.dummy(prepared(collator, tiny.make_pairs(1))[0])
     assert dummy.counts == {}
     assert len(dummy.targets.positions) == 0
-    assert dummy.targets.pairs.segment_lengths.shape == (0,)
+    assert dummy.targets.of_samples["num_targets"].shape == (0, 2)
     assert not dummy.targets.outputs
     assert dummy.inputs["tokens"].shape == (1, 2 if microbatching == "packed" else 1)
 
@@ -156,7 +157,7 @@ def test_lengths_are_what_a_pair_takes_in_a_row():
     for microbatching, sharing in LAYOUTS:
         collator = collator_of(microbatching, sharing)
         for sample in prepared(collator, tiny.make_pairs(20, "alike_beginnings")):
-            tokens = collator.collate([sample]).inputs["tokens"]
+            tokens = collator.collate([sample])[0].inputs["tokens"]
             assert collator.length(sample) == tokens.shape[1]
 
 
@@ -165,19 +166,19 @@ def test_every_pair_is_in_one_microbatch_of_one_rank(num_ranks, microbatching, n
     bound = {} if microbatching == "in_order" else {"max_tokens_per_microbatch": 90}
     collator = collator_of(microbatching, batch_size=2, **bound)
     samples = prepared(collator, tiny.make_pairs(num_pairs, seed=num_pairs))
-    planned = collator.plan([collator.length(sample) for sample in samples], num_ranks)
+    planned = collator.layout.plan([collator.length(sample) for sample in samples], num_ranks)
     assert len(planned) == num_ranks
     parts = [part for of_rank in planned for part in of_rank]
     assert sorted(i for part in parts for i in part) == list(range(num_pairs))
     for part in parts if bound else ():
-        tokens = collator.collate([samples[i] for i in part]).inputs["tokens"]
+        tokens = collator.collate([samples[i] for i in part])[0].inputs["tokens"]
         assert tokens.numel() <= 90 or len(part) == 1
 
 
 def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
     collator = collator_of(limits=LIMITS._replace(attentions=(PackedAttention("flex"),)), batch_size=1)
     samples = prepared(collator, tiny.make_pairs(3))
-    microbatch = collator.collate(samples)
+    (microbatch,) = collator.collate(samples)
     assert microbatch.inputs["tokens"].shape == (1, 128)
     *_, padding = microbatch.inputs["document_lengths"][0]
     assert padding == 128 - sum(map(collator.length, samples))
@@ -192,9 +193,11 @@ def test_a_pair_has_a_fingerprint_of_all_tokens_and_labels_of_each_side():
         pair([1, 2, 3, 1], [2, 4]),
         pair([1, 2, 3, 4], [1, 2, 4]),
     ]
-    in_worker = pickle.loads(pickle.dumps(collator_of()))  # which prepares samples
-    samples = prepared(in_worker, [own, *others, pair([1, 2, 3], np.array([1, 2, 4]))])
-    fingerprints = collator_of().collate(samples).targets.pairs.fingerprints
+    prepare = pickle.loads(pickle.dumps(collator_of().prepare))  # as in a worker
+    samples = prepared(SimpleNamespace(prepare=prepare), [own, *others, pair([1, 2, 3], np.array([1, 2, 4]))])
+    of_samples = collator_of().collate(samples)[0].targets.of_samples["fingerprint"]
+    fingerprints = [row.numpy().tobytes() for row in of_samples[::2]]
+    assert torch.equal(of_samples[::2], of_samples[1::2])
     assert [len(each) for each in fingerprints] == [16] * 7
     assert fingerprints[0] == fingerprints[-1]
     assert len({*fingerprints}) == 6

@@ -17,7 +17,7 @@ from recipe_runs import slow
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.settings.components import split_entry
-from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.collator import text_collator
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.text.mixture import Mixture, MixtureOrder, Shares
@@ -121,7 +121,7 @@ def make_loader(weights=SHARES, **settings):
     data = DataSettings(**{**SETTINGS, **settings})
     limits = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
     mixture = mixture_of([tiny.Samples(list(part)) for part in PARTS], weights)
-    collator = TextCollator(data, tiny.tiny_tokenizer(), tiny.IGNORE, limits).counting(mixture.names)
+    collator = text_collator(data, tiny.tiny_tokenizer(), tiny.IGNORE, limits).counting(mixture.names)
     return build_loader(mixture, RowBudget(collator), data, join_ranks(RankSettings(device="cpu")))
 
 
@@ -157,7 +157,7 @@ def test_update_steps_are_the_same_on_any_layout_and_after_a_resume(world_size, 
 
 def test_samples_carry_their_dataset_and_errors_its_name(one_process):
     loader = make_loader()
-    assert [loader.dataset[i]["dataset_index"] for i in (0, 39, 40, 46, 47)] == [0, 0, 1, 1, 2]
+    assert [loader.dataset[i].at.item for i in (0, 39, 40, 46, 47)] == [0, 39, 40, 46, 47]
     loader.dataset.dataset.parts[1].samples[2] = {}
     with pytest.raises(ValueError, match=r"^sample 2 of dataset.code: it has no 'tokens'"):
         loader.dataset[42]

@@ -1,6 +1,7 @@
 """Labels become targets of the position before them, never across a border, padded or packed."""
 
 import pickle
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,13 +9,16 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from torch.utils._pytree import tree_leaves
 from torchtune.data import padded_collate_sft
 from torchtune.datasets import PackedDataset
 
 from recipe_utils.plans.cost import MicrobatchCost
-from recipe_utils.text.collator import TextCollator, check_sample
+from recipe_utils.text.collator import text_collator
 from recipe_utils.text.limits import ModelLimits, PackedAttention
-from recipe_utils.text.rows import collate_dummy, collate_microbatch, collate_packed_microbatch, num_real_tokens
+from recipe_utils.text.reader import TextReader, check_sample
+from recipe_utils.text.rows import collated, padded
+from recipe_utils.update_steps.objective import Declaration
 from recipe_utils.update_steps.samples import SampleError
 from recipe_utils.update_steps.settings import DataSettings
 
@@ -24,8 +28,8 @@ LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 SPLIT = pytest.mark.parametrize("split_across_pack", [False, True])
 
 
-def collate(samples, collate_fn=COLLATE):
-    return collate_microbatch(samples, collate_fn, IGNORE)
+def collate(samples):
+    return padded(tiny.read(samples), TextReader(IGNORE))
 
 
 def num_targets(samples):
@@ -53,6 +57,7 @@ def test_padded_rows_have_the_label_of_the_next_position_as_target():
         "target_tokens": num_targets(samples),
         "real_tokens": sum(lengths),
         "positions": max(lengths) * len(lengths),
+        "shared_tokens": 0,
     }
     assert microbatch.inputs["tokens"].shape == (len(lengths), max(lengths))
 
@@ -89,7 +94,7 @@ def documents_of(microbatch):
 
 def test_a_packed_microbatch_is_its_samples_one_after_the_other():
     samples = tiny.make_samples(9, num_without_targets=2, mask_prompts=False)
-    microbatch = collate_packed_microbatch(samples, IGNORE)
+    microbatch = tiny.packed_row(samples)
     assert documents_of(microbatch) == [(sample["tokens"], [*sample["labels"][1:], IGNORE]) for sample in samples]
     positions = [i for sample in samples for i in range(len(sample["tokens"]))]
     assert microbatch.inputs["input_pos"].tolist() == [positions]
@@ -99,10 +104,10 @@ def test_a_packed_microbatch_is_its_samples_one_after_the_other():
 
 def test_a_row_is_padded_to_a_multiple_by_a_document_of_its_own():
     samples = tiny.make_samples(3)
-    unpadded = collate_packed_microbatch(samples, IGNORE)
+    unpadded = tiny.packed_row(samples)
     num_real = unpadded.counts["real_tokens"]
     for multiple in (num_real + 7, (num_real + 7) // 2, num_real):
-        padded = collate_packed_microbatch(samples, IGNORE, padding_idx=5, row_multiple=multiple)
+        padded = tiny.packed_row(samples, pad_id=5, row_multiple=multiple)
         rest = -num_real % multiple
         padding = [([5] * rest, [IGNORE] * rest)] if rest else []
         assert documents_of(padded) == documents_of(unpadded) + padding
@@ -114,8 +119,8 @@ def test_a_row_is_padded_to_a_multiple_by_a_document_of_its_own():
 def test_merged_rows_of_a_packed_dataset_lose_their_padding_and_nothing_else(split_across_pack):
     rows = packed_rows(tiny.make_samples(20, mask_prompts=False), split_across_pack)
     stacked = collate(rows)
-    merged = collate_packed_microbatch(rows, IGNORE)
-    num_real = [num_real_tokens(row, IGNORE) for row in rows]
+    merged = tiny.packed_row(rows)
+    num_real = [int((sample.owners_and_ends()[0] >= 0).sum()) for sample in tiny.read(rows)]
 
     def without_padding(tensor):
         return torch.cat([row[:n] for row, n in zip(tensor, num_real, strict=True)])[None]
@@ -132,48 +137,65 @@ def test_every_target_has_the_position_of_its_sample():
     """Rows are padded, packed, packed and padded, or of a packed dataset with cut documents."""
     samples = tiny.make_samples(20, num_without_targets=3, mask_prompts=False)
     for rows in (samples, packed_rows(samples, split_across_pack=True)):
-        marked = [{**row, "step_position": (2, 0, 0, 1)[i % 4]} for i, row in enumerate(rows)]
-        alone = [collate_packed_microbatch([row], IGNORE).counts["target_tokens"] for row in rows]
-        expected = [row["step_position"] for row, n in zip(marked, alone, strict=True) for _ in range(n)]
-        packed = [collate_packed_microbatch(marked, IGNORE, row_multiple=multiple) for multiple in (None, 128)]
-        for microbatch in (collate(marked), *packed):
-            assert microbatch.targets.samples.tolist() == expected
-        assert collate_dummy(marked[0], collate, IGNORE).targets.samples.tolist() == []
-        assert collate(rows).targets.samples is None
+        alone = [tiny.packed_row([row]).counts["target_tokens"] for row in rows]
+        expected = [i for i, n in enumerate(alone) for _ in range(n)]
+        packed = [tiny.packed_row(rows, row_multiple=multiple) for multiple in (None, 128)]
+        for microbatch in (collate(rows), *packed):
+            targets = microbatch.targets
+            assert targets.of_targets(targets.samples).tolist() == expected
+            is_real = (targets.owners >= 0).flatten()
+            assert is_real.sum() == microbatch.counts["real_tokens"]
+            # The last token of a sequence is real, and no longer owned by it one position later.
+            following = torch.cat([targets.owners.flatten(), torch.tensor([-1])])[targets.ends + 1]
+            assert is_real[targets.ends].all()
+            assert not (following == torch.arange(len(targets.ends))).any()
 
 
 def test_targets_have_no_sample_where_a_collate_function_joins_rows():
-    samples = [{**sample, "step_position": i} for i, sample in enumerate(tiny.make_samples(4))]
-    collator = TextCollator(DataSettings(collate_fn="tiny.collate_joined"), tiny.tiny_tokenizer(), IGNORE, LIMITS)
-    joined = collator.collate(samples)
+    collator = text_collator(DataSettings(collate_fn="tiny.collate_joined"), tiny.tiny_tokenizer(), IGNORE, LIMITS)
+    (joined,) = collator.collate([collator.prepare(sample, "sample") for sample in tiny.make_samples(4)])
     assert joined.targets.labels.shape[0] == 1
-    assert joined.targets.samples is None
-    assert collate(samples).targets.samples is not None
-    with pytest.raises(ValueError, match="collate_fn: it made 1 rows of 4 samples, so targets have no dataset"):
-        collator.counting(["a", "b"]).collate([{**sample, "dataset_index": 0} for sample in samples])
+    assert joined.targets.samples is joined.targets.owners is joined.targets.ends is None
+
+
+def test_rows_of_a_users_collate_function_have_what_those_of_the_default_have():
+    samples = tiny.make_samples(4, has_weights=True)
+    read = tiny.read(samples, columns={"weights": 1.0})
+    reader = TextReader(IGNORE, columns={"weights": 1.0})
+    own, expected = collated(read, reader, COLLATE), padded(read, reader)
+    assert own.counts == expected.counts
+    assert torch.equal(own.inputs["tokens"], expected.inputs["tokens"])
+    for mine, its in zip(tree_leaves(own.targets), tree_leaves(expected.targets), strict=True):
+        assert torch.equal(mine, its) if isinstance(its, torch.Tensor) else mine == its
 
 
 def test_samples_with_images_are_not_packed():
     with pytest.raises(ValueError, match="a sample has encoder_input"):
-        collate_packed_microbatch([{**tiny.make_samples(1)[0], "encoder_input": 0}], IGNORE)
+        tiny.packed_row([{**tiny.make_samples(1)[0], "encoder_input": 0}])
 
 
 @pytest.mark.parametrize("kind", ["text", "packed", "with_image"])
 def test_a_dummy_microbatch_has_no_targets_and_counts_nothing(kind):
     sample = tiny.make_samples(1, mask_prompts=False, seed=3)[0]
-    length, collate_fn = len(sample["tokens"]), COLLATE
+    length, collate_fn = len(sample["tokens"]), DataSettings.collate_fn
     if kind == "packed":
         sample, length = packed_rows([sample])[0], 64
     if kind == "with_image":
-        sample = {**sample, "image": torch.ones(3, 4, 4)}
-
-        def collate_fn(samples):
-            return {**COLLATE(samples), "images": torch.stack([s["image"] for s in samples])}
-
-    labels = torch.as_tensor(sample["labels"]).clone()
-    microbatch = collate_dummy(sample, lambda samples: collate(samples, collate_fn), IGNORE)
-    assert torch.equal(torch.as_tensor(sample["labels"]), labels)  # the sample is unchanged
+        sample, collate_fn = {**sample, "image": torch.ones(3, 4, 4)}, "tiny.collate_images"
+    takes = Declaration({"weights": None}, ["rewards"], "weights", totals=["weights"])
+    limits = LIMITS._replace(attentions=(PackedAttention(other_attention="Gemma2Attention"),))
+    settings = DataSettings(collate_fn=collate_fn)
+    collator = text_collator(settings, tiny.tiny_tokenizer(), IGNORE, limits, declared=takes)
+    sample = {**sample, "weights": [1.0] * len(sample["labels"]), "rewards": [1.0, 2.0]}
+    prepared = collator.prepare(sample, "sample 0")
+    labels = prepared.labels.copy()
+    microbatch = collator.dummy(prepared)
+    assert np.array_equal(prepared.labels, labels)  # the sample is unchanged
     assert microbatch.counts == {}
+    targets = microbatch.targets
+    assert (targets.owners == -1).all()
+    assert (targets.values["weights"].shape, targets.of_samples["rewards"].shape) == ((0,), (0, 2))
+    assert len(targets.samples) == len(targets.items) == len(targets.ends) == 0
     assert len(microbatch.targets.positions) == 0
     assert bool((microbatch.targets.labels == IGNORE).all())
     assert length > 1
@@ -201,13 +223,13 @@ def make_collator(name, max_tokens=80, max_seq_len=64, **limits):
     max_tokens = None if name == "in_order" else max_tokens
     settings = DataSettings(batch_size=2, microbatching=name, max_tokens_per_microbatch=max_tokens)
     tokenizer = tiny.TinyTokenizer(max_seq_len)
-    return TextCollator(settings, tokenizer, IGNORE, LIMITS._replace(**limits))
+    return text_collator(settings, tokenizer, IGNORE, LIMITS._replace(**limits))
 
 
 def microbatches(name, **options):
-    collator, samples = make_collator(name, **options), tiny.make_samples(9)
-    (parts,) = collator.plan([collator.length(sample) for sample in samples], 1)
-    return [collator.collate([samples[i] for i in part]) for part in parts]
+    collator, samples = make_collator(name, **options), tiny.read(tiny.make_samples(9))
+    (parts,) = collator.layout.plan([collator.length(sample) for sample in samples], 1)
+    return [row for part in parts for row in collator.collate([samples[i] for i in part])]
 
 
 @pytest.mark.parametrize("name", ["in_order", "least_padding", "packed"])
@@ -218,8 +240,8 @@ def test_all_targets_are_in_the_microbatches_of_every_plan(name):
     padding = sum(m.counts["positions"] - m.counts["real_tokens"] for m in made)
     assert (padding == 0) == (name == "packed")
     collator = make_collator(name)
-    assert set(made[0].counts) == set(collator.counts)
-    assert collator.dummy(tiny.make_samples(1)[0]).counts == {}
+    assert set(collator.counts) <= set(made[0].counts)
+    assert collator.dummy(*tiny.read(tiny.make_samples(1))).counts == {}
 
 
 @pytest.mark.parametrize(
@@ -244,7 +266,7 @@ def test_rows_of_another_bound_have_at_most_so_many_positions_with_padding(kerne
         other = collator.with_budget(bound)
         kept = other.settings.max_tokens_per_microbatch
         assert bound - 48 < kept <= bound
-        assert kept % other.row_multiple == 0
+        assert kept % other.layout.row_multiple == 0
     assert collator.with_budget(7).settings.max_tokens_per_microbatch <= 7
 
 
@@ -260,7 +282,7 @@ def test_a_microbatch_has_batch_size_times_max_seq_len_positions_by_default(name
 def test_rows_of_a_packed_dataset_are_merged_if_the_model_supports_documents(other):
     rows = packed_rows(tiny.make_samples(20))
     attentions = (PackedAttention(other_attention=other),)
-    merged = make_collator("in_order", attentions=attentions).collate(rows[:2])
+    (merged,) = make_collator("in_order", attentions=attentions).collate(tiny.read(rows[:2]))
     assert len(merged.inputs["tokens"]) == (2 if other else 1)
 
 
@@ -268,7 +290,7 @@ def test_rows_of_a_packed_dataset_are_merged_if_the_model_supports_documents(oth
     ("max_tokens", "max_seq_len", "warns"), [(63, 64, True), (64, 64, False), (64, None, True), (None, None, False)]
 )
 def test_samples_that_may_exceed_a_microbatch_are_warned_of(max_tokens, max_seq_len, warns):
-    warnings = list(make_collator("least_padding", max_tokens, max_seq_len).warnings())
+    warnings = list(make_collator("least_padding", max_tokens, max_seq_len).remarks())
     assert len(warnings) == warns
     assert all(f"max_tokens_per_microbatch={max_tokens}: " in text for text in warnings)
 
@@ -276,10 +298,10 @@ def test_samples_that_may_exceed_a_microbatch_are_warned_of(max_tokens, max_seq_
 def test_validation_has_a_batch_size_of_its_own():
     """Three samples of 64 tokens per microbatch instead of two."""
     settings = DataSettings(batch_size=2, batch_size_val=3, microbatching="least_padding")
-    training = TextCollator(settings, tiny.tiny_tokenizer(), IGNORE, LIMITS)
-    validation = training.for_validation()
-    assert [len(part) for part in training.plan([64] * 6, 1)[0]] == [2, 2, 2]
-    assert [len(part) for part in validation.plan([64] * 6, 1)[0]] == [3, 3]
+    training = text_collator(settings, tiny.tiny_tokenizer(), IGNORE, LIMITS)
+    validation = replace(training, settings=training.settings.of_validation())
+    assert [len(part) for part in training.layout.plan([64] * 6, 1)[0]] == [2, 2, 2]
+    assert [len(part) for part in validation.layout.plan([64] * 6, 1)[0]] == [3, 3]
     assert training.longest_row == validation.longest_row
 
 
@@ -315,7 +337,7 @@ def test_an_untrainable_sample_is_refused_by_name(sample, message):
 @pytest.mark.parametrize("make", [list, torch.tensor])
 def test_samples_are_checked_by_the_limits_of_the_model(make):
     limits = LIMITS._replace(vocab_size=9, max_seq_len=3)
-    collator = TextCollator(DataSettings(), SimpleNamespace(pad_id=0), IGNORE, limits)
+    collator = text_collator(DataSettings(), SimpleNamespace(pad_id=0), IGNORE, limits)
     for labels in ([0, 8, 8], [IGNORE] * 3):
         collator.prepare({"tokens": make([0, 8, 8]), "labels": make(labels)}, "sample")
     for tokens in ([1, 9], [1, 1, 1, 1]):
@@ -326,10 +348,10 @@ def test_samples_are_checked_by_the_limits_of_the_model(make):
 @pytest.mark.parametrize("name", ["in_order", "least_padding", "packed"])
 def test_every_plan_takes_tokens_of_uint16_and_refuses_positions(name):
     collator, (sample,) = make_collator(name), tiny.make_samples(1, mask_prompts=False)
-    expected = collator.collate([sample])
+    (expected,) = collator.collate([collator.prepare(sample, "sample 0")])
     for make in (np.uint16, lambda ids: list(np.uint16(ids))):
         ids = {key: make(sample[key]) for key in ("tokens", "labels")}
-        found = collator.collate([collator.prepare(ids, "sample 0")])
+        (found,) = collator.collate([collator.prepare(ids, "sample 0")])
         torch.testing.assert_close(found.inputs["tokens"], expected.inputs["tokens"])
         torch.testing.assert_close(found.targets.labels, expected.targets.labels)
     with pytest.raises(SampleError, match="sample 3: it has 'input_pos'"):
@@ -340,8 +362,8 @@ def test_samples_travel_as_arrays_but_a_user_s_own_collate_fn_gets_lists():
     tokens = list(range(1, 65))
     sample = {"tokens": tokens, "labels": list(np.array(tokens)), "mask": [False] * 64}
     prepared = make_collator("in_order").prepare(sample, "sample 0")
-    assert {key: type(value) for key, value in prepared.items()} == dict.fromkeys(("tokens", "labels"), np.ndarray)
-    assert len(pickle.dumps(prepared)) <= 16 * 64 + 600
+    assert (type(prepared.tokens), type(prepared.labels), prepared.others) == (np.ndarray, np.ndarray, {})
+    assert len(pickle.dumps(prepared)) <= 16 * 64 + 900
     own = DataSettings(collate_fn="tiny.collate_images")
-    collator = TextCollator(own, tiny.tiny_tokenizer(), IGNORE, LIMITS)
-    assert collator.prepare(sample, "sample 0") == sample
+    collator = text_collator(own, tiny.tiny_tokenizer(), IGNORE, LIMITS)
+    assert collator.prepare(sample, "sample 0").others == {key: sample[key] for key in ("tokens", "labels")}

@@ -6,16 +6,18 @@ from collections import Counter
 import numpy as np
 import pytest
 import tiny
+import torch
 from forests import mask_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.collator import text_collator
 from recipe_utils.text.documents import chains, length_of, tree
 from recipe_utils.text.limits import ModelLimits, PackedAttention
-from recipe_utils.text.rows import piece_of
+from recipe_utils.text.reader import TextReader
+from recipe_utils.text.rows import packed
 from recipe_utils.text.trees import merge, split_trees
 from recipe_utils.update_steps.samples import SampleError, SkippedSampleError
 from recipe_utils.update_steps.settings import DataSettings
@@ -26,23 +28,25 @@ LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 
 def sequence(tokens, are_targets):
     labels = [t if is_target else IGNORE for t, is_target in zip(tokens, are_targets, strict=True)]
-    return {"tokens": np.array(tokens), "labels": np.array(labels)}
+    return TextReader(IGNORE).prepare({"tokens": tokens, "labels": labels}, "sample")
 
 
 def targets_of(sequences):
     """Returns each target with the tokens before it, and how often it occurs."""
     return Counter(
-        (tuple(each["tokens"][:i].tolist()), int(each["labels"][i]))
+        (tuple(each.tokens[:i].tolist()), int(each.labels[i]))
         for each in sequences
-        for i in range(1, len(each["tokens"]))
-        if each["labels"][i] != IGNORE
+        for i in range(1, len(each.tokens))
+        if each.labels[i] != IGNORE
     )
 
 
 def targets_in_row(sample):
-    tokens, labels, positions = (each.tolist() for each in piece_of(sample, IGNORE).columns)
+    row = packed([sample], TextReader(IGNORE))
+    inputs, (labels,) = row.inputs, row.targets.labels.tolist()
+    (tokens,), (positions,) = inputs["tokens"].tolist(), inputs["input_pos"].tolist()
     found = Counter()
-    for q, seen in enumerate(mask_of(sample["documents"])):
+    for q, seen in enumerate(mask_of(sample.documents)):
         before = tuple(token for token, is_seen in zip(tokens, seen, strict=True) if is_seen)
         assert positions[q] == len(before) - 1
         if labels[q] != IGNORE:
@@ -60,14 +64,43 @@ def test_every_target_occurs_once_behind_its_tokens(drawn, max_tokens, random):
     random.shuffle(sequences)
     sample = merge(sequences, max_tokens, IGNORE)
     assert targets_in_row(sample) == targets_of(sequences)
-    sizes = list(map(length_of, sample["documents"]))
-    assert sum(sizes) == len(sample["tokens"])
-    assert sum(sizes) + sum(sample["num_shared"]) == sum(len(s["tokens"]) for s in sequences)
-    longest = max(len(s["tokens"]) for s in sequences)
+    sizes = list(map(length_of, sample.documents))
+    assert sum(sizes) == len(sample.tokens)
+    assert sum(sizes) + sum(sample.num_shared) == sum(len(s.tokens) for s in sequences)
+    longest = max(len(s.tokens) for s in sequences)
     assert max(sizes) <= max(max_tokens or sum(sizes), longest)
-    parts = split_trees({**sample, "dataset_index": 3})
+    parts = split_trees(sample)
     assert sum((targets_in_row(part) for part in parts), Counter()) == targets_of(sequences)
-    assert [part["dataset_index"] for part in parts] == [3] * len(sizes)
+    assert sum(len(part.sequences[1]) for part in parts) == len(sequences)
+
+
+@given(some_sequences, st.integers(1, 30))
+def test_columns_values_owners_and_ends_are_those_of_the_sequences(drawn, max_tokens):
+    """A column numbers all tokens, a value the sequences; whole and cut, each target has those of its sequence."""
+    sequences, start = [], 0
+    for number, each in enumerate(drawn):
+        column = np.arange(start, start + len(each), dtype=float)
+        made = sequence(*zip(*each, strict=True))
+        sequences.append(made._replace(columns={"number": column}, values={"sequence": np.array([[number, -number]])}))
+        start += len(each)
+    expected = sorted(
+        (int(s.labels[i]), s.columns["number"][i], number, len(s.tokens) - 1, int(s.tokens[-1]))
+        for number, s in enumerate(sequences)
+        for i in range(1, len(s.tokens))
+        if s.labels[i] != IGNORE
+    )
+    sample = merge(sequences, max_tokens, IGNORE)
+    for parts in ([sample], split_trees(sample)):
+        found = []
+        for part in parts:
+            row = packed([part], TextReader(IGNORE, columns={"number": None}))
+            targets, inputs = row.targets, row.inputs
+            labels, numbers = targets.labels.flatten()[targets.positions], targets.of_samples["sequence"]
+            assert torch.equal(numbers[:, 0], -numbers[:, 1])
+            of_ends = [each.flatten()[targets.ends] for each in (inputs["input_pos"], inputs["tokens"])]
+            columns = [targets.values["number"], *map(targets.of_targets, (numbers[:, 0], *of_ends))]
+            found += zip(labels.tolist(), *(column.tolist() for column in columns), strict=True)
+        assert sorted(found) == expected
 
 
 def test_turns_that_drop_nothing_are_one_plain_document_with_all_targets():
@@ -77,9 +110,9 @@ def test_turns_that_drop_nothing_are_one_plain_document_with_all_targets():
     last = sequence([1, 2, 3, 4, 5, 6], [False] * 5 + [True])
     for sequences in ([first, last], [last, first]):
         sample = merge(sequences, None, IGNORE)
-        assert sample["documents"] == [6]
-        assert sample["labels"].tolist() == whole["labels"].tolist()
-        assert sample["num_shared"] == [4]
+        assert sample.documents == [6]
+        assert sample.labels.tolist() == whole.labels.tolist()
+        assert sample.num_shared == [4]
 
 
 def test_the_longest_branch_follows_its_parent():
@@ -89,9 +122,9 @@ def test_the_longest_branch_follows_its_parent():
         sequence([1, 2, 3, 4, 5, 6, 7], [0, 0, 0, 0, 0, 1, 1]),
     ]
     sample = merge(turns, None, IGNORE)
-    assert sample["documents"] == [tree(2, tree(2, 3, 2), 2)]
-    assert sample["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 5, 9, 3]
-    assert [part["tokens"].tolist() for part in split_trees(merge(turns, 9, IGNORE))] == [
+    assert sample.documents == [tree(2, tree(2, 3, 2), 2)]
+    assert sample.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 5, 9, 3]
+    assert [part.tokens.tolist() for part in split_trees(merge(turns, 9, IGNORE))] == [
         [1, 2, 3, 4, 5, 6, 7, 8, 5], [1, 2, 9, 3],
     ]  # fmt: skip
 
@@ -104,12 +137,12 @@ def test_a_conversation_of_1500_turns_is_merged():
         history = [*history, 2 + i % 7]
         turns.append(sequence([*history, 10, 11], [False] * len(history) + [True] * 2))
     sample = merge(turns, None, IGNORE)
-    assert len(sample["tokens"]) == 1501 + 2 * 1500
-    assert len(sample["documents"][0]) == 1500 + 1499
-    assert pickle.loads(pickle.dumps(sample))["documents"] == sample["documents"]
-    assert (sample["labels"] != IGNORE).sum() == 2 * 1500
+    assert len(sample.tokens) == 1501 + 2 * 1500
+    assert len(sample.documents[0]) == 1500 + 1499
+    assert pickle.loads(pickle.dumps(sample)).documents == sample.documents
+    assert (sample.labels != IGNORE).sum() == 2 * 1500
     cut = merge(turns, 3000, IGNORE)
-    assert max(map(length_of, cut["documents"])) <= 3000
+    assert max(map(length_of, cut.documents)) <= 3000
 
 
 # ---- Collator ------------------------------------------------------------------------------------
@@ -117,20 +150,19 @@ def test_a_conversation_of_1500_turns_is_merged():
 
 def collator_of(limits=LIMITS, **settings):
     keys = {"microbatching": "packed", "batch_size": 4, **settings}
-    return TextCollator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits, has_trees=True)
+    return text_collator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits, has_trees=True)
 
 
 def test_counts_are_those_of_separate_sequences():
     groups = tiny.make_trees(20)
-    collator = pickle.loads(pickle.dumps(collator_of()))  # as in a worker
-    samples = [collator.prepare(each, "sample") for each in groups]
-    counts = collator_of().collate(samples).counts
+    prepare = pickle.loads(pickle.dumps(collator_of().prepare))  # as in a worker
+    collator, samples = collator_of(), [prepare(each, "sample") for each in groups]
+    counts = {name: collator.collate(samples)[0].counts[name] for name in collator.counts}
     kept = [s for g in groups for s in g["sequences"] if set(s["labels"][1:]) - {IGNORE}]
     assert counts["real_tokens"] == sum(len(each["tokens"]) for each in kept)
     assert counts["positions"] == counts["real_tokens"] - counts["shared_tokens"]
     assert counts["shared_tokens"] > 0.3 * counts["real_tokens"]
-    arrays = [{key: np.array(value) for key, value in each.items()} for each in kept]
-    assert counts["target_tokens"] == sum(targets_of(arrays).values())
+    assert counts["target_tokens"] == sum(targets_of(tiny.read(kept)).values())
     assert tuple(counts) == ("target_tokens", "real_tokens", "positions", "shared_tokens")
 
 
@@ -141,14 +173,13 @@ def test_a_dummy_is_one_token_with_padding_and_a_cut_sample_several_microbatches
     assert dummy.inputs["tokens"].shape == (1, 2)
     assert not dummy.counts
     assert len(dummy.targets.positions) == 0
-    assert max(len(each["documents"]) for each in samples) > 1
+    assert max(len(each.documents) for each in samples) > 1
     for sample in samples:
-        parts = collator.split([sample])
-        assert len(parts) == len(sample["documents"])
-        made, whole = [collator.collate(part) for part in parts], collator.collate([sample])
+        made, whole = collator.collate([sample]), packed([sample], collator.reader)
+        assert len(made) == len(sample.documents)
         for name, number in whole.counts.items():
             assert sum(each.counts[name] for each in made) == number
-    assert collator.split(samples) == [samples]  # rows of several samples are never cut
+    assert len(collator.collate(samples)) == 1  # rows of several samples are never cut
 
 
 @pytest.mark.parametrize(
@@ -198,7 +229,7 @@ def test_trees_are_not_cut_for_ranks_that_compute_a_row_together():
 
 def test_sequences_of_a_dataset_that_does_not_say_so_are_refused():
     keys = {"microbatching": "packed"}
-    collator = TextCollator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, LIMITS)
+    collator = text_collator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, LIMITS)
     with pytest.raises(SampleError, match="sample: it has 'sequences'; set makes_trees = True"):
         collator.prepare({"sequences": [GOOD]}, "sample")
 
@@ -231,37 +262,34 @@ def test_a_row_computes_each_beginning_of_its_samples_once():
     groups = [prompted(prompts[i % 3], group, 1 + i % 2) for i, group in enumerate(tiny.make_trees(15))]
     alone, together = collator_of(max_tokens_per_microbatch=64), collator_of()
     samples = [alone.prepare(each, "sample") for each in groups]
-    samples = [each for each in samples if len(each["documents"]) == 1]
+    samples = [each for each in samples if len(each.documents) == 1]
     order = np.random.default_rng(0).permutation(len(samples))
-    row = together.collate([samples[i] for i in order])
-    expected = sum((targets_with_contexts(alone.collate([each])) for each in samples), Counter())
+    (row,) = together.collate([samples[i] for i in order])
+    expected = sum((targets_with_contexts(*alone.collate([each])) for each in samples), Counter())
     assert targets_with_contexts(row) == expected
     counts = Counter(
-        next((p for p in (1, 2) if each["tokens"][: len(prompts[p])].tolist() == prompts[p]), 0) for each in samples
+        next((p for p in (1, 2) if each.tokens[: len(prompts[p])].tolist() == prompts[p]), 0) for each in samples
     )
     assert min(counts.values()) > 1
-    saved = sum(len(each["tokens"]) for each in samples) - row.counts["positions"]
+    saved = sum(len(each.tokens) for each in samples) - row.counts["positions"]
     assert saved >= 20 * (counts[1] - 1) + 30 * (counts[2] - 1)
-    assert row.counts["shared_tokens"] == saved + sum(sum(each["num_shared"]) for each in samples)
-    rows_alone = [alone.collate([each]).counts["real_tokens"] for each in samples]
+    assert row.counts["shared_tokens"] == saved + sum(sum(each.num_shared) for each in samples)
+    rows_alone = [alone.collate([each])[0].counts["real_tokens"] for each in samples]
     assert row.counts["real_tokens"] == sum(rows_alone)
 
 
 def test_targets_of_shared_rows_keep_their_samples_and_short_beginnings_are_not_shared():
     keys = {"microbatching": "packed", "batch_size": 4}
-    collator = TextCollator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, LIMITS)
+    collator = text_collator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, LIMITS)
     for num_common, saved in ((40, 2 * 39), (9, 0)):  # the last of 40 has a target
         samples = []
-        for position, end in enumerate([[41, 42], [43], [44, 45, 46]]):
-            tokens = [*range(1, num_common + 1), *end]
-            labels = [IGNORE] * num_common + end
-            sample = {"tokens": np.array(tokens), "labels": np.array(labels)}
-            samples.append({**sample, "step_position": position})
-        row = collator.collate(samples)
+        for end in [[41, 42], [43], [44, 45, 46]]:
+            samples.append({"tokens": [*range(1, num_common + 1), *end], "labels": [IGNORE] * num_common + end})
+        (row,) = collator.collate(tiny.read(samples))
         assert row.counts["real_tokens"] == 3 * num_common + 6
         assert row.counts["shared_tokens"] == saved
         labels = row.targets.labels.flatten()[row.targets.positions].tolist()
-        owners = row.targets.samples.tolist()
+        owners = row.targets.of_targets(row.targets.samples).tolist()
         assert sorted(zip(labels, owners, strict=True)) == [
             (41, 0), (42, 0), (43, 1), (44, 2), (45, 2), (46, 2),
         ]  # fmt: skip

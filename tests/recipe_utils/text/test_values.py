@@ -1,4 +1,4 @@
-"""Named values per target reach the targets that they stand beside, in every layout."""
+"""Columns reach the targets that they stand beside, and values their samples, in every layout."""
 
 import numpy as np
 import pytest
@@ -7,23 +7,34 @@ import torch
 from torchtune.datasets import PackedDataset
 
 from recipe_utils.plans.cost import MicrobatchCost
-from recipe_utils.text.collator import TextCollator
+from recipe_utils.settings.problems import ConfigError
+from recipe_utils.text.collator import text_collator
 from recipe_utils.text.limits import ModelLimits
+from recipe_utils.update_steps.objective import NOTHING_DECLARED, Declaration, declared_by
+from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import SampleError
 from recipe_utils.update_steps.settings import DataSettings
 
-LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
+LIMITS = ModelLimits(tiny.VOCAB_SIZE, 140, MicrobatchCost())
 LAYOUTS = ("in_order", "least_padding", "packed")
+WEIGHTS = Declaration({"weights": 1.0}, totals=["weights"])
 
 
-def collator_of(microbatching, **options):
+def collator_of(microbatching, declared=WEIGHTS, **options):
     settings = DataSettings(batch_size=12, microbatching=microbatching)
-    return TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS, **options)
+    return text_collator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS, declared=declared, **options)
 
 
 def prepared(collator, samples):
-    samples = [collator.prepare(sample, f"sample {index} of dataset") for index, sample in enumerate(samples)]
-    return [{**sample, "step_position": index} for index, sample in enumerate(samples)]
+    return [
+        collator.prepare(sample, f"sample {i} of dataset", StepIndex(100 + i, position=i))
+        for i, sample in enumerate(samples)
+    ]
+
+
+def row_of(collator, samples):
+    (row,) = collator.collate(prepared(collator, samples))
+    return row
 
 
 def by_label(samples, value_of=lambda sample, i: sample.get("weights", [1.0] * 99)[i]):
@@ -38,39 +49,73 @@ def by_label(samples, value_of=lambda sample, i: sample.get("weights", [1.0] * 9
 
 @pytest.mark.parametrize("num_common", [0, 20])
 @pytest.mark.parametrize("microbatching", LAYOUTS)
-def test_values_reach_the_targets_that_they_stand_beside(microbatching, num_common):
+def test_columns_reach_the_targets_that_they_stand_beside(microbatching, num_common):
     """With 20 common tokens, samples of a packed row become trees, in another order."""
     samples = tiny.make_samples(12, 2, False, num_common=num_common, has_weights=True)
-    collator = collator_of(microbatching, of_targets=("weights",))
-    row = collator.collate(prepared(collator, samples))
+    row = row_of(collator_of(microbatching), samples)
     targets = row.targets
     labels, values = targets.labels.flatten()[targets.positions], targets.values["weights"]
-    found = zip(targets.samples.tolist(), labels.tolist(), values.tolist(), strict=True)
+    found = zip(targets.of_targets(targets.samples).tolist(), labels.tolist(), values.tolist(), strict=True)
     assert sorted(found) == by_label(samples)
+    assert torch.equal(targets.items, targets.samples + 100)
     assert row.counts["weights"] == pytest.approx(sum(value for *_, value in by_label(samples)))
+    assert not targets.defaults
 
 
-def test_values_of_a_packed_dataset_lose_its_padding():
+@pytest.mark.parametrize("num_common", [0, 20])
+@pytest.mark.parametrize("microbatching", LAYOUTS)
+def test_values_are_those_of_the_samples_beside_their_last_tokens(microbatching, num_common):
+    samples = tiny.make_samples(12, num_common=num_common)
+    samples = [{**sample, "grade": [[i, -i]], "kind": i} for i, sample in enumerate(samples)]
+    row = row_of(collator_of(microbatching, Declaration(of_samples=["grade", "kind"], totals=["kind"])), samples)
+    targets, tokens = row.targets, row.inputs["tokens"].flatten()
+    assert targets.of_samples["kind"].tolist() == targets.samples.tolist()
+    assert targets.of_samples["kind"].dtype == torch.int64
+    assert torch.equal(targets.of_samples["grade"][:, 0, 1], -targets.samples)
+    assert tokens[targets.ends].tolist() == [samples[i]["tokens"][-1] for i in targets.samples.tolist()]
+    assert row.counts["kind"] == sum(range(12))
+    assert row.names == tuple(f"sample {i} of dataset" for i in targets.samples.tolist())
+
+
+def test_values_of_two_shapes_are_named():
+    samples = [{**sample, "grade": [1.0] * (2 + i)} for i, sample in enumerate(tiny.make_samples(2))]
+    with pytest.raises(SampleError, match=r"^sample 1 of dataset: its grade has the shape \[3\], and that of sample 0"):
+        row_of(collator_of("packed", Declaration(of_samples=["grade"])), samples)
+
+
+def test_columns_of_a_packed_dataset_lose_its_padding():
     samples = [{key: sample[key] for key in ("tokens", "labels")} for sample in tiny.make_samples(6)]
     (pack,) = PackedDataset(tiny.Samples(samples), max_seq_len=140)
-    pack = {**pack, "weights": torch.arange(140.0)}
-    collator = collator_of("packed", of_targets=("weights",))
-    collator.limits = collator.limits._replace(max_seq_len=140)
-    targets = collator.collate(prepared(collator, [pack])).targets
+    targets = row_of(collator_of("packed"), [{**pack, "weights": torch.arange(140.0)}]).targets
     assert targets.values["weights"].tolist() == (targets.positions + 1).tolist()
 
 
 @pytest.mark.parametrize("microbatching", LAYOUTS)
-def test_without_values_each_target_counts_one(microbatching):
-    collator = collator_of(microbatching, of_targets=("weights",))
-    row = collator.collate(prepared(collator, tiny.make_samples(12)))
-    assert row.targets.values == {}
-    assert row.counts["weights"] == row.counts["target_tokens"]
+def test_without_a_column_each_target_has_its_default(microbatching):
+    row = row_of(collator_of(microbatching), tiny.make_samples(12))
+    assert set(row.targets.values["weights"].tolist()) == {1.0}
+    assert row.targets.defaults == {"weights"}
+    assert row.counts["weights"] == row.counts["target_tokens"] == len(row.targets.values["weights"])
+
+
+@pytest.mark.parametrize(("has_tree", "name"), [(False, "sample 1 of"), (True, "sample 1 of dataset, sequence 0")])
+@pytest.mark.parametrize(
+    ("declared", "beside"),
+    [(Declaration({"advantages": None}), "beside labels"), (Declaration(of_samples=["advantages"]), "of the sample")],
+)
+def test_a_required_column_or_value_that_is_missing_is_named(declared, beside, has_tree, name):
+    samples = tiny.make_samples(2)
+    samples[0]["advantages"] = [0.5] * len(samples[0]["labels"])
+    samples[1]["advantage"] = samples[0]["advantages"]  # misspelled
+    samples = [{"sequences": [sample]} for sample in samples] if has_tree else samples
+    text = rf"^{name}.*: it has no 'advantages' {beside}, which the loss takes; it has advantage, "
+    with pytest.raises(SampleError, match=text):
+        prepared(collator_of("packed", declared, has_trees=has_tree), samples)
 
 
 @pytest.mark.parametrize("microbatching", LAYOUTS)
-def test_a_value_that_no_loss_takes_is_one_warning(microbatching, caplog):
-    collator = collator_of(microbatching)
+def test_a_key_that_no_loss_takes_is_one_warning(microbatching, caplog):
+    collator = collator_of(microbatching, NOTHING_DECLARED)
     samples = prepared(collator, [{**sample, "rewards": [0.5]} for sample in tiny.make_samples(3)])
     for _ in range(2):
         collator.collate(samples)
@@ -89,20 +134,49 @@ def test_a_value_that_no_loss_takes_is_one_warning(microbatching, caplog):
         ("abc", "its weights are not a list of numbers"),
     ],
 )
-def test_wrong_values_are_named(weights, error):
-    collator = collator_of("packed", of_targets=("weights",))
+def test_wrong_columns_are_named(weights, error):
     with pytest.raises(SampleError, match=f"^sample 0 of dataset: {error}"):
-        prepared(collator, [{"tokens": [1, 2, 3], "labels": [1, 2, 3], "weights": weights}])
+        prepared(collator_of("packed"), [{"tokens": [1, 2, 3], "labels": [1, 2, 3], "weights": weights}])
 
 
-def test_other_values_may_be_negative():
-    collator = collator_of("packed", of_targets=("rewards",))
-    row = collator.collate(prepared(collator, [{"tokens": [1, 2, 3], "labels": [1, 2, 3], "rewards": [0, -2, 1]}]))
+def test_other_columns_may_be_negative():
+    declared = Declaration({"rewards": None}, totals=["rewards"])
+    row = row_of(collator_of("packed", declared), [{"tokens": [1, 2, 3], "labels": [1, 2, 3], "rewards": [0, -2, 1]}])
     assert (row.targets.values["rewards"].tolist(), row.counts["rewards"]) == ([-2, 1], -1)
 
 
-def test_trees_refuse_values():
-    collator = collator_of("packed", of_targets=("weights",), has_trees=True)
-    sequences = [{"tokens": [1, 2, 3], "labels": [-100, 2, 3], "weights": [1, 1, 0.5]}] * 2
-    with pytest.raises(SampleError, match=r"it has weights, which rows of shared beginnings do not keep; set dataset"):
-        prepared(collator, [{"sequences": sequences}])
+def test_sequences_of_a_tree_have_their_columns_and_defaults():
+    """Of two answers behind a prompt, the first has no weights of its own."""
+    sequences = [
+        {"tokens": [1, 2, 3], "labels": [-100, -100, 3]},
+        {"tokens": [1, 2, 4], "labels": [-100, -100, 4], "weights": [1, 1, 0.5]},
+    ]
+    row = row_of(collator_of("packed", has_trees=True), [{"sequences": sequences}])
+    labels = row.targets.labels.flatten()[row.targets.positions].tolist()
+    assert dict(zip(labels, row.targets.values["weights"].tolist(), strict=True)) == {3: 1.0, 4: 0.5}
+    assert row.counts["positions"] == 4
+
+
+@pytest.mark.parametrize(
+    ("declared", "ranks", "text"),
+    [
+        (
+            Declaration({"advantages": None}, divisor="answers"),
+            1,
+            "loss: its divisor answers is no count; set it to a col",
+        ),
+        (Declaration(of_samples=["grade"]), 2, r"max_ranks_per_row=2: the loss takes values of samples \(grade\)"),
+    ],
+)
+def test_what_a_loss_declares_in_vain_is_refused(declared, ranks, text):
+    settings = DataSettings(microbatching="packed", max_ranks_per_row=ranks, max_tokens_per_microbatch=64)
+    with pytest.raises(ConfigError, match=text):
+        text_collator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS, declared=declared)
+
+
+def test_a_loss_may_not_take_what_a_sample_has_already():
+    class Loss:
+        columns = {"labels": None}  # noqa: RUF012
+
+    with pytest.raises(ValueError, match="loss: Loss takes labels beside tokens and labels; rename it"):
+        declared_by(Loss())

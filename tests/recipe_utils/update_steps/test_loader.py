@@ -19,7 +19,7 @@ from torchtune.data import padded_collate_sft
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.preference.reference import OnePass
-from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.collator import text_collator
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.training.inspect_samples import log_data
 from recipe_utils.training.loaders import build_loader
@@ -57,7 +57,7 @@ class Given:
 
 def make_loader(samples, num_to_run=None, dataset=None, steps=None, block=1, **settings):
     settings = DataSettings(batch_size=2, **settings)
-    collator = TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS)
+    collator = text_collator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS)
     collator.block = block
     ranks = join_ranks(RankSettings(device="cpu"))
     dataset = dataset or tiny.Samples(samples)

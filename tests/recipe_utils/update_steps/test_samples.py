@@ -12,6 +12,7 @@ from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.text.collator import check_sample
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.limits import ModelLimits
+from recipe_utils.text.reader import TextReader
 from recipe_utils.training.inspect_samples import report_of
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.samples import (
@@ -36,7 +37,7 @@ def chat_tokenizer(tmp_path_factory):
     return docstring_tokenizer(str(folder / "tokenizer.model"), str(folder / "questions.json"), 512)
 
 
-def prepare(sample, name):
+def prepare(sample, name, at):
     check_sample(sample, name, tiny.IGNORE, LIMITS)
     return sample
 
@@ -90,15 +91,15 @@ def test_a_message_without_text_does_not_train_the_one_before(content, chat_toke
 def test_samples_come_in_the_order_of_the_indices_with_and_without_workers():
     samples = tiny.make_samples(12)
     indices_per_step = [[3, 0, 7], [], [11], [5, 5, 2, 1], [4]]
-    expected = [[{**samples[i], "step_position": 0} for i in step] for step in indices_per_step]
+    expected = [[samples[i] for i in step] for step in indices_per_step]
     for num_workers in (0, 2):
         assert list(load_samples(checked(samples), indices_per_step, num_workers)) == expected
 
 
-def skip_without_targets(sample, name):
+def skip_without_targets(sample, name, at):
     if sample["tokens"] == [0]:
         raise SkippedSampleError(f"{name}: it has no target")
-    return prepare(sample, name)
+    return prepare(sample, name, at)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -109,7 +110,7 @@ def test_samples_without_targets_are_skipped_and_named_once_up_to_twenty(num_wor
     for _ in range(2):
         steps = [list(range(9)), list(range(9, 27))]
         assert list(load_samples(dataset, steps, num_workers)) == [
-            [{**sample, "step_position": 0} for sample in samples[3:5]],
+            samples[3:5],
             [],
         ]
     named = [text for text in caplog.messages if "it has no target (skipped)" in text]
@@ -119,13 +120,19 @@ def test_samples_without_targets_are_skipped_and_named_once_up_to_twenty(num_wor
     assert report_of(dataset, Checks(), (), has_remarks=False).example == 3
 
 
+READER = TextReader(columns={"weights": 1.0})
+
+
 class Checks(Collator):
     """Counts the targets of a sample."""
 
-    counts, fingerprint_keys = ("targets",), ("tokens", "labels")
+    counts = ("target_tokens",)
+
+    def content(self, sample):
+        return READER.content(READER.prepare(sample, "sample"))
 
     def collate(self, samples):
-        return Microbatch({}, None, {"targets": len(samples[0]["labels"]) - 1})
+        return [Microbatch({}, None, {"target_tokens": len(samples[0]["labels"]) - 1})]
 
 
 Checks.__abstractmethods__ = frozenset()
@@ -161,14 +168,11 @@ def test_the_hash_depends_on_three_samples_of_each_part_and_their_keys():
     relabeled = [dict(sample) for sample in samples]
     relabeled[-1]["labels"] = [1] * len(samples[-1]["labels"])
 
-    def hashed(samples, lengths=(5,), keys=("tokens", "labels")):
-        collator = Checks()
-        collator.fingerprint_keys = keys
-        return report_of(checked(samples), collator, lengths, has_remarks=False).hash_of_samples
+    def hashed(samples, lengths=(5,)):
+        return report_of(checked(samples), Checks(), lengths, has_remarks=False).hash_of_samples
 
     assert hashed(samples) == "0739a5d06d47ed86"  # as checkpoints of earlier commits have it
     assert hashed(samples) != hashed(relabeled)
-    assert hashed(samples, keys=["tokens"]) == hashed(relabeled, keys=["tokens"])
     changed = [*samples[:3], samples[4], samples[4]]
     assert hashed(changed) == hashed(samples)
     assert hashed(changed, (2, 3)) != hashed(samples, (2, 3))
@@ -177,9 +181,8 @@ def test_the_hash_depends_on_three_samples_of_each_part_and_their_keys():
 
 
 def other_hash_of(**values):
-    collator, sample = Checks(), {"tokens": [1, 2], "labels": [1, 2], "mask": [True], "is_cut": False, **values}
-    collator.fingerprint_keys = ("tokens", "labels")
-    return report_of(checked([sample]), collator, (1,), has_remarks=False).other_content_hash
+    sample = {"tokens": [1, 2], "labels": [1, 2], "mask": [True], "is_cut": False, **values}
+    return report_of(checked([sample]), Checks(), (1,), has_remarks=False).other_content_hash
 
 
 IMAGE = torch.arange(6.0).view(2, 3)

@@ -44,13 +44,13 @@ class NamedViews(ViewCollator):
     """Adds the names of the images to the inputs."""
 
     @staticmethod
-    def prepare(sample, name):
+    def prepare(sample, name, at):
         return {**sample, "name": name}
 
     def collate(self, samples):
-        made = super().collate(samples)
+        (made,) = super().collate(samples)
         made.inputs["names"] = [sample["name"] for sample in samples]
-        return made
+        return [made]
 
 
 class Pictures(Dataset):
@@ -222,7 +222,7 @@ def test_half_of_an_update_step_s_crops_are_masked_each_to_its_ratio(whole_steps
 def collated(num=3, layout=LAYOUT, dtype=np.float32, **keys):
     """Returns a microbatch of the first images of an update step of 8, and the results of :class:`Views`."""
     samples = [views_of(Pictures(dtype=dtype), layout, **keys)[StepIndex(i, 2, 1, i, 8)] for i in range(num)]
-    return ViewCollator(DataSettings(batch_size=8), settings_of(**keys), layout).collate(samples), samples
+    return ViewCollator(DataSettings(batch_size=8), settings_of(**keys), layout).collate(samples)[0], samples
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -268,7 +268,7 @@ def test_without_masks_drop_path_and_groups():
     assert microbatch.targets.koleo_groups.tolist() == [0, 0, 0]
     assert microbatch.counts["koleo_images"] == 3
     collator = ViewCollator(DataSettings(), settings_of(koleo_group_size=None), LAYOUT)
-    alone = collator.collate([views_of()[0]])
+    (alone,) = collator.collate([views_of()[0]])
     assert alone.counts["koleo_images"] == 0
 
 

@@ -41,8 +41,8 @@ from recipe_utils.examples.stdlib_preferences import word_order_dataset
 from recipe_utils.files import CheckpointError
 from recipe_utils.preference import pair_dataset
 from recipe_utils.show_data.__main__ import report
-from recipe_utils.text import conversation_dataset, folder_tokenizer, text_pieces_dataset
-from recipe_utils.text.rows import piece_of
+from recipe_utils.text import conversation_dataset, folder_tokenizer, rows, text_pieces_dataset
+from recipe_utils.text.reader import TextReader
 from recipe_utils.text.trees import merge
 from recipe_utils.training.parts.answers import _tokens_of
 from recipe_utils.update_steps.samples import CheckedDataset, SampleError
@@ -262,15 +262,15 @@ def test_shared_turns_have_the_targets_of_split_turns(name, max_seq_len, request
         num_turns = sum(message["role"] == "assistant" for message in chat)
         turns = [next(alone) for _ in range(num_turns)]
         assert [{key: part[key].tolist() for key in part} for part in sample["sequences"]] == turns
-        arrays = [{key: np.array(each[key]) for key in each} for each in turns]
-        merged = merge(arrays, None, tiny.IGNORE)
+        merged = merge(tiny.read(turns), None, tiny.IGNORE)
         if name == "chatml":
-            assert merged["documents"] == [max(len(each["tokens"]) for each in turns)]
-        row, found = piece_of(merged, tiny.IGNORE).columns.tolist(), Counter()
-        for q, seen in enumerate(mask_of(merged["documents"])):
-            if row[1][q] != tiny.IGNORE:
-                before = tuple(t for t, is_seen in zip(row[0], seen, strict=True) if is_seen)
-                found[before, row[1][q]] += 1
+            assert merged.documents == [max(len(each["tokens"]) for each in turns)]
+        row, found = rows.packed([merged], TextReader(tiny.IGNORE)), Counter()
+        (tokens,), (labels,) = row.inputs["tokens"].tolist(), row.targets.labels.tolist()
+        for q, seen in enumerate(mask_of(merged.documents)):
+            if labels[q] != tiny.IGNORE:
+                before = tuple(t for t, is_seen in zip(tokens, seen, strict=True) if is_seen)
+                found[before, labels[q]] += 1
         assert found == targets_behind_tokens(turns)
     with pytest.raises(ValueError, match=r"^dataset\.split_turns=share: set it to True, False or"):
         conversation_dataset(tokenizer, path, split_turns="share")

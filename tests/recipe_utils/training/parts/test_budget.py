@@ -10,7 +10,7 @@ import torch
 from recipe_utils.long_rows.parts import cut
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.rounds import Part
-from recipe_utils.text.collator import TextCollator
+from recipe_utils.text.collator import text_collator
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.training.loaders import build_loaders
 from recipe_utils.training.parts.budget import RowsDoNotFitError, StepMemory, longest_row
@@ -35,7 +35,7 @@ def make_loader(ranks, max_tokens):
     """Returns a loader of rows that are padded to multiples of 64."""
     settings = DataSettings(microbatching="packed", max_tokens_per_microbatch=max_tokens)
     limits = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost(), row_multiple=64)
-    collator = TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, limits)
+    collator = text_collator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, limits)
     return build_loaders(tiny.Samples(tiny.make_samples(12)), None, collator, Fixed(settings), ranks)[0]
 
 
@@ -49,7 +49,7 @@ def test_a_row_of_several_samples_and_padding_is_not_taken_for_one_sample(max_to
     loader = make_loader(one_process, max_tokens)
     samples = tiny.make_samples(12)[:6]  # 68 tokens, in a row of 128 positions
     prepared = [loader.budget.collator().prepare(sample, "sample") for sample in samples]
-    step = UpdateStep(0, [loader.budget.collator().collate(prepared)], {}, 1)
+    step = UpdateStep(0, loader.budget.collator().collate(prepared), {}, 1)
     memory = StepMemory(at_start(one_process), loader, None)
     # With 0.85 of 128 tokens, rows would be padded to 128 positions again.
     text = "at rows of 128 tokens; set max_tokens_per_microbatch=64, with which a resume"
@@ -70,6 +70,6 @@ def test_budgets_of_version_0_5_resume(one_process):
 def test_the_longest_part_of_a_row_is_that_of_the_rank(one_process):
     loader = make_loader(one_process, 64)
     sample = loader.budget.collator().prepare(tiny.make_samples(12)[0], "sample")
-    row, multiple = loader.budget.collator().collate([sample]), loader.budget.collator().row_multiple
+    (row,), multiple = loader.budget.collator().collate([sample]), loader.budget.collator().layout.row_multiple
     parts = [cut(row, Part(first, 4), 1, multiple) for first in range(4)]
     assert {longest_row(UpdateStep(0, [part], {}, 4)) for part in parts} == {64}
