@@ -195,8 +195,7 @@ class FullDPORecipe:
                 objective = lambda sums: self.objective(sums * scale)  # noqa: E731
                 metrics += scale * self.pipeline.forward_backward(microbatches, objective)
             else:
-                marked = mark_last(microbatches)
-                for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
+                for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
                     with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
                         with record_function("backward"):

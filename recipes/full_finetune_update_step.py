@@ -26,10 +26,11 @@ from torchtune import config
 import recipe_utils
 from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.losses.attach import attach_loss, build_loss
+from recipe_utils.losses.dataset_weights import LossWeightSettings, mean_of_datasets
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_on_meta, build_stages
-from recipe_utils.models.frozen import nothing_attached
+from recipe_utils.models.frozen import Attached, nothing_attached
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
@@ -50,7 +51,6 @@ from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 from recipe_utils.text.collator import text_collator
 from recipe_utils.text.datasets import load_dataset
-from recipe_utils.text.mixture import problems_with_loss_weights
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.loaders import build_loaders, load_datasets
@@ -72,6 +72,7 @@ OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(
+    LossWeightSettings,  # loss_weights
     ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
     PipelineSettings,  # pipeline_parallel_schedule, ...
     optimizer.OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
@@ -103,7 +104,7 @@ class Settings(
             data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
         )
         yield from self.problems_of_long_rows(self)
-        yield from problems_with_loss_weights(self.loss, self.dataset, self.dataset_val)
+        yield from self.problems_of_weights(self.dataset, self.dataset_val, self.loss)
         yield from problems_with_sample_losses(self, self.loss)
 
 
@@ -147,7 +148,9 @@ class FullFinetuneRecipe:
         frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
         self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(self.names))
         self.offloading = settings.offloading(self.model)
-        self.attached = nothing_attached  # or a pass before the pass
+        self.attached: Attached = nothing_attached  # or a pass before the pass
+        if settings.loss_weights == "datasets":
+            self.attached = partial(mean_of_datasets, datasets[0], ranks)
 
         # ---- Optimizer, parts of the training, and resume
         self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)

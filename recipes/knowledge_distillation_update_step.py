@@ -129,7 +129,7 @@ class KDRecipe:
         meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
-        meta_teacher = build_teacher_on_meta(cfg, settings, settings, ranks, meta_model, self.checkpointer)
+        meta_teacher = build_teacher_on_meta(cfg, settings, settings, meta_model, self.checkpointer)
         self.metrics = SUMS if settings.kd_ratio > 0 else SUMS[:1]  # those of fine-tuning
         if settings.kd_ratio > 0:
             loss_fn = build("", make_distillation_loss, loss_fn, kd_loss_fn, settings.kd_ratio)
@@ -155,7 +155,7 @@ class KDRecipe:
         frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
         self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(self.metrics))
         self.offloading = settings.offloading(self.model)
-        self.teacher = Teacher(meta_teacher, settings, ranks, meta_model, collator.longest_row, groups)
+        self.teacher = Teacher(meta_teacher, ranks, meta_model, collator.longest_row, groups)
         self.attached = self.teacher.attached  # a pass before the pass
         frozen |= self.teacher.fingerprints
 
@@ -198,8 +198,7 @@ class KDRecipe:
                 sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
                 metrics += sums * scale
             else:
-                marked = mark_last(microbatches)
-                for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
+                for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
                     with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
                         with record_function("backward"):

@@ -4,6 +4,7 @@ Example: at 8,192 target tokens, a teacher of width 2,048 with 128,256 tokens ha
 logits, of 2.1 GB, never exist at once: the loss projects 256 target tokens at a time.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torchtune import config
-from torchtune.utils import get_logger
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.checkpoint.load import TEACHER
 from recipe_utils.distillation.losses import TeacherHidden
@@ -75,15 +76,11 @@ class TeacherOnMeta(NamedTuple):
     model: Any = None
     checkpointer: Any = None
     modules: ModelSettings | None = None
+    split_points: list[int] | None = None
 
 
 def build_teacher_on_meta(
-    cfg: DictConfig,
-    settings: TeacherSettings,
-    modules: ModelSettings,
-    ranks: Ranks,
-    student: nn.Module,
-    checkpointer: Any,
+    cfg: DictConfig, settings: TeacherSettings, modules: ModelSettings, student: nn.Module, checkpointer: Any
 ) -> TeacherOnMeta:
     """Builds the teacher's meta model and checkpointer, which the recipe's ``cfg`` configures.
 
@@ -116,16 +113,12 @@ def build_teacher_on_meta(
     own_checkpointer = build(TEACHER, config.instantiate, cfg.get(TEACHER))
     sizes = num_outputs(model), num_outputs(student)
     is_same = build(TEACHER, check_same_tokens, checkpointer, own_checkpointer, ("student", "teacher"))
-    if sizes[0] != sizes[1] and ranks.is_zero:
-        text = (
-            f"The teacher has {sizes[0]} tokens, the student {sizes[1]}: the divergence is computed over "
-            f"the first {min(sizes)}"
-        )
-        if is_same:
-            _log.info(text)
-        else:
-            _log.warning(f"{text}; not compared, since not both have a tokenizer.json beside their weights")
-    return TeacherOnMeta(model, own_checkpointer, modules)
+    if sizes[0] != sizes[1]:
+        text = f"The teacher has {sizes[0]} tokens, the student {sizes[1]}: the divergence is computed over the first "
+        text += str(min(sizes))
+        text += "" if is_same else "; not compared, since not both have a tokenizer.json beside their weights"
+        log_rank_zero(_log, text, logging.INFO if is_same else logging.WARNING)
+    return TeacherOnMeta(model, own_checkpointer, modules, settings.teacher_pipeline_parallel_split_points)
 
 
 class Teacher:
@@ -136,13 +129,7 @@ class Teacher:
     """
 
     def __init__(
-        self,
-        on_meta: TeacherOnMeta,
-        settings: TeacherSettings,
-        ranks: Ranks,
-        student: nn.Module,
-        longest_row: int,
-        row_groups: RowGroups,
+        self, on_meta: TeacherOnMeta, ranks: Ranks, student: nn.Module, longest_row: int, row_groups: RowGroups
     ) -> None:
         self._spans: list[tuple[Any, Any]] = []  # start and stop of the model's forwards
         self._is_cuda = ranks.device.type == "cuda"
@@ -151,15 +138,13 @@ class Teacher:
         """Those of its weights, so that a resumed training has the same teacher."""
         if on_meta.modules is None:
             return
+        text = "the teacher's hidden states are NaN or infinite; look at its weights, or set teacher_dtype=fp32"
         self._model = frozen_copy(
             *("teacher", on_meta.model, HiddenAtTargets(), on_meta.checkpointer, on_meta.modules),
             *(ranks, longest_row, row_groups),
-            split_points=settings.teacher_pipeline_parallel_split_points,
+            split_points=on_meta.split_points,
             keys=("teacher_model", TEACHER),
-            explain=lambda *_: (
-                f"{TEACHER}: the teacher's hidden states are NaN or infinite; look at its weights, or set "
-                "teacher_dtype=fp32"
-            ),
+            explain=lambda *_: f"{TEACHER}: {text}",
         )
         if ranks.is_zero:
             warn_if_above_memory(student, on_meta.model, ranks)

@@ -7,7 +7,6 @@ A recipe computes what ``with self.attached(step) as microbatches`` yields: ``no
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune import training
-from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.losses.attach import attach_loss
@@ -28,13 +26,7 @@ from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import has_output, local_stages
 from recipe_utils.models.settings import ModelSettings
-from recipe_utils.models.weights import (
-    check_weights,
-    crc32_of_weights,
-    fingerprint_of_config,
-    load_weights,
-    with_weights,
-)
+from recipe_utils.models.weights import check_weights, crc32_of_weights, fingerprint_of_config, load_weights
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.fsdp import reshard
 from recipe_utils.parallel.ranks import Ranks
@@ -44,6 +36,7 @@ from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 Attached = Callable[[UpdateStep], AbstractContextManager[Sequence[Microbatch]]]
 """Maps an update step to its microbatches, with outputs that last until the end of the block."""
+Context = Callable[[], AbstractContextManager[None]]
 
 
 def nothing_attached(step: UpdateStep) -> AbstractContextManager[Sequence[Microbatch]]:
@@ -59,7 +52,7 @@ class FrozenModel:
     pipeline: Pipeline | None
     """That of the model's stages."""
     device: torch.device
-    during_forward: Callable[[], AbstractContextManager[None]] = nullcontext
+    during_forward: Context = nullcontext
     """Context of all forwards of an update step."""
     name: str = "frozen"
     """Name of its outputs in ``targets.outputs``."""
@@ -150,7 +143,7 @@ def frozen_copy(
     Raises ConfigError if the weights do not fit the model, or it cannot be built.
     """
     if find_adapters(meta_model).modules:
-        raise ValueError(f"{name}: a model with adapters is its own start, see policy_at_start")
+        raise ValueError(f"{name}: a model with adapters is its own start, see trained_model")
     of_model, of_checkpointer = keys or (name, name)
     checkpoint, fingerprints = load_frozen(checkpointer, of_checkpointer, meta_model, ranks)
     settings = settings.without_gradients()
@@ -182,12 +175,9 @@ def frozen_copy(
 
 
 def trained_model(
-    model: nn.Module,
-    pipeline: Pipeline | None,
-    device: torch.device,
-    during_forward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    model: nn.Module, pipeline: Pipeline | None, device: torch.device, during_forward: Context = nullcontext
 ) -> FrozenModel:
-    """Returns the trained model itself, without gradients and dropout."""
+    """Returns the trained model itself without dropout; in ``during_forward`` it may have other weights."""
 
     @contextmanager
     def in_evaluation() -> Iterator[None]:
@@ -200,14 +190,6 @@ def trained_model(
             model.train(was_training)
 
     return FrozenModel(model, pipeline, device, in_evaluation)
-
-
-def policy_at_start(
-    policy: nn.Module, pipeline: Pipeline | None, device: torch.device, adapters: Mapping[str, Tensor]
-) -> FrozenModel:
-    """Returns the trained model with the adapters that it started with, see :func:`.with_weights`; {}: without."""
-    at_start = partial(with_weights, policy, adapters) if adapters else partial(disable_adapter, policy)
-    return trained_model(policy, pipeline, device, at_start)
 
 
 def load_frozen(

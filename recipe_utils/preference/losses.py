@@ -157,9 +157,9 @@ class PreferenceLoss(nn.Module):
             # Per pair: the recipe still divides the loss by the number of pairs.
             log_probs = log_probs / add_prefixes(num_targets).repeat(2, 1)
         losses, chosen, rejected = self.loss_fn(*log_probs)
-        assert targets.items is not None
-        assert targets.samples is not None
         for record in self.records:
+            assert targets.items is not None
+            assert targets.samples is not None
             record(losses, targets.items[::2], targets.samples[::2])
         margins = chosen - rejected
         wins = (margins > 0).double()

@@ -16,24 +16,19 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torchtune import config
+from torchtune.modules.peft import disable_adapter
 from torchtune.utils import get_logger, log_rank_zero
 from tqdm import tqdm
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.lora import find_adapters
-from recipe_utils.models.frozen import (
-    Attached,
-    FrozenModel,
-    frozen_copy,
-    load_frozen,
-    nothing_attached,
-    policy_at_start,
-)
+from recipe_utils.models.frozen import Attached, FrozenModel, frozen_copy, load_frozen, nothing_attached, trained_model
 from recipe_utils.models.pipeline.microbatches import Pipeline
 from recipe_utils.models.pipeline.stages import adapters_of
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.vocabulary import check_same_tokens
+from recipe_utils.models.weights import with_weights
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
@@ -120,10 +115,7 @@ class CachedReference:
 
     @contextmanager
     def attached(self, step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
-        """Yields the microbatches with log-probabilities, unchanged on ranks without the last stage."""
-        if not self._ranks.has_last_stage:
-            yield step.microbatches
-            return
+        """Yields the microbatches with log-probabilities. Raises CheckpointError for a pair that has none."""
         found = [self._cache.find(_pairs_of(microbatch)) for microbatch in step.microbatches]
         if self._ranks.device.type == "cuda":  # else copies to the device block the host
             found = [log_probs.pin_memory() for log_probs in found]
@@ -152,10 +144,10 @@ def build_reference(
     ``start`` is the config of the policy's checkpointer, ``context`` are plain values that log-probabilities depend on
     besides weights and precision. Raises ConfigError if the weights do not fit the model.
     """
-    how = settings.reference
+    how, warn = settings.reference, partial(log_rank_zero, _log, level=logging.WARNING)
     if not getattr(pair_loss.loss_fn, "needs_reference", True):
         if how != "live":
-            log_rank_zero(_log, f"reference={how}: not used, because the loss needs none", logging.WARNING)
+            warn(f"reference={how}: not used, because the loss needs none")
         return nothing_attached, {}, None
     build = partial(
         frozen_copy,
@@ -165,16 +157,15 @@ def build_reference(
         keys=(_KEY, _KEY),
         explain=_explain,
     )
-    adapters, given, at_start = adapters_of(policy), dict[str, str](), dict[str, Tensor]()
+    adapters, given, at_start = adapters_of(policy), dict[str, str](), partial(disable_adapter, policy)
     if adapters.modules:  # The reference is what training starts from: its base needs no second copy.
         if path := start.get("adapter_checkpoint"):
             given["checkpointer.adapter_checkpoint"] = f"{crc32(Path(start['output_dir'], path).read_bytes()):08x}"
-            at_start = {name: local(p.detach()).clone() for name, p in parameters_by_name(policy).items()}
+            present = {name: local(p.detach()).clone() for name, p in parameters_by_name(policy).items()}
+            at_start = partial(with_weights, policy, present)
         if how == "offload":
-            log_rank_zero(
-                _log, "reference=offload: not used, it shares its base with the trained model", logging.WARNING
-            )
-        same = policy_at_start(policy, pipeline, ranks.device, at_start)
+            warn("reference=offload: not used, it shares its base with the trained model")
+        same = trained_model(policy, pipeline, ranks.device, at_start)
         build = partial(replace, same, name="reference", fingerprints=given, explain=_explain)
     if how != "cached":
         model = build()

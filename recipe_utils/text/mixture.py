@@ -10,7 +10,6 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
 from math import inf, lcm
@@ -20,11 +19,12 @@ import numpy as np
 import torch
 from torchtune.datasets import ConcatDataset
 
-from recipe_utils.settings.components import component_at, split_entry
+from recipe_utils.settings.components import split_entry
 from recipe_utils.settings.problems import Problem
 from recipe_utils.update_steps.order import Order
 from recipe_utils.update_steps.permutation import NUM_IN_MEMORY, epoch_permutation, seed_of
 from recipe_utils.update_steps.settings import DataSettings
+from recipe_utils.update_steps.step import Targets
 
 _STEPS_PER_STATE = 64
 """Update steps between stored states, from which those between are computed."""
@@ -54,6 +54,13 @@ class Mixture(ConcatDataset):
     def datasets_of(self, indices: np.ndarray) -> np.ndarray:
         """Returns :meth:`dataset_of` of each index, [n] int64."""
         return np.searchsorted(self.starts, indices, side="right") - 1
+
+    def of_targets(self, targets: Targets) -> np.ndarray:
+        """Returns the dataset of each target [n]. Raises ValueError if a ``collate_fn`` made other rows than samples."""
+        if targets.items is None:
+            text = f"it made {len(targets.labels)} rows of another number of samples, so targets have no dataset"
+            raise ValueError(f"collate_fn: {text}; make one row of each sample, or set one dataset")
+        return self.datasets_of(targets.of_targets(targets.items).numpy())
 
 
 def _weighted(sample: Any, weight: float) -> Any:
@@ -234,17 +241,6 @@ def problems_with_list(key: str, parts: Any) -> Iterator[Problem]:
         if is_mixture and not (isinstance(name, str) and re.fullmatch(r"[^\s/]+", name)):
             text = "metrics are named by it: set it to a word without / and spaces"
             yield Problem(f"{key}.{index}.name", text, repr(name))
-
-
-def problems_with_loss_weights(loss: Mapping[str, Any], dataset: Any, dataset_val: Any) -> Iterator[Problem]:
-    """Yields each ``loss_weight`` that is wrong, or has no effect with a recipe's loss."""
-    yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
-    text, component = "", str(loss.get("_component_"))
-    with suppress(ValueError):  # another problem
-        if "weights" not in getattr(component_at(component), "columns", ()):
-            instead = "set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
-            text = f"{component} cannot weight targets; {instead}"
-    yield from refused_weights(text, dataset=dataset)
 
 
 def refused_weights(text: str = "this recipe weights no datasets; remove it", **datasets: Any) -> Iterator[Problem]:

@@ -7,9 +7,9 @@ import torch
 from gradient_rows import CACHED, OFFLOADED, RECOMPUTED, Row, assert_exact, error_of_mutant, on_ranks
 from recipe_runs import DPO, recipe_class, slow
 
-from recipe_utils.models import frozen as frozen_model
 from recipe_utils.preference import losses as preference
-from recipe_utils.preference.pairs import pair_collator
+from recipe_utils.preference import pairs, reference
+from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.documents import Documents, length_of
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -92,23 +92,17 @@ def rejected_sees_chosen(patches):
 
 
 def shared_targets_counted_for_chosen_alone(patches):
-    def sums(of_tokens, pairs):
-        lengths = pairs.segment_lengths
-        found = torch.segment_reduce(of_tokens.double(), "sum", lengths=lengths, initial=0)
-        shared, chosen, rejected = found.view(-1, 3).unbind(1)
+    def sums(of_tokens, num_targets):
+        found = torch.segment_reduce(of_tokens.double(), "sum", lengths=num_targets.flatten(), initial=0)
+        shared, chosen, _, rejected = found.view(-1, 4).unbind(1)
         return torch.stack([shared + chosen, rejected])
 
     patches.setattr(preference, "sums_of_answers", sums)
 
 
 def one_more_token_shared(patches):
-    prepare = pair_collator.prepare
-
-    def share_one_more(self, *args):
-        pair = prepare(self, *args)
-        return {**pair, "num_shared": pair["num_shared"] + 1}
-
-    patches.setattr(pair_collator, "prepare", share_one_more)
+    num_shared = pairs.num_shared_tokens
+    patches.setattr(pairs, "num_shared_tokens", lambda pair: num_shared(pair) + 1)
 
 
 def pairs_of_one_rank(patches):
@@ -116,11 +110,11 @@ def pairs_of_one_rank(patches):
 
 
 def dummy_counted_as_a_pair(patches):
-    patches.setattr(pair_collator, "dummy", lambda self, sample: self.collate([sample]))
+    patches.setattr(RowCollator, "dummy", lambda self, sample: self.collate([sample])[0])
 
 
 def reference_that_follows(patches):
-    patches.setattr(frozen_model, "with_weights", lambda *_: nullcontext())
+    patches.setattr(reference, "with_weights", lambda *_: nullcontext())
 
 
 ONE = Row("one", "tied", objective="robust", changes={"max_tokens_per_microbatch": 100})

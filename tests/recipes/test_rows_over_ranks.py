@@ -20,7 +20,6 @@ from recipe_utils.losses import LinearCrossEntropyLoss
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.text import rows as collate
 
 SPANNING = {"microbatching": "packed", "batch_size": 1, "max_tokens_per_microbatch": 12}
 
@@ -82,7 +81,7 @@ def saved_bytes(num_ranks, recomputes):
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     tokens = torch.randint(tiny.VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).numpy()  # fmt: skip
     part = Part(ranks.dp_rank % num_ranks, num_ranks)
-    whole = collate.collate_packed_microbatch([{"tokens": tokens, "labels": tokens}], -100)
+    whole = tiny.packed_row([{"tokens": tokens, "labels": tokens}])
     row = cut(whole, part, 1, None)
     sizes = {}
 

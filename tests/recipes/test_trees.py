@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 from gradient_rows import RECOMPUTED, Row, assert_exact, error_of_mutant, on_ranks, spanning
 from recipe_runs import losses, refusal, run_recipe, slow
@@ -9,8 +10,8 @@ from tiny_transformers import save_tiny
 
 from recipe_utils.models.attention import chains
 from recipe_utils.text import trees
-from recipe_utils.text.collator import text_collator
 from recipe_utils.text.documents import length_of
+from recipe_utils.text.reader import TextReader
 
 CUT = {"max_tokens_per_microbatch": 20}
 
@@ -70,31 +71,30 @@ def siblings_that_see_each_other(patches):
 
 
 def positions_that_do_not_continue(patches):
-    prepare = text_collator.prepare
+    prepare = TextReader.prepare
 
     def restarted(self, *args):
         sample = prepare(self, *args)
-        return {**sample, "input_pos": sample["input_pos"] * 0}
+        return sample._replace(positions=np.zeros(len(sample.tokens), dtype=np.int64))
 
-    patches.setattr(text_collator, "prepare", restarted)
+    patches.setattr(TextReader, "prepare", restarted)
 
 
 def a_shared_target_lost(patches):
     insert = trees._insert
 
-    def without(root, path, tokens, nexts, num_new, ignore_index):
-        nexts = nexts.copy()
-        nexts[: len(tokens) - num_new] = ignore_index
-        insert(root, path, tokens, nexts, num_new, ignore_index)
+    def without(root, path, places, num_new, flat):
+        are_targets = flat.are_targets.copy()
+        are_targets[places[: len(places) - num_new]] = False
+        insert(root, path, places, num_new, flat._replace(are_targets=are_targets))
 
     patches.setattr(trees, "_insert", without)
 
 
 def positions_with_two_targets_shared(patches):
     num_shared = trees._num_shared
-    patches.setattr(
-        trees, "_num_shared", lambda segment, tokens, nexts, i: num_shared(segment, tokens, nexts * 0 + i, i)
-    )  # fmt: skip
+    nothing = lambda flat: flat._replace(are_targets=flat.are_targets & False)  # noqa: E731
+    patches.setattr(trees, "_num_shared", lambda segment, places, flat: num_shared(segment, places, nothing(flat)))
 
 
 def a_repeated_target_counted_twice(patches):
@@ -108,8 +108,15 @@ def a_repeated_target_counted_twice(patches):
 
 
 def a_beginning_that_is_too_long(patches):
-    one_tree = trees._one_tree
-    patches.setattr(trees, "_one_tree", lambda pieces, n: one_tree(pieces, n + 1))
+    tree_of, share = trees._tree_of, trees.share_beginnings
+    patches.setattr(trees, "_tree_of", lambda samples, n: tree_of(samples, n + 1))
+
+    def one_more(*args):
+        row = share(*args)
+        starts = [start + (start > 0) for start in row.starts]
+        return row._replace(starts=starts, num_saved=row.num_saved + sum(start > 0 for start in starts))
+
+    patches.setattr("recipe_utils.text.rows.share_beginnings", one_more)
 
 
 MUTANTS = {

@@ -156,12 +156,10 @@ class DatasetLosses(Part):
         self._sums = torch.zeros(2, len(starts), dtype=torch.float64, device=self._ranks.device)
 
     def _add(self, losses: Tensor, items: Tensor | None, samples: Tensor | None) -> None:
-        """Adds losses of targets [n]. Raises ValueError if a ``collate_fn`` made other rows than samples."""
+        """Adds losses of targets [n]."""
         if self._mixture is None:
             return
-        if items is None:
-            text = "it made another number of rows than samples, so targets have no dataset"
-            raise ValueError(f"collate_fn: {text}; make one row of each sample, or set one dataset")
+        assert items is not None
         _add_to(self._sums, torch.bucketize(items, self._starts, right=True) - 1, losses)
 
     def means(self, prefix: str = "val_") -> dict[str, Tensor]:
@@ -173,20 +171,20 @@ class DatasetLosses(Part):
         return {f"{prefix}loss/{name}": mean for name, mean, number in names if number}
 
     def before(self, step: UpdateStep) -> None:
-        """Starts the sums of an update step."""
+        """Starts the sums of an update step. Raises ValueError if a ``collate_fn`` made other rows than samples."""
         self.start(self._loader)
+        if self._mixture is not None:
+            datasets = np.concatenate(
+                [self._mixture.of_targets(microbatch.targets) for microbatch in step.microbatches]
+            )
+            self._mine = np.bincount(datasets, minlength=len(self._mixture.names))
 
     def after(self, step: UpdateStep) -> dict[str, Metric]:
         """Returns the metrics, where they are logged."""
         if self._mixture is None or (self._run.global_step + 1) % (self._run.settings.log_every_n_steps or 1):
             return {}
-        number, items = len(self._mixture.names), [m.targets.items for m in step.microbatches]
-        of_targets = [
-            m.targets.of_targets(each) for m, each in zip(step.microbatches, items, strict=True) if each is not None
-        ]
-        mine = np.bincount(self._mixture.datasets_of(torch.cat(of_targets).numpy()), minlength=number)
         # On the CPU, so that the host knows which datasets are logged without waiting for the device.
-        totals = np.sum(gather_objects(mine, self._ranks.cpu_group), axis=0)
+        totals = np.sum(gather_objects(self._mine, self._ranks.cpu_group), axis=0)
         sums, numbers = mean_over_ranks(self._sums).view(2, -1)
         metrics: dict[str, Metric] = {}
         for name, total, mean in zip(self._mixture.names, totals.tolist(), sums / numbers, strict=True):

@@ -139,7 +139,7 @@ def test_large_model_is_cut_to_a_few_layers(library, run, tiny_config, tmp_path,
 MUTANTS = {  # recipe, its line, the wrong one
     "scale 1 % off": (SFT, SCALE, f"0.99 * {SCALE}"),
     "documents leak": (SFT, FORWARD, FORWARD.replace("microbatch.inputs", LEAK)),
-    "a microbatch left out": (SFT, "mark_last(step.microbatches)", "mark_last(step.microbatches[1:])"),
+    "a microbatch left out": (SFT, "mark_last(microbatches)", "mark_last(microbatches[1:])"),
     "mean over sides": (DPO, 'step.scale("pairs")', 'step.scale("pairs") / 2'),
     "divergence by samples": (KD, 'step.scale("target_tokens")', "step.dp_degree / len(step.microbatches)"),
 }  # fmt: skip

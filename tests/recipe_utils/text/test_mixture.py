@@ -121,7 +121,7 @@ def make_loader(weights=SHARES, **settings):
     data = DataSettings(**{**SETTINGS, **settings})
     limits = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
     mixture = mixture_of([tiny.Samples(list(part)) for part in PARTS], weights)
-    collator = text_collator(data, tiny.tiny_tokenizer(), tiny.IGNORE, limits).counting(mixture.names)
+    collator = text_collator(data, tiny.tiny_tokenizer(), tiny.IGNORE, limits)
     return build_loader(mixture, RowBudget(collator), data, join_ranks(RankSettings(device="cpu")))
 
 

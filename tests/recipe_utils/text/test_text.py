@@ -200,7 +200,7 @@ def test_a_dummy_microbatch_has_no_targets_and_counts_nothing(kind):
     assert bool((microbatch.targets.labels == IGNORE).all())
     assert length > 1
     assert microbatch.inputs["tokens"].shape == (1, 1 if kind == "text" else length)
-    assert ("images" in microbatch.inputs) == (kind == "with_image")
+    assert ("encoder_input" in microbatch.inputs) == (kind == "with_image")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_dummy_microbatch_has_no_targets_and_counts_nothing(kind):
 )
 def test_a_collate_function_without_labels_for_every_token_is_refused(collate_fn):
     with pytest.raises(ValueError, match=r"collate_fn: .*'tokens': \(2, \d+\)"):
-        collate(tiny.make_samples(2), collate_fn)
+        collated(tiny.read(tiny.make_samples(2)), TextReader(IGNORE), collate_fn)
 
 
 # ---- The collator -------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def targets_of(sequences):
 def targets_in_row(sample):
     row = packed([sample], TextReader(IGNORE))
     inputs, (labels,) = row.inputs, row.targets.labels.tolist()
-    (tokens,), (positions,) = inputs["tokens"].tolist(), inputs["input_pos"].tolist()
+    (tokens,), (positions,) = (inputs[key][:, : len(sample.tokens)].tolist() for key in ("tokens", "input_pos"))
     found = Counter()
     for q, seen in enumerate(mask_of(sample.documents)):
         before = tuple(token for token, is_seen in zip(tokens, seen, strict=True) if is_seen)

@@ -154,7 +154,7 @@ def test_sequences_of_a_tree_have_their_columns_and_defaults():
     row = row_of(collator_of("packed", has_trees=True), [{"sequences": sequences}])
     labels = row.targets.labels.flatten()[row.targets.positions].tolist()
     assert dict(zip(labels, row.targets.values["weights"].tolist(), strict=True)) == {3: 1.0, 4: 0.5}
-    assert row.counts["positions"] == 4
+    assert row.counts["positions"] == 5  # the prompt's last token has a target in both
 
 
 @pytest.mark.parametrize(

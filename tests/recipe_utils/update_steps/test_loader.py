@@ -58,7 +58,7 @@ class Given:
 def make_loader(samples, num_to_run=None, dataset=None, steps=None, block=1, **settings):
     settings = DataSettings(batch_size=2, **settings)
     collator = text_collator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS)
-    collator.block = block
+    object.__setattr__(collator, "layout", replace(collator.layout, block=block))
     ranks = join_ranks(RankSettings(device="cpu"))
     dataset = dataset or tiny.Samples(samples)
     loader = build_loader(dataset, RowBudget(collator), settings, ranks, num_to_run=num_to_run)

@@ -92,7 +92,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "images"
 
 
-def prepare(sample, name):
+def prepare(sample, name, at):
     return {"image": checked_image(sample, 3)}
 
 

@@ -334,7 +334,7 @@ def test_the_fingerprint_is_of_the_images_alone(one_process):
 
 def test_a_worker_s_samples_are_arrays_which_hold_no_file_open():
     """Tensors come from workers as files in shared memory, of which a process may open about a thousand."""
-    checked = CheckedDataset(views_of(), "dataset", lambda sample, name: sample)
+    checked = CheckedDataset(views_of(), "dataset", ViewCollator.prepare)
     (samples,) = load_samples(checked, OnRank(ShuffledOrder(8, 8, shuffle=False), 0, range(1), 0, 1), num_workers=1)
     assert [sample["position"] for sample in samples] == list(range(8))
     assert not any(isinstance(value, torch.Tensor) for value in samples[0].values())
