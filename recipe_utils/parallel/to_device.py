@@ -32,6 +32,12 @@ def to_device_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
         yield _wait_for(*ahead.pop())
 
 
+def pinned(tree: T) -> T:
+    """Returns a copy of a tree of tensors in page-locked memory, for device copies that do not block the host."""
+    copy: T = tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), tree)
+    return copy
+
+
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Returns one stream per process: CUDA reuses 32, so one per update step would collide with NCCL's."""

@@ -23,7 +23,7 @@ from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.documents import Document, tree
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.text.reader import check_sample
-from recipe_utils.text.samples import Columns, TextSample
+from recipe_utils.text.samples import FIRST, Columns, TextSample
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_keys, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
@@ -125,7 +125,7 @@ class PairReader:
         if not np.array_equal(prompts[0], prompts[1]):
             yield "its two sides differ before their first target"
 
-    def prepare(self, sample: Sample, name: str, at: StepIndex = StepIndex(0)) -> TextSample:
+    def prepare(self, sample: Sample, name: str, at: StepIndex = FIRST) -> TextSample:
         """Returns the pair as a tree of its common prefix and both rests, or as two documents; masks shared turns.
 
         Raises SampleError (see :func:`recipe_utils.text.reader.check_sample`);

@@ -56,7 +56,8 @@ class RowCollator(Collator):
     is_searched: bool = False
     """The budget is found while training."""
     layout: Layout = field(init=False)
-    _warned: set[str] = field(default_factory=set)
+    _warned: list[set[str]] = field(default_factory=list)
+    """Keys that were warned of."""
 
     def __post_init__(self) -> None:
         if self.settings.max_tokens_per_microbatch == "auto":
@@ -179,14 +180,14 @@ class RowCollator(Collator):
         Its loss is zero, with a graph through every parameter. Plain text and trees are cut to one token;
         other samples (images, rows of a packed dataset) keep their shape.
         """
-        is_plain = self.settings.is_packed or self.settings.collate_fn == DataSettings.collate_fn
-        num_kept = 1 if is_plain and (self.settings.is_packed or not sample.is_row) else len(sample.tokens)
+        keeps_shape = not self.settings.is_packed and (sample.is_row or self._unknown_keys(sample))
+        num_kept = len(sample.tokens) if keeps_shape else 1
         labels = np.full(num_kept, self.reader.ignore_index)
-        if num_kept == 1:
-            dummy = TextSample(sample.name, sample.at, sample.tokens[:1], labels, [1], values=sample.values)
-        else:
-            own = {"labels": labels.tolist()} if "labels" in sample.others else {}
-            dummy = sample._replace(labels=labels, others={**sample.others, **own})
+        own = {"labels": labels.tolist()}  # for a user's collate_fn
+        dummy = sample._replace(labels=labels, columns={}, others={**sample.others, **own})
+        if not keeps_shape:
+            own["tokens"] = sample.tokens[:1].tolist()
+            dummy = TextSample(sample.name, sample.at, sample.tokens[:1], labels, [1], values=sample.values, others=own)
         made = self._row([dummy])
         nothing = torch.zeros(0, dtype=torch.int64)
         targets = made.targets._replace(
@@ -199,12 +200,16 @@ class RowCollator(Collator):
         return Microbatch(made.inputs, targets)
 
     def _warn_of_unknown_keys(self, sample: TextSample) -> None:
-        settings, known = self.settings, {*self.reader.columns, *sample.values, *KNOWN_KEYS}
+        settings = self.settings
         is_text = settings.is_packed or settings.collate_fn.startswith("torchtune.")
-        if is_text and not self._warned and (ignored := sample.others.keys() - known):
-            self._warned.add("")
+        if is_text and not self._warned and (ignored := self._unknown_keys(sample)):
+            self._warned.append(ignored)
             text = f"rows contain only text; {', '.join(sorted(map(str, ignored)))} of samples is ignored"
             log_rank_zero(_log, f"microbatching={settings.microbatching}: {text}", logging.WARNING)
+
+    def _unknown_keys(self, sample: TextSample) -> set[str]:
+        """Returns keys of the dataset's sample that rows of text do not have."""
+        return sample.others.keys() - {*KNOWN_KEYS, *self.reader.columns, *sample.values}
 
 
 def text_collator(

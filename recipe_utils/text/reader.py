@@ -8,7 +8,7 @@ import numpy as np
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from recipe_utils.text.limits import NO_LIMITS, ModelLimits
-from recipe_utils.text.samples import Columns, TextSample
+from recipe_utils.text.samples import FIRST, Columns, TextSample
 from recipe_utils.text.trees import merge
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Sample, SampleError, SkippedSampleError, check_keys, whole_numbers
@@ -51,7 +51,7 @@ class TextReader:
         """Names of counts; real tokens exclude padding, positions include it."""
         return ("target_tokens", "real_tokens", "positions", *self.totals)
 
-    def prepare(self, sample: Sample, name: str, at: StepIndex = StepIndex(0)) -> TextSample:
+    def prepare(self, sample: Sample, name: str, at: StepIndex = FIRST) -> TextSample:
         """Returns the sample with tokens, labels, columns and values as arrays.
 
         A user's ``collate_fn`` gets the types of the dataset, such as lists, as in torchtune.

@@ -24,6 +24,9 @@ from recipe_utils.update_steps.samples import Sample
 
 Columns = Mapping[str, np.ndarray]
 
+FIRST = StepIndex(0)
+"""Place of a sample that is read outside of a training."""
+
 
 class TextSample(NamedTuple):
     """Sample of text as collators lay it out."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.parallel.to_device import pinned
 from recipe_utils.update_steps.collectives import RankCounts, Row, StepCollectives, agreement
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.order import OnRank, Order, num_done
@@ -91,8 +92,9 @@ class UpdateStepLoader:
         ranks, order, budget, first = self.ranks, self.order, self.budget, self.budget.collator()
         indices = OnRank(order, epoch, steps, ranks.dp_rank, ranks.dp_degree, first.layout.block)
         loaded = load_samples(self.dataset, indices, self.num_workers)
-        names = [*first.counts, "skipped_samples"]
-        together = StepCollectives(names, ranks.is_dp_leader, ranks.dp_peers, self.group, closed)
+        together = StepCollectives(
+            [*first.counts, "skipped_samples"], ranks.is_dp_leader, ranks.dp_peers, self.group, closed
+        )
         may_lack_microbatches = ranks.dp_degree > 1 or self.num_to_run is not None
         dummy: Microbatch | None = None
         for number, step in enumerate(steps):
@@ -106,8 +108,7 @@ class UpdateStepLoader:
                 # A rank with fewer microbatches runs dummy ones, so that FSDP's collectives match. They are made
                 # before the ranks agree to start, because nothing may fail after that.
                 if dummy is None and may_lack_microbatches:
-                    example = samples[0] if samples else self.dataset.unread()[self.dataset.report.example]
-                    dummy = collator.dummy(example)
+                    dummy = collator.dummy(samples[0] if samples else self.dataset.example())
                 # Every rank computes the plan of all, from their lengths, and keeps its own rows.
                 rows = agree.exchange(samples)
                 with record_function("collate"):
@@ -120,13 +121,13 @@ class UpdateStepLoader:
             if dummy is not None:
                 made += [dummy] * ((self.num_to_run or int)(agreed.max_microbatches) - len(made))
             if ranks.device.type == "cuda":  # else copies to the device block the host
-                made = [microbatch.pin_memory() for microbatch in made]
-            is_last = step + 1 == order.num_steps(epoch)
-            yield UpdateStep(step, tuple(made), agreed.totals, ranks.dp_degree, order.end(epoch, step), is_last)
+                made = pinned(made)
+            place = order.end(epoch, step), step + 1 == order.num_steps(epoch)
+            yield UpdateStep(step, tuple(made), agreed.totals, ranks.dp_degree, *place)
 
 
 def _collate(collator: Collator, row: Row, dummy: Microbatch | None) -> list[Microbatch]:
-    """Returns the microbatches of a planned row: a part of one, or several, if a long tree was cut."""
+    """Returns a planned row's microbatches: a part of one, or several, if a long tree was cut."""
     if not row.samples:  # a plan over several ranks has none here
         assert dummy is not None
         return [dummy]

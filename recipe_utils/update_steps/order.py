@@ -19,10 +19,9 @@ from recipe_utils.update_steps.permutation import epoch_permutation
 
 
 class StepIndex(NamedTuple):
-    """Dataset index with its position in the training.
+    """Dataset index with its position in the training, for datasets with an attribute ``takes_step_index``.
 
-    A dataset that seeds its random draws with it returns the same sample on any layout, in any worker, and after a
-    resume. It has an attribute ``takes_step_index``; others get ``item``.
+    One that seeds its random draws with it returns the same sample on any layout, in any worker, and after a resume.
     """
 
     item: int
@@ -68,8 +67,7 @@ def num_done(order: Order, epoch: int, samples_consumed: int) -> int:
 class ShuffledOrder(Order):
     """Runs of ``global_batch_size`` samples of the epoch's seeded permutation, see :func:`.epoch_permutation`.
 
-    The last update step of an epoch may have fewer samples; ``drop_last`` leaves it out. Raises ValueError if no
-    update step remains.
+    The last one of an epoch may have fewer; ``drop_last`` leaves it out. Raises ValueError if no update step remains.
     """
 
     num_samples: int

@@ -135,6 +135,10 @@ class CheckedDataset(Dataset[Prepared]):
         """Returns a copy for one thread or process, see :func:`unread`."""
         return replace(self, dataset=unread(self.dataset))
 
+    def example(self) -> Prepared:
+        """Returns a sample that can be trained on."""
+        return self.unread()[self.report.example]
+
     def __getitem__(self, at: int | StepIndex) -> Prepared:
         """Returns the prepared sample; an error of the dataset is chained to a SampleError."""
         at = at if isinstance(at, StepIndex) else StepIndex(at)

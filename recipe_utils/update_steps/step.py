@@ -6,36 +6,35 @@ Shapes: b rows, s positions per row, n target tokens, p sequences of samples.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
-from torch.utils._pytree import register_dataclass, tree_map_only
+from torch.utils._pytree import register_dataclass
 
 T = TypeVar("T")
 
 
 class Targets(NamedTuple):
-    """Target tokens of a microbatch, and what stands beside them. A dummy microbatch has every name, with n = p = 0."""
+    """Target tokens of a microbatch, and what stands beside them; of a dummy one every name, with n = p = 0."""
 
     labels: Tensor
     """[b, s]: the label of the *next* position, ``ignore_index`` where there is no target."""
     positions: Tensor
     """[n]: indices of the targets in the flattened [b * s] positions, ascending; from the CPU, so that n is known."""
     owners: Tensor | None = None
-    """[b, s]: the sequence (0 to p - 1) that owns each position, -1 for padding; None if a ``collate_fn`` made another
-    number of rows than samples. A position that sequences share belongs to the one whose target it has."""
+    """[b, s]: the sequence (0 to p - 1) of each position, -1 for padding; of a shared one, that whose target it has."""
     samples: Tensor | None = None
-    """[p]: position in the update step of each sequence's sample; most samples are one sequence."""
+    """[p]: position in the update step of each sequence's sample, and ``items`` [p]: its index in the dataset. None,
+    as ``owners``, if a ``collate_fn`` made another number of rows than samples."""
     items: Tensor | None = None
-    """[p]: index in the dataset of each sequence's sample."""
     ends: Tensor | None = None
     """[p]: index of each sequence's last token in the flattened positions; None in a part of a row."""
     values: Mapping[str, Tensor] = {}
-    """[n] fp64 each: columns of the samples at the targets, by name."""
+    """[n] fp64 each: columns of the samples at the targets; ``defaults`` names those that nowhere differ from theirs."""
     defaults: frozenset[str] = frozenset()
-    """Names of ``values`` that are their default at all targets, for losses that compute less then."""
     of_samples: Mapping[str, Tensor] = {}
-    """[p, ...] each: values of the sequences' samples, by name."""
+    """[p, ...] each: values of the sequences' samples."""
     outputs: Mapping[str, Any] = {}
     """Outputs of a pass before the pass at these targets, by its name: tensors in any nesting."""
 
@@ -50,19 +49,13 @@ class Microbatch:
     """Tensors of one forward and backward, and their counts."""
 
     inputs: Mapping[str, Any]
-    """Keyword arguments of the model's forward: ``tokens`` [b, s] and further outputs of the
-    collate function; for packed rows also ``input_pos`` [b, s] and ``document_lengths``
-    (:class:`recipe_utils.text.documents.Documents`), which determine the attention mask."""
+    """Keyword arguments of the model's forward: ``tokens`` [b, s]; for packed rows also ``input_pos`` [b, s] and
+    ``document_lengths`` (:class:`recipe_utils.text.documents.Documents`), which determine the attention mask."""
     targets: Targets
     counts: Mapping[str, float] = field(default_factory=dict)
     """Counts by name, which sum to the totals of the update step; empty for a dummy microbatch."""
     names: Sequence[str] = ()
     """Names of its samples, for errors."""
-
-    def pin_memory(self) -> "Microbatch":
-        """Returns a copy in page-locked memory, for device copies that do not block the host."""
-        pinned: Microbatch = tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), self)
-        return pinned
 
     def with_outputs(self, **outputs: Any) -> "Microbatch":
         """Returns the microbatch with further outputs of passes before its own, such as ``teacher``."""
@@ -99,11 +92,6 @@ class UpdateStep:
 
 def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Yields each item and True for the last one. Reads one item ahead."""
-    iterator = iter(items)
-    last = next(iterator, None)
-    for item in iterator:
-        assert last is not None
-        yield last, False
-        last = item
-    if last is not None:
-        yield last, True
+    for item, following in pairwise(chain(items, [None])):
+        assert item is not None
+        yield item, following is None

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from recipe_utils.parallel.to_device import to_device_ahead
+from recipe_utils.parallel.to_device import pinned, to_device_ahead
 from recipe_utils.update_steps.step import mark_last
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -18,7 +18,7 @@ def microbatches_of(samples, refs=None):
     for sample in samples:
         microbatch = tiny.packed_row([sample])
         if torch.cuda.is_available():
-            microbatch = microbatch.pin_memory()
+            microbatch = pinned(microbatch)
         if refs is not None:
             refs.append(weakref.ref(microbatch.inputs["tokens"]))
         yield microbatch
@@ -74,10 +74,10 @@ def test_one_is_copied_ahead_and_at_most_two_are_held(device):
 @needs_cuda
 def test_a_copy_is_pinned_with_the_outputs_of_a_teacher():
     microbatch = tiny.packed_row(tiny.make_samples(3))
-    pinned = microbatch.with_outputs(teacher=[torch.ones(2)]).pin_memory()
-    targets = pinned.targets
-    tensors = (pinned.inputs["tokens"], targets.labels, targets.positions, targets.outputs["teacher"][0])
+    copy = pinned(microbatch.with_outputs(teacher=[torch.ones(2)]))
+    targets = copy.targets
+    tensors = (copy.inputs["tokens"], targets.labels, targets.positions, targets.outputs["teacher"][0])
     assert all(tensor.is_pinned() for tensor in tensors)
     assert not microbatch.inputs["tokens"].is_pinned()
-    assert pinned.inputs["document_lengths"] == microbatch.inputs["document_lengths"]
-    assert pinned.counts == microbatch.counts
+    assert copy.inputs["document_lengths"] == microbatch.inputs["document_lengths"]
+    assert copy.counts == microbatch.counts
