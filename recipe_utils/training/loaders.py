@@ -1,11 +1,14 @@
 """Builds loaders from datasets: checks, order of the samples, budget of the rows; update steps without any target."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
-from omegaconf import DictConfig
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.checkpoint.load import TrainingState
@@ -21,7 +24,7 @@ from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.order import Order, ShuffledOrder
 from recipe_utils.update_steps.permutation import NUM_IN_MEMORY
-from recipe_utils.update_steps.samples import CheckedDataset, SampleError
+from recipe_utils.update_steps.samples import CheckedDataset, SampleError, unread
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -108,13 +111,17 @@ def build_loader(
             raise ValueError("it has 0 samples; at least 1 is needed")
         checked = _inspected(checked, collator, settings, ranks, is_training)
     order = build_order(checked, settings, ranks.dp_degree, is_training)
-    checked = replace(checked, fingerprint=_fingerprint_of(checked, settings, ranks.dp_degree))
+    # An own order may have no fingerprint: that of the order around which it is built, and its arguments.
+    fingerprint = {**_fingerprint_of(checked, settings, ranks.dp_degree), **order.fingerprint()}
+    fingerprint |= {f"order.{key}": value for key, value in (settings.order or {}).items()}
+    checked = replace(checked, fingerprint=fingerprint)
+    order = build("order", build_own_order, settings.order, order, unread(dataset))
     numbers = settings.num_workers, settings.prefetch_update_steps
     return UpdateStepLoader(checked, order, budget, ranks, group, *numbers, num_to_run)
 
 
 def build_order(dataset: CheckedDataset, settings: DataSettings, dp_degree: int, is_training: bool = True) -> Order:
-    """Returns the order of a training: by weight if the dataset is a mixture with weights, else shuffled."""
+    """Returns the order of the config: by weight if the dataset is a mixture with weights, else shuffled."""
     size, most = settings.samples_per_update_step(dp_degree), settings.max_steps_per_epoch
     mixture = dataset.parts
     if is_training and isinstance(mixture, Mixture) and mixture.weights is not None:
@@ -126,6 +133,33 @@ def build_order(dataset: CheckedDataset, settings: DataSettings, dp_degree: int,
     with naming("last_update_step"):
         drops = settings.last_update_step == "drop"
         return ShuffledOrder(len(dataset), size, settings.shuffle, settings.data_seed, drops, most)
+
+
+def build_own_order(component: Mapping[str, Any] | None, order: Order, dataset: Any) -> Order:
+    """Builds the order of the config key ``order`` around ``order``, that of the other keys; None returns the latter.
+
+    Raises ValueError if it lacks a method, or the first or the last update step of epoch 0 is no part of ``dataset``.
+    """
+    if component is None:
+        return order
+    own: Order = config.instantiate(OmegaConf.create(dict(component)), order, dataset)
+    name = f"order._component_={component['_component_']}"
+    methods = "num_steps", "samples", "end", "fingerprint"
+    if missing := [method for method in methods if not callable(getattr(own, method, None))]:
+        raise ValueError(f"{name}: it has no {', '.join(missing)}; let it inherit from {Order.__module__}.Order")
+    if (num_steps := own.num_steps(0)) < 1:
+        raise ValueError(f"{name}: epoch 1 has {num_steps} update steps; it needs at least 1")
+    ends = [0]
+    for step in range(0, num_steps, max(num_steps - 1, 1)):
+        samples = own.samples(0, step)
+        is_array = isinstance(samples, np.ndarray) and samples.dtype.kind in "iu" and samples.ndim == 1
+        if not is_array or not all(0 <= index < len(dataset) for index in samples) or not len(samples):
+            text = f"samples of update step {step + 1} of {num_steps} are {samples}; return an int64 array of indices"
+            raise ValueError(f"{name}: {text} below {len(dataset)}")
+        ends.append(own.end(0, step))
+    if any(end <= before for before, end in pairwise(ends)):
+        raise ValueError(f"{name}: its end() does not ascend ({ends}); a resume would find another position")
+    return own
 
 
 def _inspected(
