@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
@@ -26,6 +27,8 @@ _log = get_logger("INFO")
 
 _ADAMW_8BIT = "recipe_utils.optim.AdamW8bit"
 _FASTER = (".lora_b.weight", ".magnitude")
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_STAGE = re.compile(r"(^|(?<=\.))stage_\d+\.")  # also inside names: a teacher beside its student
 
 
 def _infinite_as_float(value: Any) -> Any:
@@ -125,6 +128,13 @@ class OptimizerInBackward(OptimizerInBackwardWrapper):
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters that are not frozen, by their names within all wrappers."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def unwrapped(name: str) -> str:
+    """Returns a parameter's name without wrappers and pipeline stage."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return _STAGE.sub("", name)
 
 
 def inner_optimizers(optimizer: Any) -> list[Optimizer]:
