@@ -81,5 +81,5 @@ def build_optimizer_by_depth(
     num_layers = len(meta_model.layers)
     depth_of = partial(layer_of, num_layers=num_layers)
     layers = depth_of, num_layers + 2, bool(settings.weight_decay_of_vectors)
-    parameters = trained_parameters(model)
-    return make_optimizer(cfg, schedules.groups_by_depth(parameters, cfg, *layers), parameters)
+    groups = schedules.groups_by_depth(trained_parameters(model), cfg, *layers)
+    return make_optimizer(cfg, groups, {})

@@ -74,7 +74,7 @@ class OptimizerSettings:
         """Yields problems between the keys."""
         if self.loraplus_lr_ratio is not None and "lr" not in self.optimizer:
             yield Problem("loraplus_lr_ratio", "it multiplies optimizer.lr; set that, too", self.loraplus_lr_ratio)
-        if self.optimizer_in_bwd and _takes_names(self.optimizer):
+        if self.optimizer_in_bwd and takes_names(self.optimizer):
             text = f"{self.optimizer['_component_']} needs all parameters at once; set it to False"
             yield Problem("optimizer_in_bwd", text, True)
 
@@ -156,7 +156,8 @@ def _components(optimizer: Mapping[Any, Any]) -> dict[str, Mapping[Any, Any]]:
     return {"optimizer": optimizer, **inner}
 
 
-def _takes_names(optimizer: Mapping[Any, Any]) -> bool:
+def takes_names(optimizer: Mapping[Any, Any]) -> bool:
+    """Returns True for the component of an optimizer that gets parameters with their names."""
     with suppress(ValueError):  # reported elsewhere
         return getattr(component_at(str(optimizer.get("_component_"))), "takes_names", False)
     return False
@@ -167,9 +168,9 @@ def make_optimizer(cfg: DictConfig, groups: list[Any], parameters: Mapping[str, 
 
     One with an attribute ``takes_names`` gets parameter groups of (name, parameter), as PyTorch's optimizers take them.
     """
-    if _takes_names(cfg):
+    if takes_names(cfg):
         names = {id(parameter): unwrapped(name) for name, parameter in parameters.items()}
-        groups = groups if isinstance(groups[0], dict) else [{"params": groups}]
+        groups = groups if isinstance(next(iter(groups), 0), dict) else [{"params": groups}]
         groups = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
     optimizer: Optimizer = config.instantiate(cfg, groups)
     for inner in inner_optimizers(optimizer):
@@ -206,7 +207,7 @@ def check_optimizer(
         raise ConfigError(f"loraplus_lr_ratio={ratio}: the model has no LoRA; leave it out")
     # skip_init draws no random numbers.
     small = nn.ModuleDict({"lora_b": nn.utils.skip_init(nn.Linear, 2, 2)})
-    (optimizer, *_) = single_optimizers(build_optimizer(cfg, model if _takes_names(cfg) else small, settings))
+    (optimizer, *_) = single_optimizers(build_optimizer(cfg, model if takes_names(cfg) else small, settings))
     with naming("lr_scheduler"):
         schedule = make_schedule(cfg_schedule, optimizer, num_training_steps=1)
     takes_steps = cfg_schedule is None or taken_by(cfg_schedule, {"num_training_steps": 1})

@@ -1,14 +1,4 @@
-"""Two optimizers, for the matrices of layers and for everything else.
-
-Example: Muon steps ``layers.0.attn.q_proj.weight``; AdamW steps embeddings, output layer, norms and biases::
-
-    optimizer:
-      _component_: recipe_utils.optim.Split
-      matrices: {_component_: torch.optim.Muon, lr: 0.02}
-      rest: {_component_: torch.optim.AdamW, lr: 3.0e-4}
-
-A schedule multiplies both rates, which are logged as ``lr/matrices`` and ``lr/rest``.
-"""
+"""Two optimizers, for the matrices of layers and for everything else."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +13,10 @@ from recipe_utils.settings.problems import ConfigError
 
 
 class Split(Optimizer):
-    """Steps parameters by name with one of two optimizers.
+    """Steps parameters by name with one of two optimizers, whose rates are logged as ``lr/matrices`` and ``lr/rest``.
+
+    Example: ``matrices: {_component_: torch.optim.Muon, lr: 0.02}`` steps ``layers.0.attn.q_proj.weight``, and
+    ``rest: {_component_: torch.optim.AdamW, lr: 3.0e-4}`` embeddings, output layer, norms and biases.
 
     Args:
         params: parameter groups, each with ``params`` of (name, parameter).
@@ -35,12 +28,9 @@ class Split(Optimizer):
     takes_names = True
 
     def __init__(
-        self,
-        params: Sequence[dict[str, Any]],
-        matrices: dict[str, Any],
-        rest: dict[str, Any],
+        self, params: Sequence[dict[str, Any]], matrices: dict[str, Any], rest: dict[str, Any],
         names: str = r"(^|\.)layers\.",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.parts: dict[str, Optimizer] = {}
         for part, component in {"matrices": matrices, "rest": rest}.items():
             if problems := [*check_component(f"optimizer.{part}", component, MadeWith(num_positional=1))]:
@@ -49,17 +39,18 @@ class Split(Optimizer):
             for group in params:
                 is_matrix = [p.ndim == 2 and bool(re.search(names, name)) for name, p in group["params"]]
                 pairs = zip(group["params"], is_matrix, strict=True)
-                chosen = [p for (_, p), is_one in pairs if is_one == (part == "matrices")]
-                name = "/".join(filter(None, (part, group.get("name"))))
-                groups += [{**group, "params": chosen, "name": name}] if chosen else []
+                if chosen := [p for (_, p), is_one in pairs if is_one == (part == "matrices")]:
+                    name = "/".join(filter(None, (part, group.get("name"))))
+                    groups.append({**group, "params": chosen, "name": name})
             if not groups:
                 examples = ", ".join([name for group in params for name, _ in group["params"]][:3])
-                text = f"it leaves no parameter to {part}; they are called {examples}, ..."
-                raise ValueError(f"optimizer.names={names}: {text}")
+                raise ValueError(
+                    f"optimizer.names={names}: it leaves no parameter to {part}; there are {examples}, ..."
+                )
             self.parts[part] = config.instantiate(OmegaConf.create(component), groups)
         super().__init__([group for part in self.parts.values() for group in part.param_groups], {})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Makes one step with both optimizers."""
         for part in self.parts.values():
             part.step()

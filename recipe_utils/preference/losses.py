@@ -132,13 +132,10 @@ class ORPOLoss(nn.Module):
 
     def forward(self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Losses:
         """Returns losses and rewards, without the reference."""
-        losses = -self.beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+        # The odds of an answer that is certain would be infinite, and their gradient NaN.
+        odds = [each - torch.log(-torch.expm1(each.clamp(max=-1e-9))) for each in (chosen, rejected)]
+        losses = -self.beta * F.logsigmoid(odds[0] - odds[1])
         return losses, self.beta * chosen.detach(), self.beta * rejected.detach()
-
-
-def _log_odds(log_probs: Tensor) -> Tensor:
-    # Odds of an answer that is certain would be infinite, and its gradient NaN.
-    return log_probs - torch.log(-torch.expm1(log_probs.clamp(max=-1e-9)))
 
 
 METRICS = (

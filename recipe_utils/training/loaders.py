@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -138,7 +137,7 @@ def build_order(dataset: CheckedDataset, settings: DataSettings, dp_degree: int,
 def build_own_order(component: Mapping[str, Any] | None, order: Order, dataset: Any) -> Order:
     """Builds the order of the config key ``order`` around ``order``, that of the other keys; None returns the latter.
 
-    Raises ValueError if it lacks a method, or the first or the last update step of epoch 0 is no part of ``dataset``.
+    Raises ValueError if it is no order, or its first or last update step of epoch 0 is no part of ``dataset``.
     """
     if component is None:
         return order
@@ -147,18 +146,12 @@ def build_own_order(component: Mapping[str, Any] | None, order: Order, dataset: 
     methods = "num_steps", "samples", "end", "fingerprint"
     if missing := [method for method in methods if not callable(getattr(own, method, None))]:
         raise ValueError(f"{name}: it has no {', '.join(missing)}; let it inherit from {Order.__module__}.Order")
-    if (num_steps := own.num_steps(0)) < 1:
-        raise ValueError(f"{name}: epoch 1 has {num_steps} update steps; it needs at least 1")
-    ends = [0]
-    for step in range(0, num_steps, max(num_steps - 1, 1)):
-        samples = own.samples(0, step)
-        is_array = isinstance(samples, np.ndarray) and samples.dtype.kind in "iu" and samples.ndim == 1
-        if not is_array or not all(0 <= index < len(dataset) for index in samples) or not len(samples):
-            text = f"samples of update step {step + 1} of {num_steps} are {samples}; return an int64 array of indices"
-            raise ValueError(f"{name}: {text} below {len(dataset)}")
-        ends.append(own.end(0, step))
-    if any(end <= before for before, end in pairwise(ends)):
-        raise ValueError(f"{name}: its end() does not ascend ({ends}); a resume would find another position")
+    steps = sorted({0, own.num_steps(0) - 1})
+    samples, ends = ([call(0, step) for step in steps if step >= 0] for call in (own.samples, own.end))
+    are_indices = [isinstance(s, np.ndarray) and s.size and s.min() >= 0 and s.max() < len(dataset) for s in samples]
+    if steps[0] < 0 or not all(are_indices) or [0, *ends] != sorted({0, *ends}):
+        text = f"samples of update steps {steps} are {samples} and end at {ends}; return arrays of indices below "
+        raise ValueError(f"{name}: {text}{len(dataset)}, ends that ascend from above 0, and at least one update step")
     return own
 
 

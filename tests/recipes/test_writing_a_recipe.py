@@ -1,6 +1,7 @@
 """Examples of "Writing a recipe" against plain loops over single samples."""
 
 import re
+import sys
 
 import pytest
 import tiny
@@ -11,6 +12,7 @@ from recipe_runs import SFT, exported_model, recipe_of_page, run_recipe, section
 from torch.nn.functional import cross_entropy
 
 from recipe_utils.cli.registry import recipe_path
+from recipe_utils.training.parts.answers import generate
 
 PER_STEP, NUM_STEPS, RATE = 6, 4, 0.1
 STEPS = {
@@ -58,17 +60,20 @@ def assert_same(logged, expected, *names):
         assert [line[name] for line in logged] == pytest.approx([line[name] for line in expected], rel=1e-4), name
 
 
+def run_in(folder, *args):
+    sys.path.insert(0, folder)  # as that of the current folder
+    return run_recipe(*args)
+
+
 @pytest.mark.parametrize("layout", ["fsdp-2", slow("one"), slow("pp-2")])
-def test_the_z_loss_is_exact_and_logged(layout, tiny_config, tmp_path, monkeypatch):
+def test_the_z_loss_is_exact_and_logged(layout, tiny_config, tmp_path):
     page = recipe_path(SFT).with_name("writing_a_recipe.md")
     (block,) = re.findall(r"^```python\n(.*?)^```", section_of(page, "## 8."), re.M | re.S)
     (tmp_path / "my_loss.py").write_text(block)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     world_size, dims = LAYOUTS[layout]
     loss = {"_component_": "my_loss.ZLoss", "weight": 0.02, "tokens_per_chunk": 7}
     config = tiny_config(**STEPS, **dims, loss=loss)
-    logged = run_distributed(run_recipe, world_size, config, recipe_of_page(tmp_path, "## 8."))[0]
+    logged = run_distributed(run_in, world_size, str(tmp_path), config, recipe_of_page(tmp_path, "## 8."))[0]
     assert_same(logged, plain_training(lambda logits: 0.02 * logits.logsumexp(1).square()), "z_loss")
 
 
@@ -91,11 +96,7 @@ def test_the_evaluation_of_the_page_counts_answers_of_the_trained_weights(world_
     config, model = tiny_config(**STEPS), tiny.tiny_model(tiny.DEEP_UNTIED_MODEL)
     run_recipe(config)
     model.load_state_dict(torch.load(exported_model(config), weights_only=True))
-    message = type("Message", (), {"text_content": "What is 2 + 3?"})
-    prompt = tokens = tiny.tiny_tokenizer()({"messages": [message]}, inference=True)["tokens"]
-    while len(tokens) < len(prompt) + 8 and tokens[-1] != tiny.TinyTokenizer.eos_id:
-        tokens = [*tokens, model(torch.tensor([tokens]))[0, -1].argmax().item()]
-    answer = " ".join(map(str, tokens[len(prompt) :]))
+    (answer,) = generate(model, tiny.tiny_tokenizer(), ["What is 2 + 3?"], 8, torch.device("cpu"))
     changes = {'"5"': f'"{answer}"', "add_every(100,": f"add_every({NUM_STEPS},"}
     logged = run_distributed(run_recipe, world_size, config, recipe_of_page(tmp_path, "## 10.", changes))[0]
     assert [(line["step"], line["exact_match"]) for line in logged if "exact_match" in line] == [(NUM_STEPS, 0.5)]

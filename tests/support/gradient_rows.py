@@ -106,18 +106,16 @@ def distilled(kd_ratio, temperature, divergence, data=DATA):
     return Objective(KD, big_batch.distillation, (kd_ratio, temperature, divergence), keys, 1e-6)
 
 
-class OddsRatio:
-    """ORPO as its paper has it: by odds, from mean log-probabilities of targets."""
+def odds_ratio(beta):
+    """Returns ORPO as its paper has it, by odds."""
 
-    normalizes_length = True
-
-    def __init__(self, beta):
-        self.beta = beta
-
-    def __call__(self, chosen, rejected, *_):
+    def formula(chosen, rejected, *_):
         odds = [log_prob.exp() / (1 - log_prob.exp()) for log_prob in (chosen, rejected)]
-        losses = -self.beta * (1 / (1 + odds[1] / odds[0])).log()
-        return losses, self.beta * chosen.detach(), self.beta * rejected.detach()
+        losses = -beta * (1 / (1 + odds[1] / odds[0])).log()
+        return losses, beta * chosen.detach(), beta * rejected.detach()
+
+    formula.normalizes_length = True
+    return formula
 
 
 def preferred(kind, loss, sft_loss_weight=0.0, formula=None):
@@ -157,7 +155,7 @@ OBJECTIVES = {
     "robust": preferred("multi_turn", {"_component_": f"{OURS}.RobustDPOLoss", "beta": 0.3, "label_smoothing": 0.2}),
     "normalized": preferred("alike_beginnings", {"_component_": f"{OURS}.NormalizedDPOLoss", "beta": 3.0}),
     "simpo": preferred("multi_turn", {"_component_": f"{OURS}.SimPOLoss", "beta": 2.0, "gamma": 0.5}, 0.2),
-    "orpo": preferred("masked", {"_component_": f"{OURS}.ORPOLoss", "beta": 0.4}, 1.0, {"_component_": "gradient_rows.OddsRatio"}),
+    "orpo": preferred("masked", {"_component_": f"{OURS}.ORPOLoss", "beta": 0.4}, 1.0, {"_component_": "gradient_rows.odds_ratio"}),
 }  # fmt: skip
 
 

@@ -95,8 +95,6 @@ def sharded_and_plain(dtype):
 
 def clip_on_two_ranks():
     plain, sharded = sharded_and_plain(torch.float32)
-    by_layer = [grad_norms(model, layer_of) for model in (plain, sharded)]
-    by_layer = [{name: norm.item() for name, norm in norms.items()} for norms in by_layer]
     norms = [clip_grad_norm_(model, 0.01).item() for model in (plain, sharded)]
     pairs = list(zip(gradients(plain), gradients(sharded), strict=True))
     distance = max((p - s.full_tensor()).abs().max().item() for p, s in pairs)
@@ -104,7 +102,7 @@ def clip_on_two_ranks():
     _, bf16 = sharded_and_plain(torch.bfloat16)
     expected = norm_in_float64([grad.full_tensor() for grad in gradients(bf16)])
     in_bf16 = clip_grad_norm_(bf16).item(), expected
-    return norms, distance / largest, in_bf16, clip_stages(), by_layer
+    return norms, distance / largest, in_bf16, clip_stages()
 
 
 def clip_stages():
@@ -130,7 +128,7 @@ def two_ranks():
 
 
 def test_sharded_gradients_are_clipped_by_the_norm_of_all_shards(two_ranks):
-    for (plain, of_shards), distance, (in_bf16, expected), *_ in two_ranks:
+    for (plain, of_shards), distance, (in_bf16, expected), _ in two_ranks:
         assert of_shards == pytest.approx(plain, rel=1e-5)
         assert plain > 0.01
         assert distance < 1e-4
@@ -138,7 +136,7 @@ def test_sharded_gradients_are_clipped_by_the_norm_of_all_shards(two_ranks):
 
 
 def test_the_norm_over_stages_counts_each_parameter_once_and_clips_every_copy(two_ranks):
-    for rank, (*_, (norm, own, shared, by_name), _) in enumerate(two_ranks):
+    for rank, (*_, (norm, own, shared, by_name)) in enumerate(two_ranks):
         assert by_name == pytest.approx({"own": 5, "shared": 12, "of the second rank": 0})
         assert norm == pytest.approx(13)  # of 3, 4 and 12
         assert own == pytest.approx([[3 / 13, 0], [0, 4 / 13]][rank])
@@ -146,11 +144,6 @@ def test_the_norm_over_stages_counts_each_parameter_once_and_clips_every_copy(tw
 
 
 # ---- By name ------------------------------------------------------------------------------------
-
-
-def layer_of(name):
-    """Returns the layer of the tiny model's parameter, "rest" for its norm, None for its embeddings."""
-    return name[:8] if name.startswith("layers.") else {"norm": "rest"}.get(name[:4])
 
 
 def model_of_layers():
@@ -191,9 +184,3 @@ def test_norms_of_nothing_are_refused_with_names_of_parameters():
 def test_norms_do_not_wait_for_the_device():
     with FakeTensorMode():  # its tensors have no values to wait for
         assert len(grad_norms(model_of_layers(), part_of)) == 4
-
-
-def test_norms_by_name_are_those_of_all_shards(two_ranks):
-    for *_, (plain, of_shards) in two_ranks:
-        assert len(plain) == 3
-        assert of_shards == pytest.approx(plain, rel=1e-5)
