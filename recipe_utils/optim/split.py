@@ -18,11 +18,8 @@ class Split(Optimizer):
     Example: ``matrices: {_component_: torch.optim.Muon, lr: 0.02}`` steps ``layers.0.attn.q_proj.weight``, and
     ``rest: {_component_: torch.optim.AdamW, lr: 3.0e-4}`` embeddings, output layer, norms and biases.
 
-    Args:
-        params: parameter groups, each with ``params`` of (name, parameter).
-        matrices: component that steps the parameters of two dimensions with a name of ``names``.
-        rest: component that steps all others, also weights of experts [e, m, n].
-        names: regular expression that is searched for in names.
+    ``params`` are groups of (name, parameter). ``matrices`` steps parameters of two dimensions in whose name the regular
+    expression ``names`` is found; ``rest`` steps all others, also weights of experts [e, m, n].
     """
 
     takes_names = True
@@ -37,11 +34,11 @@ class Split(Optimizer):
                 raise ConfigError(*problems)
             groups = []
             for group in params:
-                is_matrix = [p.ndim == 2 and bool(re.search(names, name)) for name, p in group["params"]]
-                pairs = zip(group["params"], is_matrix, strict=True)
-                if chosen := [p for (_, p), is_one in pairs if is_one == (part == "matrices")]:
-                    name = "/".join(filter(None, (part, group.get("name"))))
-                    groups.append({**group, "params": chosen, "name": name})
+                is_matrix = {name: p.ndim == 2 and bool(re.search(names, name)) for name, p in group["params"]}
+                if chosen := [p for name, p in group["params"] if is_matrix[name] == (part == "matrices")]:
+                    groups.append(
+                        {**group, "params": chosen, "name": "/".join([part, *filter(None, [group.get("name")])])}
+                    )
             if not groups:
                 examples = ", ".join([name for group in params for name, _ in group["params"]][:3])
                 raise ValueError(
