@@ -38,7 +38,7 @@ from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
 from recipe_utils.models.pipeline.stages import has_output, local_stages
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import load_weights
-from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
+from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, check_optimizer
 from recipe_utils.optim.schedules import ScheduleSettings
@@ -61,7 +61,6 @@ from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
 
 RECIPE_NAME = "dinov3_update_step"
 recipe_utils.check_version("0.6", RECIPE_NAME)  # this file was written for it
-PARTS = ("output.dino", "output.ibot")  # clipped separately, besides the backbone
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -118,6 +117,11 @@ class Settings(
             yield Problem("tensor_parallel_dim", "not with images; set it to 1", dim)
         if self.optimizer_in_bwd:
             yield Problem("optimizer_in_bwd", "not with a moving average; set it to False", True)
+
+
+def part_of(name: str) -> str:
+    """Returns the part of the model to which a parameter belongs; gradients are clipped part by part."""
+    return next((head for head in ("output.dino.", "output.ibot.") if name.startswith(head)), "backbone")
 
 
 class DINOv3Recipe:
@@ -216,7 +220,7 @@ class DINOv3Recipe:
 
         settings.freeze_prototypes(self.model, run.global_step)
         max_norm = settings.clip_grad_norm
-        grad_norm = clip_grad_norm_by_part_(self.model, PARTS, max_norm, self.pipeline)
+        grad_norm = clip_grad_norm_(self.model, max_norm, self.pipeline, part_of)
         # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()

@@ -19,14 +19,12 @@ from omegaconf import OmegaConf
 from recipe_runs import run_recipe, section_of
 
 from recipe_utils.cli.registry import RECIPES, SAME_FILE, TRAINING_RECIPES, config_path
-from recipe_utils.losses.attach import SummedLoss
 from recipe_utils.plans import __main__ as plans
 from recipe_utils.settings import __main__ as settings_command
 from recipe_utils.settings.describe import SECTIONS, settings_of
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.read import read_settings
 from recipe_utils.training.entry_point import with_overrides
-from recipe_utils.update_steps.step import Targets
 
 ROOT = Path(__file__).parents[1]
 FIRST = "full_finetune_update_step"
@@ -134,21 +132,6 @@ def test_the_dataset_with_weights_trains_their_mean(tiny_config, tmp_path, monke
     losses = torch.nn.functional.cross_entropy(tiny.tiny_model()(tokens[None])[0, :-1], tokens[1:], reduction="none")
     assert loss == pytest.approx((weights * losses).sum().item() / weights.sum().item(), rel=1e-5)
     assert loss != pytest.approx(losses.mean().item(), rel=1e-3)
-
-
-def test_the_term_added_to_a_loss_is_a_mean_over_targets():
-    page = section_of(TUTORIAL, "## 4. A term of the loss")
-    block, _ = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    names = {"torch": torch}
-    exec(block, names)
-    logits, labels = torch.randn(2, 5, 11), torch.tensor([[3, -100, 4, -100, 1], [-100] * 4 + [7]])
-    summed = SummedLoss(names["ZLoss"]())
-    summed.check(11)
-    z = torch.stack([each.exp().sum().log() for each in logits[labels >= 0]])
-    plain = SummedLoss(torch.nn.CrossEntropyLoss())
-    targets = Targets(labels, (labels.flatten() >= 0).nonzero().squeeze(1))
-    term = (summed(logits, targets) - plain(logits, targets)).item()
-    assert term == pytest.approx(1e-4 * (z**2).sum().item(), rel=1e-2)
 
 
 def test_update_steps_in_a_notebook_take_ten_lines(capsys):

@@ -1,6 +1,5 @@
 """Tensors of a model and its optimizer by parameter name, independent of wrappers and parameter groups."""
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -12,13 +11,11 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recipe_utils.files import CheckpointError, dtype_name
-from recipe_utils.optim.optimizer import OptimizerInBackward, single_optimizers, trained_parameters
+from recipe_utils.optim.optimizer import OptimizerInBackward, single_optimizers, trained_parameters, unwrapped
 from recipe_utils.parallel.fsdp import local, reshard, sharded_as
 
 AnyOptimizer = Optimizer | OptimizerInBackward
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-_STAGE = re.compile(r"(^|(?<=\.))stage_\d+\.")  # also inside names: a teacher beside its student
 # Options that do not change the result of a step; the resumed run uses its own.
 _IMPLEMENTATION_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 _BUILT = "as_built"
@@ -50,13 +47,6 @@ def note_options(optimizer: AnyOptimizer, **more: Any) -> None:
     for _, group in _groups(optimizer):
         options = {k: v for k, v in group.items() if k not in {*_IMPLEMENTATION_OPTIONS, _BUILT}}
         group[_BUILT] = deepcopy({**options, **more})  # schedules set a tensor in place
-
-
-def unwrapped(name: str) -> str:
-    """Returns a parameter's name without wrappers and pipeline stage."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return _STAGE.sub("", name)
 
 
 def optimizer_contents(model: nn.Module, optimizer: AnyOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

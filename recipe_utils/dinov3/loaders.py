@@ -82,4 +82,4 @@ def build_optimizer_by_depth(
     depth_of = partial(layer_of, num_layers=num_layers)
     layers = depth_of, num_layers + 2, bool(settings.weight_decay_of_vectors)
     groups = schedules.groups_by_depth(trained_parameters(model), cfg, *layers)
-    return make_optimizer(cfg, groups)
+    return make_optimizer(cfg, groups, {})

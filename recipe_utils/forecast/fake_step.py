@@ -102,8 +102,9 @@ class FakeTraining:
             self.collator = pair_collator(settings, tokens, limits, settings.prefix_sharing)
         else:
             self.collator = text_collator(settings, tokens, loss_fn.ignore_index, limits)
-        small = nn.Linear(8, 8)  # A step with numbers makes the tables that optimizers keep.
-        small.weight.grad = torch.zeros(8, 8)
+        # A step with numbers makes the tables that optimizers keep.
+        small = nn.ModuleDict({"layers": nn.Linear(8, 8)})
+        small["layers"].weight.grad = torch.zeros(8, 8)
         build("optimizer", build_optimizer, cfg.optimizer, small, settings).step()
         self._model = self._build(meta_model, settings, loss_fn)
         self._optimizer = build_optimizer(cfg.optimizer, self._model, settings)

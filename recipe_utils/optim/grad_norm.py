@@ -1,4 +1,4 @@
-"""Norm of all gradients together, and clipping.
+"""Norms of gradients, of all together or by name, and clipping.
 
 Example: gradients of norm 3 are sharded with FSDP2, others of norm 4 also with tensor parallelism, on another mesh.
 The norm of all is 5; with ``max_norm`` 1 both are divided by 5. Clipped mesh by mesh, as PyTorch's function would, they
@@ -16,6 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from recipe_utils.optim.optimizer import trained_parameters, unwrapped
+
+NameOf = Callable[[str], str | None]
+"""Maps a parameter's name in checkpoints to that of a norm; None takes part in none."""
+
 
 class OverStages(Protocol):
     """Attributes of a pipeline that a norm over its stages uses."""
@@ -24,6 +29,8 @@ class OverStages(Protocol):
     """Ranks of the pipeline."""
     tied_copies: frozenset[int]
     """Ids of parameters on this rank whose norm another rank adds."""
+    trained_names: Sequence[str]
+    """Names of the trained parameters of all stages."""
 
 
 @record_function("clip")
@@ -31,63 +38,73 @@ def clip_grad_norm_(
     model: nn.Module,
     max_norm: float | None = None,
     pipeline: OverStages | None = None,
-    is_of_part: Callable[[str], bool] | None = None,
+    name_of: NameOf | None = None,
 ) -> Tensor | None:
     """Clips gradients in place. Returns their norm before clipping [], None without gradients.
 
     They may be sharded over several meshes; PyTorch's own function takes one. The norm is at least
     fp32: a bf16 norm would have three digits. ``max_norm`` None only measures it; ``model`` may be
-    the stages of ``pipeline`` on this rank; ``is_of_part`` selects parameters by name.
+    the stages of ``pipeline`` on this rank. With ``name_of``, those of each name are clipped by their own norm.
     """
-    tied_copies: Container[int] = () if pipeline is None else pipeline.tied_copies
-    parameters_by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and (is_of_part is None or is_of_part(name)):
+    if pipeline is None and all(parameter.grad is None for parameter in model.parameters()):
+        return None
+    norms, parameters = _norms(model, name_of, pipeline)
+    # By the norm of all of a name, so that the direction stays.
+    if max_norm is not None and max_norm != float("inf"):
+        for (name, _), group in parameters.items():
+            nn.utils.clip_grads_with_norm_(group, max_norm, norms[name])
+    return torch.linalg.vector_norm(torch.stack([*norms.values()])) if len(norms) > 1 else norms.popitem()[1]
+
+
+def grad_norms(model: nn.Module, name_of: NameOf, pipeline: OverStages | None = None) -> dict[str, Tensor]:
+    """Returns the norm [] of the gradients of each name, equal on all ranks, without a device synchronization.
+
+    Example: with ``lambda name: "norm/attn" if ".attn." in name else None``, the norm of all attention layers. Without
+    gradients a norm is 0. Raises ValueError if ``name_of`` selects no trained parameter of the whole model, or there
+    are no gradients at all.
+    """
+    if pipeline is None and all(parameter.grad is None for parameter in model.parameters()):
+        raise ValueError("no parameter has a gradient; measure norms before zero_grad, and without optimizer_in_bwd")
+    return _norms(model, name_of, pipeline)[0]
+
+
+def _norms(
+    model: nn.Module, name_of: NameOf | None, pipeline: OverStages | None
+) -> tuple[dict[str, Tensor], dict[tuple[str, DeviceMesh | None], list[nn.Parameter]]]:
+    """Returns norms by name, and parameters with gradients on this rank by name and mesh."""
+    trained, names = trained_parameters(model), [""]
+    if name_of is not None:
+        of_all = [*map(unwrapped, trained)] if pipeline is None else pipeline.trained_names
+        names = [name for name in dict.fromkeys(map(name_of, of_all)) if name is not None]
+        if not names:
+            examples = ", ".join(of_all[:: max(len(of_all) // 4, 1)])
+            raise ValueError(
+                f"name_of selects none of the {len(of_all)} trained parameters, which are called {examples}"
+            )
+    parameters: dict[tuple[str, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
+    for full_name, parameter in trained.items():
+        name = "" if name_of is None else name_of(unwrapped(full_name))
+        if parameter.grad is not None and name is not None:
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            parameters_by_mesh[mesh].append(parameter)
+            parameters[name, mesh].append(parameter)
 
     # The norm of the norms of the meshes, and over the stages of a pipeline.
-    if not parameters_by_mesh and pipeline is None:
-        return None
-    norms = []
-    for group in parameters_by_mesh.values():
-        grads = [p.grad for p in group if p.grad is not None and id(p) not in tied_copies]
-        norm = _total_norm(grads)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if norms:
-        total_norm = torch.linalg.vector_norm(torch.stack(norms))
-    else:  # a stage without gradients, with precision and device of the others' norms
-        like = next(model.parameters())
-        total_norm = torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    tied_copies: Container[int] = () if pipeline is None else pipeline.tied_copies
+    of_meshes: dict[str, list[Tensor]] = {name: [] for name in names}
+    for (name, _), group in parameters.items():
+        if grads := [p.grad for p in group if p.grad is not None and id(p) not in tied_copies]:
+            norm = _total_norm(grads)
+            of_meshes[name].append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    # Without gradients here, with precision and device of the others' norms.
+    like = next(model.parameters())
+    zero = torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    norms = {name: torch.linalg.vector_norm(torch.stack(each or [zero])) for name, each in of_meshes.items()}
     if pipeline is not None:
-        stage_norms = [torch.empty_like(total_norm) for _ in range(dist.get_world_size(pipeline.group))]
-        dist.all_gather(stage_norms, total_norm, group=pipeline.group)
-        total_norm = torch.linalg.vector_norm(torch.stack(stage_norms))
-
-    # By the norm of all, so that the direction stays.
-    if max_norm is not None and max_norm != float("inf"):
-        for group in parameters_by_mesh.values():
-            nn.utils.clip_grads_with_norm_(group, max_norm, total_norm)
-    return total_norm
-
-
-def clip_grad_norm_by_part_(
-    model: nn.Module, parts: Sequence[str], max_norm: float | None = None, pipeline: OverStages | None = None
-) -> Tensor | None:
-    """Clips the gradients of each part of a model. Returns the norm of all before clipping [].
-
-    ``parts`` are names of modules; everything else is one more part. See :func:`clip_grad_norm_`.
-    """
-
-    def part_of(name: str) -> str | None:
-        return next((part for part in parts if f".{part}." in f".{name}"), None)
-
-    norms = [
-        clip_grad_norm_(model, max_norm, pipeline, lambda name, part=part: part_of(name) == part)  # type: ignore[misc]
-        for part in (None, *parts)
-    ]
-    known = [norm for norm in norms if norm is not None]
-    return torch.linalg.vector_norm(torch.stack(known)) if known else None
+        stacked = torch.stack([*norms.values()])
+        of_stages = [torch.empty_like(stacked) for _ in range(dist.get_world_size(pipeline.group))]
+        dist.all_gather(of_stages, stacked, group=pipeline.group)
+        norms = dict(zip(names, torch.linalg.vector_norm(torch.stack(of_stages), dim=0), strict=True))
+    return norms, parameters
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:

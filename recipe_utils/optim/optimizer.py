@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
@@ -17,7 +18,7 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.parallel.ranks import RankSettings
-from recipe_utils.settings.components import MadeWith, taken_by
+from recipe_utils.settings.components import MadeWith, component_at, taken_by
 from recipe_utils.settings.keys import STRICT, Count, Positive
 from recipe_utils.settings.problems import ConfigError, Problem, naming
 from recipe_utils.update_steps.settings import DataSettings
@@ -26,6 +27,8 @@ _log = get_logger("INFO")
 
 _ADAMW_8BIT = "recipe_utils.optim.AdamW8bit"
 _FASTER = (".lora_b.weight", ".magnitude")
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_STAGE = re.compile(r"(^|(?<=\.))stage_\d+\.")  # also inside names: a teacher beside its student
 
 
 def _infinite_as_float(value: Any) -> Any:
@@ -71,15 +74,19 @@ class OptimizerSettings:
         """Yields problems between the keys."""
         if self.loraplus_lr_ratio is not None and "lr" not in self.optimizer:
             yield Problem("loraplus_lr_ratio", "it multiplies optimizer.lr; set that, too", self.loraplus_lr_ratio)
+        if self.optimizer_in_bwd and takes_names(self.optimizer):
+            text = f"{self.optimizer['_component_']} needs all parameters at once; set it to False"
+            yield Problem("optimizer_in_bwd", text, True)
 
 
 def optimizer_on_ranks(settings: OptimizerSettings, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
     """Yields what ranks and microbatches do not support."""
-    if ranks.tensor_parallel_dim > 1 and settings.optimizer.get("_component_") == _ADAMW_8BIT:
-        text = "its blocks are of whole rows; set torch.optim.AdamW, or tensor_parallel_dim=1"
-        yield Problem("optimizer._component_", text, _ADAMW_8BIT)
-    if ranks.tensor_parallel_dim > 1 and settings.optimizer.get("fused"):
-        yield Problem("optimizer.fused", "tensor parallelism needs it False", True)
+    for key, optimizer in _components(settings.optimizer).items() if ranks.tensor_parallel_dim > 1 else ():
+        if optimizer.get("_component_") == _ADAMW_8BIT:
+            text = "its blocks are of whole rows; set torch.optim.AdamW, or tensor_parallel_dim=1"
+            yield Problem(f"{key}._component_", text, _ADAMW_8BIT)
+        if optimizer.get("fused"):
+            yield Problem(f"{key}.fused", "tensor parallelism needs it False", True)
     if not settings.optimizer_in_bwd:
         return
     if ranks.pipeline_parallel_dim > 1:
@@ -127,6 +134,13 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def unwrapped(name: str) -> str:
+    """Returns a parameter's name without wrappers and pipeline stage."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return _STAGE.sub("", name)
+
+
 def inner_optimizers(optimizer: Any) -> list[Optimizer]:
     """Returns the optimizers among an optimizer's attributes, also in lists and mappings."""
     values: list[Any] = []
@@ -136,8 +150,28 @@ def inner_optimizers(optimizer: Any) -> list[Optimizer]:
     return [value for value in values if isinstance(value, Optimizer)]
 
 
-def make_optimizer(cfg: DictConfig, groups: Any) -> Optimizer:
-    """Builds an optimizer; a wrapper and its inner optimizers share one state, which is saved."""
+def _components(optimizer: Mapping[Any, Any]) -> dict[str, Mapping[Any, Any]]:
+    """Returns the component of an optimizer, and those that are its arguments, by key."""
+    inner = {f"optimizer.{key}": value for key, value in optimizer.items() if isinstance(value, Mapping)}
+    return {"optimizer": optimizer, **inner}
+
+
+def takes_names(optimizer: Mapping[Any, Any]) -> bool:
+    """Returns True for the component of an optimizer that gets parameters with their names."""
+    with suppress(ValueError):  # reported elsewhere
+        return getattr(component_at(str(optimizer.get("_component_"))), "takes_names", False)
+    return False
+
+
+def make_optimizer(cfg: DictConfig, groups: list[Any], parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    """Builds an optimizer; a wrapper and its inner optimizers share one state, which is saved.
+
+    One with an attribute ``takes_names`` gets parameter groups of (name, parameter), as PyTorch's optimizers take them.
+    """
+    if takes_names(cfg):
+        names = {id(parameter): unwrapped(name) for name, parameter in parameters.items()}
+        groups = groups if isinstance(next(iter(groups), 0), dict) else [{"params": groups}]
+        groups = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
     optimizer: Optimizer = config.instantiate(cfg, groups)
     for inner in inner_optimizers(optimizer):
         optimizer.state.update(inner.state)
@@ -149,21 +183,23 @@ def build_optimizer(cfg: DictConfig, model: nn.Module, settings: OptimizerSettin
     """Builds an optimizer of the trained parameters of a model that is wrapped and on its device."""
     if settings.optimizer_in_bwd:
         one_group = lambda ps: settings.groups(dict(zip("p", ps, strict=True)))  # noqa: E731
-        return OptimizerInBackward(model, lambda ps: make_optimizer(cfg, one_group(ps)))
-    return make_optimizer(cfg, settings.groups(trained_parameters(model)))
+        return OptimizerInBackward(model, lambda ps: make_optimizer(cfg, one_group(ps), {}))
+    parameters = trained_parameters(model)
+    return make_optimizer(cfg, settings.groups(parameters), parameters)
 
 
 def check_optimizer(
     cfg: DictConfig, cfg_schedule: DictConfig | None, settings: OptimizerSettings, model: nn.Module
 ) -> None:
-    """Builds an optimizer and a schedule of a matrix and a vector, to refuse arguments before weights are read.
+    """Builds an optimizer and a schedule to refuse arguments before weights are read, of a matrix and a vector.
 
     ``model`` is whole, on the meta device.
     """
-    if not math.isfinite(cfg.get("lr") or 0):
-        raise ValueError(f"optimizer.lr={cfg.lr}: it must be finite")
-    if cfg.get("maximize"):
-        raise ValueError("optimizer.maximize=True: it would raise the loss; take it out")
+    for key, component in _components(cfg).items():
+        if not math.isfinite(component.get("lr") or 0):
+            raise ValueError(f"{key}.lr={component['lr']}: it must be finite")
+        if component.get("maximize"):
+            raise ValueError(f"{key}.maximize=True: it would raise the loss; take it out")
     if cfg_schedule is not None and (num := cfg_schedule.get("num_warmup_steps", 0)) < 0:
         raise ConfigError(Problem("lr_scheduler.num_warmup_steps", "it must be at least 0", num))
     ratio, names = settings.loraplus_lr_ratio, trained_parameters(model)
@@ -171,7 +207,7 @@ def check_optimizer(
         raise ConfigError(f"loraplus_lr_ratio={ratio}: the model has no LoRA; leave it out")
     # skip_init draws no random numbers.
     small = nn.ModuleDict({"lora_b": nn.utils.skip_init(nn.Linear, 2, 2)})
-    (optimizer, *_) = single_optimizers(build_optimizer(cfg, small, settings))
+    (optimizer, *_) = single_optimizers(build_optimizer(cfg, model if takes_names(cfg) else small, settings))
     with naming("lr_scheduler"):
         schedule = make_schedule(cfg_schedule, optimizer, num_training_steps=1)
     takes_steps = cfg_schedule is None or taken_by(cfg_schedule, {"num_training_steps": 1})

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchtune.utils import get_logger, log_rank_zero
 
+from recipe_utils.optim.optimizer import takes_names
 from recipe_utils.settings.keys import STRICT, CountOrZero, Positive
 from recipe_utils.settings.problems import Problem
 
@@ -56,6 +57,9 @@ class ScheduleSettings:
 
     def problems_of_schedules(self, optimizer: Mapping[str, Any], student_temperature: float) -> Iterator[Problem]:
         """Yields schedules that do not fit the config of the optimizer, or the student's temperature."""
+        if takes_names(optimizer):
+            text = "rates and weight decay by depth need one optimizer; set torch.optim.AdamW"
+            yield Problem("optimizer._component_", text, optimizer["_component_"])
         if self.weight_decay_end is not None and not optimizer.get("weight_decay"):
             text = "it starts from optimizer.weight_decay; set that above 0, or remove this key"
             yield Problem("weight_decay_end", text, self.weight_decay_end)

@@ -113,6 +113,31 @@ class SimPOLoss(nn.Module):
         return losses, chosen.detach(), rejected.detach()
 
 
+class ORPOLoss(nn.Module):
+    """Odds ratio preference optimization, without a reference (Hong et al. 2024, arXiv:2403.07691, equations 6 and 7).
+
+    ``-beta log sigmoid(log odds(chosen) - log odds(rejected))`` with ``odds = p / (1 - p)``, where ``log p`` is the mean
+    log-probability per target. The paper's other term, the likelihood of chosen answers, is ``sft_loss_weight: 1.0``.
+
+    Args:
+        beta: weight of the odds ratio, the paper's lambda.
+    """
+
+    normalizes_length = True
+    needs_reference = False
+
+    def __init__(self, beta: float = 0.1) -> None:
+        super().__init__()
+        self.beta = beta
+
+    def forward(self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Losses:
+        """Returns losses and rewards, without the reference."""
+        # The odds of an answer that is certain would be infinite, and their gradient NaN.
+        odds = [each - torch.log(-torch.expm1(each.clamp(max=-1e-9))) for each in (chosen, rejected)]
+        losses = -self.beta * F.logsigmoid(odds[0] - odds[1])
+        return losses, self.beta * chosen.detach(), self.beta * rejected.detach()
+
+
 METRICS = (
     "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
     "log_probs/chosen", "log_probs/rejected", "sft_loss",

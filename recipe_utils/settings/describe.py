@@ -45,7 +45,7 @@ SECTIONS = {
     "Save, resume and export": """save_every_n_steps save_every_n_minutes resume_from_checkpoint
         enable_async_checkpointing keep_last_n_checkpoints resume_with_other_data resume_with_other_model
         export_every_n_steps export_dtype keep_last_n_exports keep_best_checkpoint save_adapter_weights_only""",
-    "Choose and load samples": """max_steps_per_epoch last_update_step gradient_accumulation_steps shuffle data_seed
+    "Choose and load samples": """max_steps_per_epoch last_update_step gradient_accumulation_steps shuffle data_seed order
         mixture loss_weights on_bad_sample num_workers prefetch_update_steps balance_over_ranks collate_fn""",
     "Fit a larger model or longer samples": """max_ranks_per_row ac_mode ac_option enable_activation_offloading
         fsdp_cpu_offload fsdp fsdp_reshard_after_forward custom_sharded_layers optimizer_in_bwd""",

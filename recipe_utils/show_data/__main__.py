@@ -34,8 +34,8 @@ from recipe_utils.text.limits import NO_LIMITS
 from recipe_utils.text.mixture import MixtureOrder, problems_with_list
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.loaders import build_order
-from recipe_utils.update_steps.samples import CheckedDataset, SampleError
+from recipe_utils.training.loaders import build_order, build_own_order
+from recipe_utils.update_steps.samples import CheckedDataset, SampleError, unread
 from recipe_utils.update_steps.settings import DataSettings
 
 _KEYS = {
@@ -56,7 +56,9 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     if not given.get("global_batch_size"):  # which another number of ranks may contradict
         given["gradient_accumulation_steps"] = values.get("gradient_accumulation_steps")
     are_pairs = issubclass(recipe_settings, PairSettings)
-    settings = replace(read_settings(OmegaConf.create(given), DataSettings), mixture=values.get("mixture"))
+    settings = replace(
+        read_settings(OmegaConf.create(given), DataSettings), mixture=values.get("mixture"), order=values.get("order")
+    )
     problems += problems_with_list("dataset", values.get("dataset"))
     if problems:
         raise ConfigError(*problems)
@@ -77,6 +79,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     order = build_order(checked, settings, dp_degree=1)
     if isinstance(order, MixtureOrder):
         yield from order.log_lines(cfg.get("epochs", 1))
+    order = build("order", build_own_order, settings.order, order, unread(dataset))
     first_samples = chain.from_iterable(order.samples(0, step) for step in range(order.num_steps(0)))
     for index in map(int, build("num_samples", islice, first_samples, num_samples)):
         try:

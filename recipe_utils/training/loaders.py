@@ -1,11 +1,13 @@
 """Builds loaders from datasets: checks, order of the samples, budget of the rows; update steps without any target."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from omegaconf import DictConfig
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.checkpoint.load import TrainingState
@@ -21,7 +23,7 @@ from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.order import Order, ShuffledOrder
 from recipe_utils.update_steps.permutation import NUM_IN_MEMORY
-from recipe_utils.update_steps.samples import CheckedDataset, SampleError
+from recipe_utils.update_steps.samples import CheckedDataset, SampleError, unread
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -105,13 +107,17 @@ def build_loader(
             raise ValueError("it has 0 samples; at least 1 is needed")
         checked = _inspected(checked, collator, settings, ranks, is_training)
     order = build_order(checked, settings, ranks.dp_degree, is_training)
-    checked = replace(checked, fingerprint=_fingerprint_of(checked, settings, ranks.dp_degree))
+    # An own order may have no fingerprint: that of the order around which it is built, and its arguments.
+    fingerprint = {**_fingerprint_of(checked, settings, ranks.dp_degree), **order.fingerprint()}
+    fingerprint |= {f"order.{key}": value for key, value in (settings.order or {}).items()}
+    checked = replace(checked, fingerprint=fingerprint)
+    order = build("order", build_own_order, settings.order, order, unread(dataset))
     numbers = settings.num_workers, settings.prefetch_update_steps
     return UpdateStepLoader(checked, order, budget, ranks, group, *numbers, num_to_run)
 
 
 def build_order(dataset: CheckedDataset, settings: DataSettings, dp_degree: int, is_training: bool = True) -> Order:
-    """Returns the order of a training: by weight if the dataset is a mixture with weights, else shuffled."""
+    """Returns the order of the config: by weight if the dataset is a mixture with weights, else shuffled."""
     size, most = settings.samples_per_update_step(dp_degree), settings.max_steps_per_epoch
     mixture = dataset.parts
     if is_training and isinstance(mixture, Mixture) and mixture.weights is not None:
@@ -123,6 +129,27 @@ def build_order(dataset: CheckedDataset, settings: DataSettings, dp_degree: int,
     with naming("last_update_step"):
         drops = settings.last_update_step == "drop"
         return ShuffledOrder(len(dataset), size, settings.shuffle, settings.data_seed, drops, most)
+
+
+def build_own_order(component: Mapping[str, Any] | None, order: Order, dataset: Any) -> Order:
+    """Builds the order of the config key ``order`` around ``order``, that of the other keys; None returns the latter.
+
+    Raises ValueError if it is no order, or its first or last update step of epoch 0 is no part of ``dataset``.
+    """
+    if component is None:
+        return order
+    own: Order = config.instantiate(OmegaConf.create(dict(component)), order, dataset)
+    name = f"order._component_={component['_component_']}"
+    methods = "num_steps", "samples", "end", "fingerprint"
+    if missing := [method for method in methods if not callable(getattr(own, method, None))]:
+        raise ValueError(f"{name}: it has no {', '.join(missing)}; let it inherit from {Order.__module__}.Order")
+    steps = sorted({0, own.num_steps(0) - 1})
+    samples, ends = ([call(0, step) for step in steps if step >= 0] for call in (own.samples, own.end))
+    are_indices = [isinstance(s, np.ndarray) and s.size and s.min() >= 0 and s.max() < len(dataset) for s in samples]
+    if steps[0] < 0 or not all(are_indices) or [0, *ends] != sorted({0, *ends}):
+        text = f"samples of update steps {steps} are {samples} and end at {ends}; return arrays of indices below "
+        raise ValueError(f"{name}: {text}{len(dataset)}, ends that ascend from above 0, and at least one update step")
+    return own
 
 
 def _inspected(

@@ -30,7 +30,8 @@ _RATES = {
 }
 _COUNTS = {"target_tokens": "target_tokens", "weights": "target_tokens", "pairs": "pairs"}
 """Count that a recipe divides by -> total that is logged, as ``num_tokens`` or ``num_pairs``."""
-_NUM_SKIPPED, _MOST_IN_A_ROW = "num_nonfinite_steps", "most_nonfinite_in_a_row"
+_OF_GUARD = "num_nonfinite_steps", "most_nonfinite_in_a_row", "num_skipped_steps"
+"""Names of the counts of :meth:`.NonfiniteGuard.take_counts`."""
 
 
 def learning_rates(groups: Sequence[Mapping[str, Any]]) -> dict[str, Metric]:
@@ -144,7 +145,7 @@ class Metrics:
             state: position after the update step.
             step: update step, whose totals are logged.
             sums: this rank's parts of metrics, [] each, of one dtype; their means over ranks are logged.
-            guard: counts optimizer steps that were skipped.
+            guard: counts update steps whose optimizer step is skipped.
             more: further metrics, equal on all ranks; None is not logged. Rates in it replace the optimizer's.
             logs_memory: also logs the peak memory of an accelerator.
         """
@@ -161,7 +162,7 @@ class Metrics:
             metrics |= training.get_memory_stats(device=self._device)
         on_host = {name: value for name, value in metrics.items() if not (value is None or isinstance(value, Tensor))}
 
-        # One copy to the host takes all tensors: means, further metrics, and the guard's two counts.
+        # One copy to the host takes all tensors: means, further metrics, and the guard's counts.
         tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
         counts, num_steps = guard.take_counts()
         means = mean_over_ranks(torch.stack([*sums.values()]))
@@ -170,7 +171,7 @@ class Metrics:
             value.detach().to(means.device, means.dtype, non_blocking=True).view(1)
             for value in (*tensors.values(), *counts)
         ]
-        names = [*sums, *tensors, _NUM_SKIPPED, _MOST_IN_A_ROW]
+        names = [*sums, *tensors, *_OF_GUARD]
         on_device = torch.cat([means, *others])
         copied = on_device.to("cpu", non_blocking=on_device.is_cuda)  # pinned by PyTorch
         arrived = torch.cuda.current_stream().record_event() if on_device.is_cuda else None
@@ -179,10 +180,11 @@ class Metrics:
             if arrived is not None:
                 arrived.synchronize()
             values: dict[str, Any] = dict(zip(names, copied.tolist(), strict=True))
-            num_skipped, most_in_a_row = int(values.pop(_NUM_SKIPPED)), int(values.pop(_MOST_IN_A_ROW))
-            values = {**on_host, **values, **self.throughput.read_and_restart()}
-            self.write(state, values | ({_NUM_SKIPPED: num_skipped} if num_skipped else {}))
-            self._log.warn(guard.judge(num_skipped, most_in_a_row, num_steps, state.global_step))
+            of_guard = {name: int(values.pop(name)) for name in _OF_GUARD}
+            num_nonfinite, most_in_a_row, _ = of_guard.values()
+            skipped = {name: num for name, num in of_guard.items() if num and name.startswith("num_")}
+            self.write(state, {**on_host, **values, **self.throughput.read_and_restart(), **skipped})
+            self._log.warn(guard.judge(num_nonfinite, most_in_a_row, num_steps, state.global_step))
 
         self._held = write
         if not self.reads_late:

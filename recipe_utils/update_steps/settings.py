@@ -15,7 +15,7 @@ from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.packed import plan_packed
 from recipe_utils.plans.padded import plan_in_order, plan_least_padding
 from recipe_utils.plans.rounds import Plan
-from recipe_utils.settings.components import component_at
+from recipe_utils.settings.components import MadeWith, component_at
 from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith
 from recipe_utils.settings.problems import ConfigError, Problem
 
@@ -52,6 +52,9 @@ class DataSettings:
     """Shuffles the dataset in each epoch, in the same order on any number of ranks."""
     data_seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of the shuffled order, and of crops and masks of images. 0 is the order of torchtune's sampler."""
+    order: Annotated[dict[str, Any], MadeWith(num_positional=2)] | None = None
+    """An order of one's own, such as a curriculum. Its first arguments are the order of the other keys, which null
+    keeps, and the dataset."""
     num_workers: CountOrZero = 0
     """DataLoader worker processes; 0 loads in the background thread."""
     prefetch_update_steps: CountOrZero = 2
@@ -200,6 +203,7 @@ class DataSettings:
             last_update_step="train",
             max_steps_per_epoch=None,
             shuffle=False,
+            order=None,
             sample_losses=False,
         )
 

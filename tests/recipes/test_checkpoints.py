@@ -68,7 +68,13 @@ def keep_only(config, step):
             shutil.rmtree(path)
 
 
-WRAPPER = {"optimizer": {"_component_": "tiny.MuonAndAdamW"}}
+WRAPPER = {
+    "optimizer": {
+        "_component_": "recipe_utils.optim.Split",
+        "matrices": {"_component_": "torch.optim.Muon", "lr": 0.02},
+        "rest": {"_component_": "torch.optim.AdamW", "lr": 3e-4, "fused": True},
+    }
+}
 
 
 @pytest.mark.parametrize(

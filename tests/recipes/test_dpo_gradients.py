@@ -25,6 +25,7 @@ FAST = [
     Row("fsdp-2", "dora", "packed", 2, None, "ipo", {**APART, "fsdp_reshard_after_forward": False}),
     Row("pp-2", "tied lora", "least_padding", 2, "Interleaved1F1B", "robust"),
     Row("one", "gemma3_text", objective="dpo"),
+    Row("fsdp-2", "tied", objective="orpo"),
 ]
 ROWS = [
     *FAST,
@@ -41,6 +42,7 @@ ROWS = [
     Row("one", "tied", *PADDED, None, "simpo"),
     Row("one", "tied lora", objective="ipo", changes=RECOMPUTED),
     Row("one", "lora", *ONE_BY_ONE, "dpo", CACHED),
+    Row("one", "untied", *PADDED, None, "orpo"),
     # Layouts
     Row("fsdp-2", "tied", objective="rso", changes=OFFLOADED),
     Row("fsdp-2", "tied", *PADDED, None, "normalized", CACHED),

@@ -37,6 +37,7 @@ def mixture(code, also=ALSO):
     return f"dataset=[{CODE % code},{also}]"
 
 
+SPLIT = "optimizer={_component_: recipe_utils.optim.Split, matrices: {_component_: torch.optim.Muon}, rest: {_component_: torch.optim.AdamW}}"
 REFUSED = {
     # ---- Fine-tuning
     (SFT, "batchsize=3"): "batchsize: this recipe has no such key; did you mean batch_size",
@@ -76,6 +77,12 @@ REFUSED = {
     (SFT, "optimizer_in_bwd=True gradient_accumulation_steps=1 clip_grad_norm=1.0"): "clip_grad_norm=1.0",
     (SFT, "enable_activation_offloading=True enable_activation_checkpointing=True"): "_activation_offloading=True: it needs device=cuda",
     (SFT, "enable_activation_checkpointing=True ac_mode=full"): "ac_mode=full: .* recomputes all layers already",
+    (SFT, SPLIT + " optimizer_in_bwd=True gradient_accumulation_steps=1"): "optimizer_in_bwd=True: recipe_utils.optim.Split needs all",
+    (SFT, SPLIT + " optimizer.names=nowhere"): "optimizer.names=nowhere: it leaves no parameter to matrices; there are tok_emb",
+    (SFT, SPLIT + " optimizer.rest.learning_rate=1"): "optimizer.rest.learning_rate: AdamW has no such argument",
+    (SFT, SPLIT + " optimizer.rest.lr=.inf"): "optimizer.rest.lr=inf: it must be finite",
+    (SFT, SPLIT + " optimizer.rest.maximize=True"): "optimizer.rest.maximize=True: it would raise",
+    (DINO, SPLIT): "optimizer._component_=recipe_utils.optim.Split: rates and weight decay by depth need one optimizer",
     (SFT, "optimizer=null"): "optimizer: it is missing; set it to a component",
     (SFT, "optimizer.lr=-1"): "optimizer: Invalid learning rate: -1",
     (SFT, "optimizer.maximize=True"): "optimizer.maximize=True: it would raise the loss",

@@ -29,11 +29,17 @@ STAGES = {**SAMPLES, "model": tiny.DEEP_MODEL, "microbatching": "in_order", "bat
 ADAPTED = {**SAMPLES, "clip_grad_norm": 0.05}
 DROPS = tiny.adapted(tiny.DEEP_MODEL, lora_dropout=0.3)
 QLORA = tiny.adapted(tiny.WIDE_MODEL, quantize_base=True)
+SPLIT = {
+    "_component_": "recipe_utils.optim.Split",
+    "matrices": {"_component_": "torch.optim.RMSprop", "lr": 0.02},
+    "rest": {"_component_": "torch.optim.AdamW", "lr": 0.01},
+}
 ROWS = {  # recipe, config, and layouts: the first saves and resumes bitwise, others have its curve
     "packed": (SFT, SAMPLES, ["fsdp-2", "one", "fsdp-4", "hsdp-2x2", "in order"]),
     "stages": (SFT, {**STAGES, "enable_async_checkpointing": True}, ["pp-2", "pp-4", "one"]),
     "dora": (SFT, {**ADAPTED, "model": tiny.adapted(tiny.WIDE_MODEL, use_dora=True)}, ["one", "pp-2"]),
     "dropout": (SFT, {**SAMPLES, "model": DROPS, "ac_mode": "selective", "ac_option": 1}, ["fsdp-2"]),
+    "split": (SFT, {**SAMPLES, "model": tiny.DEEP_MODEL, "optimizer": SPLIT}, ["one", "fsdp-2", "pp-2"]),
     "qlora": (SFT, {**ADAPTED, "model": QLORA}, ["one", "pp-2"]),
     "wider weights": (SFT, {**SAMPLES, "dtype": "bf16", "weights_dtype": "fp32"}, ["fsdp-2"]),
     "live reference": (DPO, {"dataset": PAIRS, "sft_loss_weight": 0.2}, ["fsdp-2"]),

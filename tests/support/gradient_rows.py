@@ -107,8 +107,20 @@ def distilled(kd_ratio, temperature, divergence, data=DATA):
     return Objective(KD, big_batch.distillation, (kd_ratio, temperature, divergence), keys, 1e-6)
 
 
-def preferred(kind, loss, sft_loss_weight=0.0):
-    """Returns the objective of preferences; ``kind`` is that of pairs."""
+def odds_ratio(beta):
+    """Returns ORPO as its paper has it, by odds."""
+
+    def formula(chosen, rejected, *_):
+        odds = [log_prob.exp() / (1 - log_prob.exp()) for log_prob in (chosen, rejected)]
+        losses = -beta * (1 / (1 + odds[1] / odds[0])).log()
+        return losses, beta * chosen.detach(), beta * rejected.detach()
+
+    formula.normalizes_length = True
+    return formula
+
+
+def preferred(kind, loss, sft_loss_weight=0.0, formula=None):
+    """Returns the objective of preferences; ``kind`` is that of pairs, ``formula`` another component of ``loss``."""
     keys = {
         "dataset": {"_component_": "tiny.tiny_pair_dataset", "num_pairs": NUM_PAIRS, "kind": kind},
         "loss": loss,
@@ -116,7 +128,7 @@ def preferred(kind, loss, sft_loss_weight=0.0):
         "global_batch_size": PAIRS_PER_STEP,
         "gradient_accumulation_steps": ...,
     }
-    return Objective(DPO, big_batch.preference, (loss, sft_loss_weight), keys)
+    return Objective(DPO, big_batch.preference, ({**loss, **(formula or {})}, sft_loss_weight), keys)
 
 
 TORCHTUNE, OURS = "torchtune.rlhf.loss", "recipe_utils.preference.losses"
@@ -144,6 +156,7 @@ OBJECTIVES = {
     "robust": preferred("multi_turn", {"_component_": f"{OURS}.RobustDPOLoss", "beta": 0.3, "label_smoothing": 0.2}),
     "normalized": preferred("alike_beginnings", {"_component_": f"{OURS}.NormalizedDPOLoss", "beta": 3.0}),
     "simpo": preferred("multi_turn", {"_component_": f"{OURS}.SimPOLoss", "beta": 2.0, "gamma": 0.5}, 0.2),
+    "orpo": preferred("masked", {"_component_": f"{OURS}.ORPOLoss", "beta": 0.4}, 1.0, {"_component_": "gradient_rows.odds_ratio"}),
 }  # fmt: skip
 
 

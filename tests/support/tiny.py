@@ -131,20 +131,6 @@ def tiny_tokenizer(max_seq_len=64):
     return TinyTokenizer(max_seq_len)
 
 
-class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for matrices, AdamW for the rest."""
-
-    def __init__(self, params, lr=0.02, adamw_lr=3e-4):
-        params = list(params)
-        matrices, others = ([p for p in params if (p.ndim == 2) is each] for each in (True, False))
-        self.parts = torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(others, lr=adamw_lr)
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-
-    def step(self, closure=None):
-        for part in self.parts:
-            part.step()
-
-
 class Samples(Dataset[dict[str, Any]]):
     def __init__(self, samples):
         self.samples = samples

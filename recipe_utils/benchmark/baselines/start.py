@@ -13,11 +13,11 @@ from torchtune import config as torchtune_config
 from torchtune import training
 
 from recipe_utils.checkpoint.peft import load_checkpoint
-from recipe_utils.checkpoint.tensors import unwrapped
 from recipe_utils.examples.fresh_weights import _DEFAULTS, _FIXED, _HF_NAMES
 from recipe_utils.models.adapters.lora import Adapters, find_adapters, freeze_base, fresh_adapters
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.settings import ModelSettings
+from recipe_utils.optim.optimizer import unwrapped
 from recipe_utils.settings.problems import naming
 
 

@@ -6,6 +6,7 @@ microbatches: on 4 ranks 27 % for the 8 microbatches of an update step, and 60 %
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from recipe_utils.models.pipeline.schedule import (
     num_microbatches_to_run,
 )
 from recipe_utils.models.pipeline.stages import Stages
+from recipe_utils.optim.optimizer import trained_parameters, unwrapped
 from recipe_utils.parallel.fsdp import local, reshard
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.parallel.to_device import to_device_ahead
@@ -71,6 +73,11 @@ class Pipeline:
         self._schedule_class = SCHEDULES[schedule]
         self._takes_one_stage = not has_several_stages_per_rank(schedule)
         self.group = group
+        names: list[Any] = [None] * dist.get_world_size(group)
+        trained = chain.from_iterable(map(trained_parameters, stages.values()))
+        dist.all_gather_object(names, [*map(unwrapped, trained)], group)
+        self.trained_names = [*dict.fromkeys(chain(*names))]
+        """Names of the trained parameters of all stages, in the order of ranks."""
         self._num_ranks = dist.get_world_size(group)
         self._num_sums = num_sums
         self._shape = schedule, self._num_ranks, num_stages

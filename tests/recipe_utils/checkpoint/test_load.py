@@ -15,10 +15,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from recipe_utils.checkpoint.load import _check_frozen, differences, load
 from recipe_utils.checkpoint.save import CheckpointWriter
-from recipe_utils.checkpoint.tensors import describe_mismatch, note_options, optimizer_contents, unwrapped
+from recipe_utils.checkpoint.tensors import describe_mismatch, note_options, optimizer_contents
 from recipe_utils.files import CheckpointError
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.settings import ModelSettings
+from recipe_utils.optim.optimizer import unwrapped
 from recipe_utils.parallel.process_group import new_cpu_group
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 

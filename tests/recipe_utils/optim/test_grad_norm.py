@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from recipe_utils.optim.grad_norm import clip_grad_norm_, clip_grad_norm_by_part_
+from recipe_utils.optim.grad_norm import clip_grad_norm_, grad_norms
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import ParallelDims, RankSettings, build_mesh, join_ranks
 
 CPU = torch.device("cpu")
+ZERO = torch.zeros(1)
 
 
 def model_with_gradients(scale=1.0, dtype=torch.float32, size=1):
@@ -110,9 +112,14 @@ def clip_stages():
     stage["own"].grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]][dist.get_rank()])
     stage["shared"].grad = torch.tensor([12.0, 0.0])
     copies = {id(stage["shared"])} if dist.get_rank() == 1 else set()
-    pipeline = SimpleNamespace(group=ranks.pp_group, tied_copies=copies)
+    names = ["own", "shared", "of the second rank"]
+    pipeline = SimpleNamespace(group=ranks.pp_group, tied_copies=copies, trained_names=names)
+    if dist.get_rank() == 1:
+        stage["of the second rank"] = nn.Parameter(torch.zeros(1))
+        stage["of the second rank"].grad = torch.zeros(1)
+    by_name = {name: norm.item() for name, norm in grad_norms(stage, str, pipeline).items()}
     norm = clip_grad_norm_(stage, 1.0, pipeline)
-    return norm.item(), stage["own"].grad.tolist(), stage["shared"].grad.tolist()
+    return norm.item(), stage["own"].grad.tolist(), stage["shared"].grad.tolist(), by_name
 
 
 @pytest.fixture(scope="module")
@@ -129,47 +136,51 @@ def test_sharded_gradients_are_clipped_by_the_norm_of_all_shards(two_ranks):
 
 
 def test_the_norm_over_stages_counts_each_parameter_once_and_clips_every_copy(two_ranks):
-    for rank, (*_, (norm, own, shared)) in enumerate(two_ranks):
+    for rank, (*_, (norm, own, shared, by_name)) in enumerate(two_ranks):
+        assert by_name == pytest.approx({"own": 5, "shared": 12, "of the second rank": 0})
         assert norm == pytest.approx(13)  # of 3, 4 and 12
         assert own == pytest.approx([[3 / 13, 0], [0, 4 / 13]][rank])
         assert shared == pytest.approx([12 / 13, 0])
 
 
-# ---- Part by part -------------------------------------------------------------------------------
-
-PARTS = ("output.dino", "output.ibot")
+# ---- By name ------------------------------------------------------------------------------------
 
 
-def model_of_parts():
+def model_of_layers():
     torch.manual_seed(0)
-    model = nn.ModuleDict({"layers": nn.Linear(4, 3), "output": nn.ModuleDict()})
-    model["output"]["dino"], model["output"]["ibot"] = nn.Linear(3, 5), nn.Linear(3, 6)
-    # Its name only starts like that of a part.
-    model["output"]["dino_too"] = nn.Linear(2, 2)
-    scales = {"layers": 1.0, "dino": 10.0, "ibot": 0.01, "dino_too": 0.1}
-    for name, parameter in model.named_parameters():
-        parameter.grad = scales[name.split(".")[-2]] * torch.randn(parameter.shape)
-    return model
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleDict({name: nn.Linear(4, 3) for name in "ab"}), "output": nn.Linear(3, 5)}
+    )
+    model["unused"] = nn.Linear(2, 2)
+    for parameter, scale in zip(model.parameters(), (1.0, 1.0, 10.0, 10.0, 0.01, 0.01), strict=False):
+        parameter.grad = scale * torch.randn(parameter.shape)
+    return nn.ModuleDict({"stage_0": model})
 
 
-def test_each_part_is_clipped_by_its_own_norm():
-    model, expected = model_of_parts(), model_of_parts()
-    norm = clip_grad_norm_by_part_(model, PARTS, 1.0)
-    assert norm.item() == pytest.approx(norm_in_float64(gradients(expected)))
-    heads = expected["output"]
-    rest = [*expected["layers"].parameters(), *heads["dino_too"].parameters()]
-    for part in (rest, heads["dino"].parameters(), heads["ibot"].parameters()):
-        nn.utils.clip_grad_norm_(part, 1.0)
+def part_of(name):
+    return name.rpartition(".")[0]
+
+
+def test_the_gradients_of_each_name_are_measured_and_clipped_by_their_own_norm():
+    model, expected = model_of_layers(), model_of_layers()
+    norms = {name: norm.item() for name, norm in grad_norms(model, part_of).items()}
+    parts = {name: expected["stage_0"].get_submodule(name) for name in norms}
+    assert list(parts) == ["layers.a", "layers.b", "output", "unused"]
+    assert norms == pytest.approx({name: norm_in_float64(gradients(part) or [ZERO]) for name, part in parts.items()})
+    assert clip_grad_norm_(model, 1.0, name_of=part_of).item() == pytest.approx(norm_in_float64(gradients(expected)))
+    for part in parts.values():
+        nn.utils.clip_grad_norm_(part.parameters(), 1.0)
     assert_same_gradients(model, expected)
-    assert_same_gradients(model["output"]["ibot"], model_of_parts()["output"]["ibot"])  # small
+    assert_same_gradients(*(each["stage_0"]["output"] for each in (model, model_of_layers())))  # small
 
 
-def test_parts_without_a_limit_are_measured_and_parts_without_gradients_are_skipped():
-    model = model_of_parts()
-    clip_grad_norm_by_part_(model, PARTS)
-    assert_same_gradients(model, model_of_parts())
-    model["output"]["dino"].zero_grad(set_to_none=True)
-    expected = norm_in_float64(gradients(model))
-    assert clip_grad_norm_by_part_(model, PARTS, 1.0).item() == pytest.approx(expected)
-    model.zero_grad(set_to_none=True)
-    assert clip_grad_norm_by_part_(model, PARTS, 1.0) is None
+def test_norms_of_nothing_are_refused_with_names_of_parameters():
+    with pytest.raises(ValueError, match=r"none of the 8 trained parameters, which are called layers\.a\.weight, l"):
+        grad_norms(model_of_layers(), lambda name: "norm" if name.startswith("layer.0.") else None)
+    with pytest.raises(ValueError, match="no parameter has a gradient; measure norms before zero_grad"):
+        grad_norms(nn.Linear(2, 2), str)
+
+
+def test_norms_do_not_wait_for_the_device():
+    with FakeTensorMode():  # its tensors have no values to wait for
+        assert len(grad_norms(model_of_layers(), part_of)) == 4

@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.optim.optimizer import OptimizerInBackward, OptimizerSettings
@@ -26,7 +27,9 @@ def see(guard, norms):
 def read(guard, global_step):
     """Reads the counts as a log line does; returns them and the warning."""
     counts, num_steps = guard.take_counts()
-    return (*counts.tolist(), num_steps), guard.judge(*counts.tolist(), num_steps, global_step)
+    *judged, num_own = counts.tolist()
+    assert num_own == 0
+    return (*judged, num_steps), guard.judge(*judged, num_steps, global_step)
 
 
 @pytest.mark.parametrize("norm", [NAN, INF, -INF])
@@ -43,10 +46,39 @@ def test_a_fused_optimizer_skips_the_step_itself(norm):
     assert read(guard, 3)[0] == (1, 1, 3)
 
 
+@pytest.mark.parametrize("of_host", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_recipe_skips_are_counted_by_themselves_and_end_nothing(fused, of_host):
+    guard, optimizer, parameter = make_guard(fused=fused)
+    for value, moves in ((1.0, True), (9.0, False), (NAN, False), (9.0, False), (2.0, True)):
+        before, norm = parameter.detach().clone(), torch.tensor(value)
+        parameter.grad = torch.full((2,), value)
+        condition = norm < 5
+        if guard.should_step(norm, also=bool(condition) if of_host else condition):
+            optimizer.step()
+        assert torch.equal(parameter, before) is not moves
+    counts, num_steps = guard.take_counts()
+    assert (counts.tolist(), num_steps) == ([1, 1, 2], 5)
+    assert guard.take_counts()[0].tolist() == [0, 0, 0]
+    guard.should_step(torch.tensor(9.0), also=False)
+    guard.check(6)
+    assert guard.problem == ""
+
+
+def test_a_fused_optimizer_does_not_wait_for_the_condition():
+    with FakeTensorMode():  # its tensors have no values to wait for
+        guard, *_ = make_guard(fused=True)
+        norm = torch.ones(())
+        assert guard.should_step(norm, also=norm < 5) is True
+        guard.take_counts()
+
+
 def test_an_optimizer_that_has_stepped_in_the_backward_is_not_guarded():
     optimizer = OptimizerInBackward(tiny.tiny_model(), torch.optim.SGD)
     guard = NonfiniteGuard(optimizer, CPU, OptimizerSettings(optimizer={}))
     assert guard.should_step(None) is True
+    with pytest.raises(ValueError, match="optimizer_in_bwd=True: the backward has updated the weights"):
+        guard.should_step(None, also=False)
     assert read(guard, 1) == ((0, 0, 0), "")
     assert guard.problem == ""
 

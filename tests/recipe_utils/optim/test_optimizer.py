@@ -106,10 +106,9 @@ def test_vectors_may_have_no_weight_decay(in_backward, component_of):
 
 
 def test_tensor_parallelism_refuses_fused_optimizers():
-    fused = {"_component_": "torch.optim.AdamW", "fused": True}
-    settings = OptimizerSettings(optimizer=fused), DataSettings()
-    (problem,) = optimizer_on_ranks(*settings, RankSettings(tensor_parallel_dim=2))
-    assert str(problem).startswith("optimizer.fused=True: ")
+    settings = OptimizerSettings(optimizer={"fused": True, "rest": {"fused": True}}), DataSettings()
+    problems = optimizer_on_ranks(*settings, RankSettings(tensor_parallel_dim=2))
+    assert [problem.key for problem in problems] == ["optimizer.fused", "optimizer.rest.fused"]
     assert list(optimizer_on_ranks(*settings, RankSettings())) == []
 
 
@@ -134,7 +133,24 @@ def test_inner_optimizers_have_the_state_of_their_wrapper_and_need_its_groups_fo
     check_optimizer(cfg, None, settings(), model)
     with pytest.raises(ValueError, match="_component_=GroupsApart: its inner optimizers have"):
         check_optimizer(cfg, SCHEDULE, settings(), model)
-    check_optimizer(component("tiny.MuonAndAdamW"), SCHEDULE, settings(), model)
+
+
+MUON, ADAMW = ({"_component_": f"torch.optim.{name}", "lr": rate} for name, rate in (("Muon", 0.02), ("AdamW", 3e-4)))
+
+
+def test_matrices_of_layers_and_everything_else_have_an_optimizer_each_and_one_schedule():
+    cfg = component("recipe_utils.optim.Split", matrices=MUON, rest=ADAMW)
+    check_optimizer(cfg, SCHEDULE, settings(), tiny.tiny_model().to("meta"))
+    model = tiny.tiny_model(tiny.UNTIED_MODEL)
+    optimizer = build_optimizer(cfg, model, settings(weight_decay_of_vectors=False))
+    names = {p: name for name, p in model.named_parameters()}
+    stepped = {key: {names[p] for g in part.param_groups for p in g["params"]} for key, part in optimizer.parts.items()}
+    assert stepped["matrices"] == {name for name in names.values() if "layers" in name and "scale" not in name}
+    assert stepped["rest"] == {*names.values()} - stepped["matrices"] > {"tok_embeddings.weight", "output.weight"}
+    scheduler = make_scheduler(optimizer)
+    train(model, optimizer, range(1), scheduler)
+    rates = [(group["name"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert rates == [("matrices", 0.01, 0.1), ("rest", 1.5e-4, 0.01), ("rest", 1.5e-4, 0.0)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from recipe_utils.preference.losses import (
     METRICS,
     IPOLoss,
     NormalizedDPOLoss,
+    ORPOLoss,
     PreferenceLoss,
     RobustDPOLoss,
     SimPOLoss,
@@ -22,7 +23,7 @@ from recipe_utils.update_steps.step import Targets
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
-OURS = [IPOLoss, RobustDPOLoss, NormalizedDPOLoss, SimPOLoss]
+OURS = [IPOLoss, RobustDPOLoss, NormalizedDPOLoss, SimPOLoss, ORPOLoss]
 
 
 @pytest.fixture
@@ -75,6 +76,14 @@ def test_simpo_asks_for_a_margin_and_no_reference(log_probs):
     torch.testing.assert_close(r_chosen - r_rejected, 2 * (chosen - rejected))
     assert SimPOLoss.normalizes_length
     assert not SimPOLoss.needs_reference
+
+
+def test_orpo_has_a_finite_gradient_at_an_answer_that_is_certain():
+    chosen, rejected = torch.tensor([[0.0, -2.0], [-2.0, 0.0]]).requires_grad_()
+    losses, *_ = ORPOLoss()(chosen, rejected, None, None)
+    (gradient,) = torch.autograd.grad(losses.sum(), rejected)
+    assert losses.isfinite().all()
+    assert gradient.isfinite().all()
 
 
 def test_trl_s_losses_are_the_same(log_probs):

@@ -70,6 +70,7 @@ def test_validation_takes_every_sample_once_in_order_with_batch_size_val():
         last_update_step="drop",
         max_steps_per_epoch=2,
         num_workers=1,
+        order={"_component_": "by_length.ByLength"},
     )
     assert training.of_validation() == DataSettings(
         batch_size=3, batch_size_val=3, microbatching="packed", shuffle=False, num_workers=1

@@ -1,0 +1,102 @@
+"""Examples of "Writing a recipe" against plain loops over single samples."""
+
+import re
+import sys
+
+import pytest
+import tiny
+import torch
+from arrays import LAYOUTS
+from distributed_runs import run_distributed
+from recipe_runs import SFT, exported_model, recipe_of_page, run_recipe, section_of, slow
+from torch.nn.functional import cross_entropy
+
+from recipe_utils.cli.registry import recipe_path
+from recipe_utils.training.parts.answers import generate
+
+PER_STEP, NUM_STEPS, RATE = 6, 4, 0.1
+STEPS = {
+    "dataset": {"_component_": "tiny.tiny_dataset", "num_samples": PER_STEP * NUM_STEPS},
+    "model": tiny.DEEP_UNTIED_MODEL,
+    "optimizer": {"_component_": "torch.optim.SGD", "lr": RATE},
+    "shuffle": False,
+    "global_batch_size": PER_STEP,
+    "gradient_accumulation_steps": ...,
+    "microbatching": "packed",
+}
+
+
+def plain_training(term=lambda logits: 0 * logits[:, 0], limit=float("inf")):
+    """Returns metrics of each update step of samples one by one, without steps at norms of ``limit`` and more."""
+    model, metrics = tiny.tiny_model(tiny.DEEP_UNTIED_MODEL), []
+    samples = tiny.make_samples(PER_STEP * NUM_STEPS)
+    for start in range(0, len(samples), PER_STEP):
+        losses = []
+        for sample in samples[start : start + PER_STEP]:
+            labels = torch.tensor(sample["labels"])[1:]
+            logits = model(torch.tensor([sample["tokens"]]))[0, :-1][labels != tiny.IGNORE]
+            losses.append(
+                torch.stack([cross_entropy(logits, labels[labels != tiny.IGNORE], reduction="none"), term(logits)])
+            )
+        of_ce, of_term = torch.cat(losses, dim=1).mean(1)
+        (of_ce + of_term).backward()
+        norms = {
+            f"norm/{i}": torch.cat([p.grad.flatten() for p in each.parameters()]).norm()
+            for i, each in enumerate(model.layers)
+        }
+        grad_norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        with torch.no_grad():
+            for p in model.parameters() if grad_norm < limit else ():
+                p -= RATE * p.grad
+        model.zero_grad()
+        found = {"loss": of_ce + of_term, "z_loss": of_term, "grad_norm": grad_norm, **norms}
+        metrics.append({name: value.item() for name, value in found.items()})
+    return metrics
+
+
+def assert_same(logged, expected, *names):
+    logged = [line for line in logged if "loss" in line]
+    for name in ("loss", "grad_norm", *names):
+        assert [line[name] for line in logged] == pytest.approx([line[name] for line in expected], rel=1e-4), name
+
+
+def run_in(folder, *args):
+    sys.path.insert(0, folder)  # as that of the current folder
+    return run_recipe(*args)
+
+
+@pytest.mark.parametrize("layout", ["fsdp-2", slow("one"), slow("pp-2")])
+def test_the_z_loss_is_exact_and_logged(layout, tiny_config, tmp_path):
+    page = recipe_path(SFT).with_name("writing_a_recipe.md")
+    (block,) = re.findall(r"^```python\n(.*?)^```", section_of(page, "## 8."), re.M | re.S)
+    (tmp_path / "my_loss.py").write_text(block)
+    world_size, dims = LAYOUTS[layout]
+    loss = {"_component_": "my_loss.ZLoss", "weight": 0.02, "tokens_per_chunk": 7}
+    config = tiny_config(**STEPS, **dims, loss=loss)
+    logged = run_distributed(run_in, world_size, str(tmp_path), config, recipe_of_page(tmp_path, "## 8."))[0]
+    assert_same(logged, plain_training(lambda logits: 0.02 * logits.logsumexp(1).square()), "z_loss")
+
+
+@pytest.mark.parametrize("layout", ["fsdp-2", slow("tp-2"), slow("pp-2")])
+def test_norms_are_logged_by_layer_and_the_page_s_skipped_steps_change_nothing(layout, tiny_config, tmp_path):
+    norms = sorted(line["grad_norm"] for line in plain_training(limit=0))
+    limit = sum(norms[1:3]) / 2
+    expected = plain_training(limit=limit)
+    recipe = recipe_of_page(tmp_path, "## 9.", {"grad_norm < 100": f"grad_norm < {limit}"})
+    world_size, dims = LAYOUTS[layout]
+    logged = run_distributed(run_recipe, world_size, tiny_config(**STEPS, **dims), recipe)[0]
+    assert_same(logged, expected, *[f"norm/{index}" for index in range(tiny.DEEP_UNTIED_MODEL["num_layers"])])
+    skipped = [line.get("num_skipped_steps", 0) for line in logged if "loss" in line]
+    assert skipped == [int(line["grad_norm"] >= limit) for line in expected]
+    assert 0 < sum(skipped) < NUM_STEPS
+
+
+@pytest.mark.parametrize("world_size", [1, slow(2)])
+def test_the_evaluation_of_the_page_counts_answers_of_the_trained_weights(world_size, tiny_config, tmp_path):
+    config, model = tiny_config(**STEPS), tiny.tiny_model(tiny.DEEP_UNTIED_MODEL)
+    run_recipe(config)
+    model.load_state_dict(torch.load(exported_model(config), weights_only=True))
+    (answer,) = generate(model, tiny.tiny_tokenizer(), ["What is 2 + 3?"], 8, torch.device("cpu"))
+    changes = {'"5"': f'"{answer}"', "add_every(100,": f"add_every({NUM_STEPS},"}
+    logged = run_distributed(run_recipe, world_size, config, recipe_of_page(tmp_path, "## 10.", changes))[0]
+    assert [(line["step"], line["exact_match"]) for line in logged if "exact_match" in line] == [(NUM_STEPS, 0.5)]
