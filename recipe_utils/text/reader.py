@@ -48,8 +48,9 @@ class TextReader:
 
     @property
     def counts(self) -> Sequence[str]:
-        """Names of counts; real tokens exclude padding, positions include it."""
-        return ("target_tokens", "real_tokens", "positions", *self.totals)
+        """Names of counts; real tokens exclude padding, positions include it; samples with values."""
+        samples = ("samples",) if self.of_samples else ()
+        return (*samples, "target_tokens", "real_tokens", "positions", *self.totals)
 
     def prepare(self, sample: Sample, name: str, at: StepIndex = FIRST) -> TextSample:
         """Returns the sample with tokens, labels, columns and values as arrays.
@@ -108,9 +109,10 @@ class TextReader:
         return (sample.tokens, sample.labels), others
 
     def count(self, counts: Mapping[str, float], values: Columns) -> Mapping[str, float]:
-        """Returns the counts with the sums of values that are totals."""
+        """Returns the counts with the number of samples with values, and the sums of values that are totals."""
         sums = {name: float(values[name].sum()) for name in self.of_samples if name in self.totals}
-        return {**counts, **sums}
+        samples = {"samples": len(values[self.of_samples[0]])} if self.of_samples else {}
+        return {**counts, **sums, **samples}
 
     def remarks(self, sample: TextSample) -> Iterator[str]:
         """Yields a text if a sample is probably truncated, or needs several ranks.

@@ -123,8 +123,7 @@ def expected_reward_loss(pairs, seed):
         rewards = []
         for side in ("chosen", "rejected"):
             model(torch.tensor(pair[f"{side}_input_ids"])[None])
-            last = max(i for i, label in enumerate(pair[f"{side}_labels"]) if label != tiny.IGNORE) - 1
-            rewards.append(hidden[-1][0, last].double() @ weights["value_head.weight"][0].double())
+            rewards.append(hidden[-1][0, -1].double() @ weights["value_head.weight"][0].double())
         total -= torch.nn.functional.logsigmoid(rewards[0] - rewards[1]).item()
     return total / len(pairs)
 

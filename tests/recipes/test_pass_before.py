@@ -63,7 +63,7 @@ def zeros(patches):
 def test_a_kl_to_the_start_is_exact_unless_its_outputs_are_wrong(layout, changes, mutate, weights_folder, tmp_path):
     world_size, dims = LAYOUTS[layout]
     config = tiny_config(weights_folder, output_dir=str(tmp_path), optimizer=SGD, **KEYS, **dims, **changes)
-    recipe = recipe_of_page(tmp_path, "## 8. A pass before the pass")
+    recipe = recipe_of_page(tmp_path, "## 11. A pass before the pass")
     ranks = run_distributed(run_row, world_size, config, recipe, False, mutate)
     logged, errors = [metrics for metrics in ranks[0][1] if metrics["step"]], []
     for step, (gradients, *expected) in enumerate(expected_steps()):

@@ -73,7 +73,7 @@ def test_the_z_loss_is_exact_and_logged(layout, tiny_config, tmp_path):
     world_size, dims = LAYOUTS[layout]
     loss = {"_component_": "my_loss.ZLoss", "weight": 0.02, "tokens_per_chunk": 7}
     config = tiny_config(**STEPS, **dims, loss=loss)
-    logged = run_distributed(run_in, world_size, str(tmp_path), config, recipe_of_page(tmp_path, "## 8."))[0]
+    logged = run_distributed(run_in, world_size, str(tmp_path), config)[0]
     assert_same(logged, plain_training(lambda logits: 0.02 * logits.logsumexp(1).square()), "z_loss")
 
 
