@@ -26,6 +26,7 @@ GROUPS = {"norms", "attention", "MLP", "embeddings", "output"}
 SCALE = "step.scale(self.divisor)"
 FORWARD = "self.model(**microbatch.inputs, targets=microbatch.targets)"
 LEAK = "{k: v for k, v in microbatch.inputs.items() if k != 'document_lengths'}"
+HIDDEN_LOSS = "## 4. A term of the loss"
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def assert_equal(found, groups=GROUPS, bound=1e-5):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        {"global_batch_size": 8},
         slow({"dtype": "fp64", "model": tiny.DEEP_MODEL}),
         slow({"microbatching": "least_padding", "enable_activation_checkpointing": True}),
         slow({"dataset": MIXED}),
@@ -76,7 +77,10 @@ def test_fine_tuning_equals_single_samples(changes, run, tiny_config):
     groups = GROUPS - {"output"} if "model" in changes else GROUPS
     _, lines = found = run(SFT, config)
     assert_equal(found, groups)
-    assert re.match(r"update step 1 of .*my: \d+ samples, \d+ target tokens, 1 rank, ", next(x for x in lines if "update step 1 of" in x))  # fmt: skip
+    step = 2 if changes == {"global_batch_size": 8} else 1  # the last update step is none of 16
+    assert any(
+        re.match(rf"update step {step} of .*my, after one: \d+ samples, \d+ target tokens, 1 rank, ", x) for x in lines
+    )
     assert not Path(config["output_dir"]).exists()
 
 
@@ -99,6 +103,7 @@ def test_every_adapter_has_a_gradient_that_equals_single_samples(kind, run, tiny
     ("changes", "is_given"),
     [
         ({"sft_loss_weight": 0.3}, False),
+        *(slow({"reference": how}, False) for how in ("offload", "cached")),
         slow({"model": tiny.adapted(tiny.WIDE_MODEL)}, False),
         slow({"model": tiny.adapted(tiny.WIDE_MODEL)}, True),
     ],
@@ -106,14 +111,16 @@ def test_every_adapter_has_a_gradient_that_equals_single_samples(kind, run, tiny
 def test_preference_tuning_equals_single_pairs(changes, is_given, run, tiny_dpo_config, tmp_path):
     config = tiny_dpo_config(**{"model": tiny.DEEP_UNTIED_MODEL, **PACKED, **changes})
     config = with_adapters(config, tmp_path) if is_given else config
-    assert_equal(run(DPO, config), {"adapters"} if "model" in changes else GROUPS)
+    assert_equal(run(DPO, config), {"adapters"} if "model" in changes else GROUPS, 5e-5)
 
 
 @pytest.mark.parametrize("kind", ["js", *map(slow, ("forward", "reverse", "symmetric"))])
 def test_distillation_equals_single_samples(kind, run, tiny_kd_config):
     kd_loss = {**DISTILLATION, "divergence": kind}
     config = tiny_kd_config(kd_ratio=0.3, kd_loss=kd_loss, **TEXTS)
-    assert_equal(run(KD, config))
+    _, lines = found = run(KD, config)
+    assert_equal(found)
+    assert any("Not judged: the sign" in line for line in lines)  # the teacher is another model
 
 
 @pytest.mark.parametrize("lora", [False, slow(True)])
@@ -136,27 +143,91 @@ def test_large_model_is_cut_to_a_few_layers(library, run, tiny_config, tmp_path,
     assert any(re.fullmatch("model: the first 2 of . layers, random weights", x) for x in lines)
 
 
-MUTANTS = {  # recipe, its line, the wrong one
-    "scale 1 % off": (SFT, SCALE, f"0.99 * {SCALE}"),
-    "documents leak": (SFT, FORWARD, FORWARD.replace("microbatch.inputs", LEAK)),
-    "a microbatch left out": (SFT, "mark_last(step.microbatches)", "mark_last(step.microbatches[1:])"),
-    "mean over sides": (DPO, 'step.scale("pairs")', 'step.scale("pairs") / 2'),
-    "divergence by samples": (KD, 'step.scale("target_tokens")', "step.dp_degree / len(step.microbatches)"),
+TWICE = """class Twice(UpdateStepLoader):
+    def _prepare(self, *args):
+        for step in super()._prepare(*args):
+            yield replace(step, totals={name: 2 * total for name, total in step.totals.items()})
+
+
+class FullFinetuneRecipe:"""
+LOADER = "        self.by_sample = LossesBySample("
+MUTANTS = {  # recipe, its lines -> wrong ones, and the problem beside groups of parameters
+    "scale 2 % off": (SFT, {SCALE: f"0.98 * {SCALE}"}, "sum 1 is multiplied by 0.98 / "),
+    "loss is logged by another scale": (SFT, {"scaled[0].backward": "scaled[0].mul(0.98).backward"}, "sum 1 is multiplied by 0.98 / "),
+    "documents leak": (SFT, {FORWARD: FORWARD.replace("microbatch.inputs", LEAK)}, ""),
+    "a microbatch left out": (SFT, {"mark_last(step.microbatches)": "mark_last(step.microbatches[1:])"}, "15 of 16 samples have a backward"),
+    "counted twice": (SFT, {"class FullFinetuneRecipe:": TWICE, LOADER: f"        self.loader = Twice(**vars(self.loader))\n{LOADER}",
+        "import torch\n": "from dataclasses import replace\n\nimport torch\nfrom recipe_utils.update_steps.loader import UpdateStepLoader\n"},
+        r"target_tokens is 210, single samples have 105"),
+    "mean over sides": (DPO, {'step.scale("pairs")': 'step.scale("pairs") / 2'}, "sum 1 is multiplied by 0.5 / pairs"),
+    "divergence by samples": (KD, {'step.scale("target_tokens")': "step.dp_degree / len(step.microbatches)"}, "sum 1 is multiplied by"),
+    "mean over a row": ("page", {"square().mean(1).sum()": "square().mean(1).mean()"}, ""),
 }  # fmt: skip
-IN_FAST_TIER = list(MUTANTS)[:2]
 
 
-@pytest.mark.parametrize("name", [*IN_FAST_TIER, *map(slow, list(MUTANTS)[2:])])
+@pytest.mark.parametrize("name", [*list(MUTANTS)[:5], *map(slow, list(MUTANTS)[5:])])
 def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path):
-    recipe, right, wrong = MUTANTS[name]
-    make = {SFT: tiny_config, KD: tiny_kd_config}.get(recipe)
-    config = make(**TEXTS, batch_size=2) if make else tiny_dpo_config(**PACKED)
-    code, lines = run(changed_recipe(tmp_path, {right: wrong}, recipe), config)
+    recipe, changes, problem = MUTANTS[name]
+    config = {DPO: tiny_dpo_config(**PACKED), KD: tiny_kd_config(**TEXTS)}.get(recipe, tiny_config(**TEXTS))
+    is_page = recipe == "page"
+    recipe = recipe_of_page(tmp_path, HIDDEN_LOSS, changes) if is_page else changed_recipe(tmp_path, changes, recipe)
+    code, lines = run(recipe, config)
     assert code == 1, lines
-    wrong = {group for group, (difference, rounding) in groups_of(lines).items() if difference > 1e-3}
-    assert wrong
-    assert lines[-1].startswith("Not equal to ")
-    assert wrong == {group for group in GROUPS if group in lines[-1]}
+    wrong = {group for group, (difference, _) in groups_of(lines).items() if difference > 1e-3}
+    assert wrong == {group for group in GROUPS if group in lines[-1]}, lines
+    assert wrong or problem
+    assert lines[-1].startswith("Not ")
+    assert any(re.match(f"Wrong: .*{problem}", line) for line in lines) == bool(problem), lines
+
+
+def test_a_term_on_hidden_states_equals_single_samples(run, tiny_config, tmp_path):
+    assert_equal(run(recipe_of_page(tmp_path, HIDDEN_LOSS), tiny_config(**TEXTS)))
+
+
+# ---- A divergence from a frozen model, whose gradient at the start is 0
+
+PULLS_TO_START = {  # the policy without its adapters is the frozen model
+    "class FullFinetuneRecipe:": """class ToStart:
+    takes_hidden_states = True
+
+    def __init__(self, loss_fn):
+        self.loss_fn = loss_fn
+
+    def __call__(self, output, hidden, targets, *parts):
+        log_q = output(hidden.flatten(0, 1).index_select(0, targets.positions)).log_softmax(-1)
+        if "start" not in targets.outputs:
+            return log_q
+        kl = (log_q.exp() * (log_q - targets.outputs["start"])).sum()
+        return self.loss_fn(output, hidden, targets, *parts) + WEIGHT * kl
+
+
+class FullFinetuneRecipe:""",
+    "attach_loss(stage, loss_fn, settings.splits_backward, settings.compile, num_sums=len(SUMS))":
+        "attach_loss(stage, ToStart(loss_fn))",
+    "        self.offloading = ": """        from recipe_utils.models.frozen import policy_at_start
+        self.start = policy_at_start(self.model, self.pipeline, ranks.device, [])
+        self.offloading = """,
+    "            microbatches = mark_last(step.microbatches)": """            start = self.start.outputs(step.microbatches)
+            microbatches = mark_last([m.with_outputs(start=start[i]) for i, m in enumerate(step.microbatches)])""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "weight"), [("adapters", 0.1), ("model", 0.3), slow("adapters", 0), slow("model", 1)])
+def test_a_divergence_of_the_wrong_sign_is_named(kind, weight, run, tiny_config, tiny_kd_config, tmp_path):
+    lines = {}
+    for sign in (1, -1):
+        if kind == "adapters":
+            changes = {key: text.replace("WEIGHT", str(sign * weight)) for key, text in PULLS_TO_START.items()}
+            recipe, config = SFT, tiny_config(**{**TEXTS, "model": tiny.adapted(tiny.WIDE_MODEL)})
+        else:
+            changes = {"kd_loss_fn, settings.kd_ratio": f"kd_loss_fn, {sign} * settings.kd_ratio"}
+            recipe, config = KD, tiny_kd_config(**TEXTS, teacher_sizes=TEXTS["model"], kd_ratio=weight)
+            config["teacher_checkpointer"] = config["checkpointer"]  # the teacher is the start
+        code, lines[sign] = run(changed_recipe(tmp_path, changes, recipe), config)
+        assert code == (sign * weight < 0), lines
+    assert not any("Wrong" in line or "no influence" in line for line in lines[1]) or not weight
+    assert any("Wrong: sign: a frozen model" in line for line in lines[-1]) == bool(weight)
+    assert any("a frozen model: it has no influence" in line for line in lines[-1]) == (not weight)
 
 
 PLAIN_WEIGHTED = {"_component_": "tiny.tiny_dataset", "num_samples": 12, "has_weights": True}
@@ -164,31 +235,6 @@ WEIGHTED = [
     {**PLAIN_WEIGHTED, "name": "a", "weight": 1},
     {"_component_": "tiny.tiny_dataset", "num_samples": 12, "seed": 3, "name": "b", "weight": 1, "loss_weight": 2},
 ]
-HIDDEN_LOSS = "## 4. A term of the loss"
-WRONG_BESIDE_OWN_SUMS = {
-    "scale 1 % off": {SCALE: f"0.99 * {SCALE}"},
-    "documents leak": {FORWARD: FORWARD.replace("microbatch.inputs", LEAK)},
-    "mean over a row": {"square().mean(1).sum()": "square().mean(1).mean()"},
-}
-
-
-def test_a_term_on_hidden_states_equals_single_samples(run, tiny_config, tmp_path):
-    recipe, config = recipe_of_page(tmp_path, HIDDEN_LOSS), tiny_config(**TEXTS)
-    _, lines = found = run(recipe, config)
-    assert_equal(found)
-    assert "Single samples are those of the recipe's own sums: loss, hidden_loss" in lines
-    code, lines = run(SFT, config, "--own_sums")
-    assert_equal((code, lines))
-    assert "Single samples are those of the recipe's own sums: loss" in lines
-
-
-@pytest.mark.parametrize("name", ["scale 1 % off", *map(slow, list(WRONG_BESIDE_OWN_SUMS)[1:])])
-def test_a_wrong_recipe_with_a_term_on_hidden_states_is_named(name, run, tiny_config, tmp_path):
-    recipe = recipe_of_page(tmp_path, HIDDEN_LOSS, WRONG_BESIDE_OWN_SUMS[name])
-    code, lines = run(recipe, tiny_config(**TEXTS, batch_size=2))
-    assert code == 1, lines
-    wrong = {group for group, (difference, _) in groups_of(lines).items() if difference > 1e-3}
-    assert wrong == {group for group in GROUPS if group in lines[-1]}, lines
 
 
 @pytest.mark.parametrize("changes", [{}, *map(slow, [{"loss_weights": "datasets"}, {"dataset": PLAIN_WEIGHTED}])])
@@ -196,14 +242,10 @@ def test_weights_of_targets_equal_single_samples(changes, run, tiny_config):
     assert_equal(run(SFT, tiny_config(**{**TEXTS, "dataset": WEIGHTED, **changes})))
 
 
-def prove_on_this_rank(argv, folder, has_group=True):
-    """Returns exit code and output of the command under a launcher.
-
-    Without ``has_group`` the recipe makes the process group, as users' recipes do, and ends it.
-    """
+def prove_on_this_rank(argv, folder):
+    """Returns exit code and output of the command under a launcher, where the recipe makes the process group."""
     screen = io.StringIO()
-    if not has_group:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     with pytest.MonkeyPatch.context() as patches, contextlib.redirect_stdout(screen):
         patches.setattr(sys, "argv", argv)
         patches.setenv("TORCHTUNE_UPDATE_STEP_PROVE", folder)
@@ -212,25 +254,32 @@ def prove_on_this_rank(argv, folder, has_group=True):
     return end.value.code, screen.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("layout", ["fsdp-2", *map(slow, ("pp-2", "tp-2"))])
-def test_two_ranks_equal_single_samples(layout, tiny_config, tmp_path):
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [
+        ("fsdp-2", "page"),
+        ("fsdp-2", "twice"),
+        *(slow(each, SFT) for each in ("fsdp-2", "pp-2", "tp-2")),
+        slow("pp-2", "page"),
+    ],
+)
+def test_two_ranks_equal_single_samples(layout, recipe, tiny_config, tmp_path):
     path = tmp_path / "my.yaml"
     OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS, **LAYOUTS[layout][1])), path)
-    argv = ["prove", SFT, "--config", str(path)]
-    first, second = run_distributed(prove_on_this_rank, 2, argv, str(tmp_path / "prove"))
-    assert_equal(first)
-    assert any(", 2 ranks, packed, by_document, fp32" in line for line in first[1])
-    assert second == (0, [])
-
-
-@pytest.mark.parametrize("layout", ["fsdp-2", slow("pp-2")])
-def test_a_term_on_hidden_states_of_two_ranks_equals_single_samples(layout, tiny_config, tmp_path):
-    recipe, path = recipe_of_page(tmp_path, HIDDEN_LOSS), tmp_path / "my.yaml"
-    OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS, **LAYOUTS[layout][1])), path)
+    is_wrong = recipe == "twice"
+    if is_wrong:  # each rank counts as many times as there are ranks
+        recipe = changed_recipe(tmp_path, {SCALE: f"self.ranks.dp_degree * {SCALE}"})
+    elif recipe == "page":
+        recipe = recipe_of_page(tmp_path, HIDDEN_LOSS)
     argv = ["prove", str(recipe), "--config", str(path)]
-    first, second = run_distributed(prove_on_this_rank, 2, argv, str(tmp_path / "prove"), False)
-    assert_equal(first)
+    (code, lines), second = run_distributed(prove_on_this_rank, 2, argv, str(tmp_path / "prove"))
+    assert any(", 2 ranks, packed, by_document, fp32" in line for line in lines)
     assert second == (0, [])
+    if is_wrong:
+        assert code == 3
+        assert [each for each, _ in groups_of(lines).values()] == pytest.approx([1] * len(GROUPS), rel=1e-3)
+    else:
+        assert_equal((code, lines))
 
 
 @pytest.mark.slow
@@ -252,7 +301,7 @@ NO_TARGETS = {"_component_": "tiny.tiny_dataset", "num_samples": 4, "replace": {
 @pytest.mark.parametrize(
     ("recipe", "changes", "text"),
     [
-        (KD, {"loss": {"_component_": "tiny.SquaredLoss"}}, "loss=tiny.SquaredLoss: not compared beside a teacher"),
+        (SFT, {"dataset": {"_component_": "tiny.tiny_tree_dataset", "num_samples": 9}}, "trees are not compared"),
         (SFT, {"dataset": NO_TARGETS, "shuffle": False}, "set a larger --num_samples"),
         (DINO, {}, "losses of images are not compared"),
     ],

@@ -1,0 +1,211 @@
+"""Update step of single samples: what a recipe's own ``update`` computes without a layout.
+
+Update step 2 has samples of 5, 3, 9 and 2 tokens, which the recipe packs into two rows on two ranks. Here the same
+recipe has one process and four padded microbatches of one sample each, the weights that update step 1 has made, and
+totals that are counted over these four: 15 targets.
+
+Both sides run the same ``update``, so a wrong factor in it is on both. It is seen in what arrives at ``sums`` in the
+backward, 0.0667 for 15 targets; a wrong sign of a frozen model's term in how the gradient changes with that model.
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from math import isclose
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from recipe_utils.models.adapters.adapted_linear import forget_norms
+from recipe_utils.models.frozen import FrozenModel
+from recipe_utils.models.weights import gather_weights
+from recipe_utils.optim.optimizer import single_optimizers
+from recipe_utils.parallel.fsdp import local, reshard
+from recipe_utils.update_steps.step import Microbatch
+
+Weights = Mapping[str, Tensor]
+"""Whole weights or gradients on the CPU, by exported names."""
+_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+class Recorded(NamedTuple):
+    """Gradient of an update step in the layout of the config, and all weights before and after update step 1."""
+
+    start: Weights
+    moved: Weights
+    gradients: Weights
+    position: int
+    """Index of the update step in epoch 0."""
+    totals: Mapping[str, float]
+    description: list[str]
+
+
+class _Asked(dict[str, float]):
+    """Totals that keep those that are read in :attr:`asked`."""
+
+    def __init__(self, totals: Mapping[str, float]) -> None:
+        super().__init__(totals)
+        self.asked = dict[str, float]()
+
+    def __getitem__(self, name: str) -> float:
+        return self.asked.setdefault(name, super().__getitem__(name))
+
+
+class SingleSamples:
+    """Gradients of a recipe with single samples, which has been set up, and what is wrong in its update step."""
+
+    def __init__(self, recipe: Any, recorded: Recorded) -> None:
+        self._recipe, self._recorded, self._frozen = recipe, recorded, dict[FrozenModel, None]()
+        self.wrong, self.not_judged = list[str](), list[str]()
+        remove_dropout(recipe.model)
+        optimizers: list[Any] = single_optimizers(recipe.optimizer)
+        for each in optimizers:
+            each.records = True
+        with recipe.loader.epoch(0) as steps:
+            step = next(step for step in steps if step.index == recorded.position)
+        counted = Counter[str]()
+        for microbatch in step.microbatches:
+            counted.update(microbatch.counts)
+        self._step = replace(step, totals=_Asked({**step.totals, **counted}))
+        self._asked = self._step.totals.asked
+        self.gradients = self._gradients()
+
+    def _gradients(self) -> Weights:
+        """Returns the gradient of each trained parameter after update step 1."""
+        recipe, self._sums, outputs = self._recipe, list[tuple[Tensor, Tensor]](), FrozenModel.outputs
+
+        def sums_of(microbatch: Microbatch) -> Any:
+            sums = type(recipe).sums(recipe, microbatch)
+            if isinstance(sums, Tensor) and sums.requires_grad:
+                values = sums.detach().flatten().double()
+                sums.register_hook(lambda factors: self._sums.append((values, factors.flatten().double())))
+            return sums
+
+        def outputs_of(frozen: FrozenModel, microbatches: Any) -> Any:
+            self._frozen[frozen] = None
+            return outputs(frozen, microbatches)
+
+        recipe.sums = sums_of
+        place(recipe.model, self._recorded.moved)
+        with patch.object(FrozenModel, "outputs", outputs_of):
+            self._metrics, _ = recipe.update(self._step)
+        device, group, names = recipe.ranks.device, recipe.ranks.cpu_group, self._recorded.gradients
+        return {n: w.clone() for n, w in gather_weights(recipe.model, device, True, group, names).items()}
+
+    def judge(self) -> None:
+        """Fills :attr:`wrong` and :attr:`not_judged`."""
+        for name, total in self._asked.items():
+            if (theirs := self._recorded.totals.get(name)) != total:
+                self.wrong.append(f"totals: {name} is {theirs}, single samples have {total}")
+        self._judge_scale()
+        for frozen in self._frozen:
+            self._judge_sign(frozen)
+        if any("document_lengths" in microbatch.inputs for microbatch in self._step.microbatches):
+            self.not_judged.append("what keeps the documents of one packed sample apart")
+        if zero := [name for name, gradient in self.gradients.items() if not gradient.any()]:
+            self.not_judged.append(f"{len(zero)} parameters without a gradient: {', '.join(zero[:4])}")
+
+    def _judge_scale(self) -> None:
+        """Finds missing microbatches, and sums that are not divided by a total.
+
+        DPO's sums over 2 pairs with 15 chosen targets arrive with factors 0.5 and, for a weight of 0.3 of the last
+        one, 0.02 = 0.3 / 15. Such a weight is right if a metric is the mean over 15; that of the first sum, which is
+        the loss, if another metric is the whole that is differentiated. For 0.49 neither is.
+        """
+        if len(self._sums) != len(self._step.microbatches):
+            found = f"{len(self._sums)} of {len(self._step.microbatches)} samples have a backward of sums(microbatch)"
+            (self.wrong if self._sums else self.not_judged).append(f"update: {found}")
+            return
+        sums, factors = (torch.stack(each) for each in zip(*self._sums, strict=True))
+        whole, logged = (sums * factors).sum().item(), [float(metric) for metric in self._metrics.values()]
+        for number, (values, by) in enumerate(zip(sums.T, factors.T, strict=True), 1):
+            counts, factor = [count or 1 for count in self._asked.values()], by.mean().item()
+            is_mean = any(_is_in(1, [factor * count]) for count in counts)
+            has_weight = any(_is_in(values.sum().item() / count, logged) for count in counts)
+            if (by - factor).abs().max() > 1e-4 * abs(factor):
+                self.not_judged.append(f"the scale of sum {number}, whose factor differs by microbatch")
+            elif factor and not is_mean and not (has_weight and (number > 1 or _is_in(whole, logged))):
+                given = " or ".join(f"{factor * count:.6g} / {name}" for name, count in self._asked.items())
+                self.wrong.append(f"scale: sum {number} is multiplied by {given}, and no metric tells that weight")
+
+    def _judge_sign(self, frozen: FrozenModel) -> None:
+        """Finds a frozen model that the gradient pushes the weights away from.
+
+        Let g(r) be the gradient if the frozen model has weights r, and update step 1 a step from s to w. A divergence
+        has no gradient in g(w), and that in g(s) has it grow from s to w: (g(s) - g(w)) (w - s) > 0.
+        """
+        start, moved = self._recorded.start, self._recorded.moved
+        shapes = {name: weight.shape for name, weight in frozen._model.state_dict().items()}
+        if "pairs" in self._step.totals:
+            text = "the sign of the reference's term: a margin of pairs is no divergence"
+        elif any(shapes.get(name) != start[name].shape for name in self.gradients):
+            text = "the sign of a frozen model's term: it has other weights than the trained one"
+        else:
+            at_start, at_moved = (self._gradients_beside(frozen, weights) for weights in (start, moved))
+            change = along = norm = 0.0
+            for name, gradient in at_moved.items():
+                difference = at_start[name].double() - gradient
+                change += difference.square().sum().item()
+                norm += gradient.double().square().sum().item()
+                along += (difference * (moved[name].double() - start[name])).sum().item()
+            if along < 0 and change > 1e-14 * norm:
+                self.wrong.append("sign: a frozen model's term pushes the weights away from that model")
+            text = "" if change > 1e-14 * norm else "a frozen model: it has no influence on the gradient"
+        self.not_judged += [text] * bool(text)
+
+    def _gradients_beside(self, frozen: FrozenModel, weights: Weights) -> Weights:
+        @contextmanager
+        def with_weights() -> Iterator[None]:
+            place(frozen._model, weights)
+            yield
+            if frozen._model is self._recipe.model:  # whose adapters are exchanged for a forward
+                place(frozen._model, self._recorded.moved)
+
+        frozen._during_forward = with_weights
+        return self._gradients()
+
+
+def measure(recipe_class: Any, cfg: DictConfig, recorded: Recorded, judges: bool = False) -> SingleSamples:
+    """Returns the gradient of an update step with a config of single samples, in one process of those of a launcher."""
+    hidden = {name: os.environ.pop(name) for name in _LAUNCHER & os.environ.keys()}
+    with ExitStack() as stack:
+        stack.callback(os.environ.update, hidden)
+        stack.callback(logging.disable, logging.NOTSET)
+        logging.disable(logging.WARNING)  # what setup logs again
+        recipe = recipe_class(cfg)
+        stack.enter_context(recipe.run)
+        recipe.setup(cfg)
+        single = SingleSamples(recipe, recorded)
+        if judges:
+            single.judge()
+    return single
+
+
+@torch.no_grad()
+def place(model: nn.Module, weights: Weights) -> None:
+    """Copies weights into a model of one process."""
+    reshard(model)
+    for name, weight in model.state_dict().items():
+        local(weight).copy_(weights[name])
+    forget_norms(model)
+
+
+def remove_dropout(model: nn.Module) -> float:
+    """Sets all rates of dropout to 0, in place. Returns the largest one before."""
+    largest = 0.0
+    for module in model.modules():
+        for name in ("attn_dropout", "attention_dropout", *["p"] * isinstance(module, nn.Dropout)):
+            if isinstance(rate := getattr(module, name, None), float):
+                largest = max(largest, rate)
+                setattr(module, name, 0.0)
+    return largest
+
+
+def _is_in(value: float, found: list[float]) -> bool:
+    return any(isclose(value, each, rel_tol=1e-4) for each in found)
