@@ -15,6 +15,7 @@ import re
 import sys
 import tempfile
 import zlib
+from argparse import Namespace
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import islice
@@ -30,7 +31,7 @@ from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
 from recipe_utils.check_gradient import cut_component, on_meta
 from recipe_utils.check_gradient.recipe_file import parser_of, paths_of
-from recipe_utils.check_gradient.single_samples import Recorded, SingleSamples, Weights, measure, remove_dropout
+from recipe_utils.check_gradient.single_samples import Recorded, SingleSamples, Weights
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.cli.launcher import REPORTED_EXIT_CODE, wait_for_ranks
 from recipe_utils.models.adapters.nf4 import is_quantized
@@ -45,6 +46,7 @@ from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.describe import load_recipe
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, build
+from recipe_utils.settings.read import read_settings
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.update_steps.step import UpdateStep
@@ -87,8 +89,7 @@ def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
         model, ranks, loader, settings = recipe.model, recipe.ranks, recipe.loader, recipe.settings
         if makes_trees(loader.dataset.dataset):
             raise ConfigError("dataset: trees are not compared; set dataset.split_turns=True")
-        if (rate := remove_dropout(model)) and ranks.is_zero:
-            print(f"Dropout of {rate} is set to 0: a random gradient cannot be compared.")
+        model.eval()  # without dropout
         optimizers: list[Any] = single_optimizers(recipe.optimizer)
 
         def gather(only: Any = None) -> Weights:
@@ -112,13 +113,12 @@ def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
         # The last one of an epoch may be small, or the only one.
         step = more[0] if more and not more[0].is_last_of_epoch else first
         update(step, 2)
-        number = int(len(loader.order.samples(0, step.index)) - step.totals["skipped_samples"])
-        how = [] if "pairs" in step.totals else [f"{number} samples"]
+        samples, world_size = len(loader.order.samples(0, step.index)), world_size_from_env()
+        how = [] if "pairs" in step.totals else [f"{samples - int(step.totals['skipped_samples'])} samples"]
         how += [f"{step.totals[key]:,} {key.replace('_', ' ')}" for key in _COUNTED if key in step.totals]
-        how += [f"{world_size_from_env()} rank{'s' * (world_size_from_env() > 1)}", settings.microbatching]
+        how += [f"{world_size} rank{'s' * (world_size > 1)}", settings.microbatching]
         if settings.is_packed:
-            whole = build_on_meta(partial(config.instantiate, cfg.model), settings)
-            how += [attention_of(whole, ranks.device).kernel]
+            how += [attention_of(build_on_meta(partial(config.instantiate, cfg.model), settings), ranks.device).kernel]
         gradients = gather(parameters_by_name(model))
     return Recorded(start, moved, gradients, step.index, step.totals, how)
 
@@ -126,7 +126,7 @@ def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
 # ---- Config of the comparison --------------------------------------------------------------------
 
 
-def config_of(cfg: DictConfig, folder: Path, num_samples: int) -> DictConfig:
+def config_of(cfg: DictConfig, settings_class: type, folder: Path, num_samples: int) -> DictConfig:
     """Returns the config of update steps whose output goes to ``folder``.
 
     Paths below ``output_dir`` that exist are read where they are.
@@ -138,19 +138,20 @@ def config_of(cfg: DictConfig, folder: Path, num_samples: int) -> DictConfig:
             return {key: str(folder) if key == "output_dir" else moved(each) for key, each in value.items()}
         if isinstance(value, list):
             return [moved(each) for each in value]
-        is_output = str(value).startswith(old) and not Path(value).exists()
-        return str(folder / value.removeprefix(old)) if is_output else value
+        path = str(value).replace("${output_dir}/", old)
+        if not path.startswith(old):
+            return value
+        return path if Path(path).exists() else str(folder / path.removeprefix(old))
 
-    raw = moved(OmegaConf.to_container(cfg, resolve=True))
+    raw = moved(OmegaConf.to_container(cfg, resolve=False))  # keys that only others interpolate stay read
     cfg = OmegaConf.create({key: value for key, value in raw.items() if not _UNUSED.fullmatch(key)})
     cfg.seed = cfg.get("seed") or 0
     cfg.optimizer._component_ = "recipe_utils.check_gradient.GradientRecorder"
     if cfg.get("reference") == "cached":
         cfg.epochs, cfg.max_steps_per_epoch = 1, 3  # outputs of few update steps
-    ranks_per_row = (cfg.get("tensor_parallel_dim") or 1) * (cfg.get("pipeline_parallel_dim") or 1)
-    per_pass = (cfg.get("batch_size") or 1) * max(world_size_from_env() // ranks_per_row, 1)
-    steps = cfg.pop("gradient_accumulation_steps", None) or 1
-    cfg.global_batch_size = min(cfg.get("global_batch_size") or per_pass * steps, num_samples)
+    settings: Any = read_settings(cfg, settings_class)
+    cfg.gradient_accumulation_steps = None
+    cfg.global_batch_size = min(settings.samples_per_update_step(settings.dims.dp_degree), num_samples)
     return cfg
 
 
@@ -215,10 +216,8 @@ def report(recorded: Recorded, exact: SingleSamples, rounded: Weights, dtype: st
     for group, difference in differences(recorded.gradients, exact.gradients).items():
         print(f"  {group:12}{difference:.1e}      {roundings.get(group, 0):.1e}")
         groups += [group] * (not difference <= FACTOR * roundings.get(group, 0) + floor)
-    for text in ("the loss of one sample, since both sides call the recipe's sums", *exact.not_judged):
-        print(f"Not judged: {text}.")
-    for text in exact.wrong:
-        print(f"Wrong: {text}.")
+    not_judged = ["the loss of one sample, since both sides call the recipe's sums; dropout", *exact.not_judged]
+    print(*(f"Not judged: {text}." for text in not_judged), *(f"Wrong: {text}." for text in exact.wrong), sep="\n")
     if groups:
         print(f"Not equal to single samples within {FACTOR:g} times the rounding of {dtype}: {', '.join(groups)}.")
     elif exact.wrong:
@@ -228,28 +227,31 @@ def report(recorded: Recorded, exact: SingleSamples, rounded: Weights, dtype: st
     return int(bool(groups or exact.wrong))
 
 
-def compare(recipe: str, cfg: DictConfig, folder: Path, name: str, num_samples: int) -> int:
-    """Compares the gradient of a recipe. Returns the exit code, on all ranks."""
-    settings, recipe_class = build("recipe", load_recipe, recipe)
+def compare(recipe: str, given: Namespace, folder: Path, cfg: DictConfig) -> int:
+    """Compares the gradient of a recipe with single samples. Returns the exit code."""
+    settings_class, recipe_class = build("recipe", load_recipe, recipe)
     if recipe_class is None:
         raise ConfigError(f"recipe={recipe}: it needs one class with setup() and update()")
-    if "mask_ratio" in keys_of(settings):
+    if "mask_ratio" in keys_of(settings_class):
         raise ConfigError(f"recipe={recipe}: losses of images are not compared; give one of texts")
     if cfg.get("quantizer") is not None:
         raise ConfigError("quantizer: fake-quantized weights are not compared; remove it")
-    cfg = config_of(cfg, folder, num_samples)
+    cfg = config_of(cfg, settings_class, folder, given.num_samples)
     cuts, dtype = cut(cfg, folder), cfg.get("dtype") or "fp32"
     recorded = record(recipe_class, cfg)
     if os.environ.get("RANK", "0") != "0":
         return 0
     how = ", ".join([*recorded.description, dtype, *["compiled"] * bool(cfg.get("compile"))])
-    print(f"{cuts}update step {recorded.position + 1} of {name}, after one: {how}")
-    device = resolve_device(cfg.get("device")).type
-    in_exact = single_config_of(cfg, **{"dtype": "fp32" if cuts else "fp64", "device": device if cuts else "cpu"})
+    print(f"{cuts}update step {recorded.position + 1} of {given.config.removesuffix('.yaml')}, after one: {how}")
+    own = single_config_of(cfg, device=resolve_device(cfg.get("device")).type)
+    in_exact = (
+        single_config_of(cfg, dtype="fp32", device=own.device)
+        if cuts
+        else single_config_of(cfg, dtype="fp64", device="cpu")
+    )
     with nullcontext() if cuts else DoublePrecision(only_casts=True):
-        exact = measure(recipe_class, in_exact, recorded, judges=True)
-    rounded = measure(recipe_class, single_config_of(cfg, device=device), recorded).gradients
-    code = report(recorded, exact, rounded, dtype, bool(cuts))
+        exact = SingleSamples(recipe_class, in_exact, recorded, judges=True)
+    code = report(recorded, exact, SingleSamples(recipe_class, own, recorded).gradients, dtype, bool(cuts))
     return REPORTED_EXIT_CODE if code and world_size_from_env() > 1 else code
 
 
@@ -265,18 +267,12 @@ def main() -> None:
         if given.nproc_per_node > 1:
             os.environ[_FOLDER] = folder
             wait_for_ranks()
-            options = ["--standalone", "--nproc_per_node", str(given.nproc_per_node), "-m"]
-            own = [given.recipe, "--config", given.config, "--num_samples", str(given.num_samples)]
-            launch([*options, "recipe_utils.check_gradient", *own, *overrides])
+            options = ["--standalone", f"--nproc_per_node={given.nproc_per_node}", "-m", "recipe_utils.check_gradient"]
+            own = [given.recipe, "--config", given.config, f"--num_samples={given.num_samples}"]
+            launch([*options, *own, *overrides])
             return
-
-        def prove(cfg: DictConfig) -> int:
-            """Compares the gradient of a recipe with single samples."""
-            name = given.config.removesuffix(".yaml")
-            return compare(recipe, cfg, Path(folder), name, given.num_samples)
-
         sys.argv = [recipe, "--config", path, *overrides]
-        sys.exit(entry_point(prove)())
+        sys.exit(entry_point(partial(compare, recipe, given, Path(folder)))())
 
 
 if __name__ == "__main__":

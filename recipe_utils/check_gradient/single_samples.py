@@ -58,23 +58,34 @@ class _Asked(dict[str, float]):
 
 
 class SingleSamples:
-    """Gradients of a recipe with single samples, which has been set up, and what is wrong in its update step."""
+    """Gradient of an update step of a recipe with a config of single samples, in one process of those of a launcher.
 
-    def __init__(self, recipe: Any, recorded: Recorded) -> None:
-        self._recipe, self._recorded, self._frozen = recipe, recorded, dict[FrozenModel, None]()
+    With ``judges``, also lists what is ``wrong`` beside the gradient, and what is ``not_judged``.
+    """
+
+    def __init__(self, recipe_class: Any, cfg: DictConfig, recorded: Recorded, judges: bool = False) -> None:
+        self._recorded, self._frozen = recorded, dict[FrozenModel, None]()
         self.wrong, self.not_judged = list[str](), list[str]()
-        remove_dropout(recipe.model)
-        optimizers: list[Any] = single_optimizers(recipe.optimizer)
-        for each in optimizers:
-            each.records = True
-        with recipe.loader.epoch(0) as steps:
-            step = next(step for step in steps if step.index == recorded.position)
-        counted = Counter[str]()
-        for microbatch in step.microbatches:
-            counted.update(microbatch.counts)
-        self._step = replace(step, totals=_Asked({**step.totals, **counted}))
-        self._asked = self._step.totals.asked
-        self.gradients = self._gradients()
+        hidden = {name: os.environ.pop(name) for name in _LAUNCHER & os.environ.keys()}
+        with ExitStack() as stack:
+            stack.callback(os.environ.update, hidden)
+            stack.callback(logging.disable, logging.NOTSET)
+            logging.disable(logging.WARNING)  # what setup logs again
+            self._recipe = recipe = recipe_class(cfg)
+            stack.enter_context(recipe.run)
+            recipe.setup(cfg)
+            recipe.model.eval()
+            for optimizer in single_optimizers(recipe.optimizer):
+                vars(optimizer)["records"] = True
+            with recipe.loader.epoch(0) as steps:
+                step = next(step for step in steps if step.index == recorded.position)
+            counted = Counter[str]()
+            for microbatch in step.microbatches:
+                counted.update(microbatch.counts)
+            self._step = replace(step, totals=_Asked({**step.totals, **counted}))
+            self.gradients = self._gradients()
+            if judges:
+                self._judge(self._step.totals.asked)
 
     def _gradients(self) -> Weights:
         """Returns the gradient of each trained parameter after update step 1."""
@@ -98,12 +109,17 @@ class SingleSamples:
         device, group, names = recipe.ranks.device, recipe.ranks.cpu_group, self._recorded.gradients
         return {n: w.clone() for n, w in gather_weights(recipe.model, device, True, group, names).items()}
 
-    def judge(self) -> None:
-        """Fills :attr:`wrong` and :attr:`not_judged`."""
-        for name, total in self._asked.items():
-            if (theirs := self._recorded.totals.get(name)) != total:
+    def _judge(self, asked: Mapping[str, float]) -> None:
+        """Fills :attr:`wrong` and :attr:`not_judged`; ``asked`` are the totals that ``update`` has read."""
+        for name, total in asked.items():
+            if not isclose(theirs := self._recorded.totals.get(name, 0), total):
                 self.wrong.append(f"totals: {name} is {theirs}, single samples have {total}")
-        self._judge_scale()
+        found, expected = len(self._sums), len(self._step.microbatches)
+        if found == expected:
+            self._judge_scale(asked)
+        else:
+            text = f"update: {found} of {expected} samples have a backward of sums(microbatch)"
+            (self.wrong if found else self.not_judged).append(text)
         for frozen in self._frozen:
             self._judge_sign(frozen)
         if any("document_lengths" in microbatch.inputs for microbatch in self._step.microbatches):
@@ -111,27 +127,22 @@ class SingleSamples:
         if zero := [name for name, gradient in self.gradients.items() if not gradient.any()]:
             self.not_judged.append(f"{len(zero)} parameters without a gradient: {', '.join(zero[:4])}")
 
-    def _judge_scale(self) -> None:
-        """Finds missing microbatches, and sums that are not divided by a total.
+    def _judge_scale(self, asked: Mapping[str, float]) -> None:
+        """Finds sums that are not divided by a total.
 
         DPO's sums over 2 pairs with 15 chosen targets arrive with factors 0.5 and, for a weight of 0.3 of the last
         one, 0.02 = 0.3 / 15. Such a weight is right if a metric is the mean over 15; that of the first sum, which is
         the loss, if another metric is the whole that is differentiated. For 0.49 neither is.
         """
-        if len(self._sums) != len(self._step.microbatches):
-            found = f"{len(self._sums)} of {len(self._step.microbatches)} samples have a backward of sums(microbatch)"
-            (self.wrong if self._sums else self.not_judged).append(f"update: {found}")
-            return
         sums, factors = (torch.stack(each) for each in zip(*self._sums, strict=True))
         whole, logged = (sums * factors).sum().item(), [float(metric) for metric in self._metrics.values()]
         for number, (values, by) in enumerate(zip(sums.T, factors.T, strict=True), 1):
-            counts, factor = [count or 1 for count in self._asked.values()], by.mean().item()
-            is_mean = any(_is_in(1, [factor * count]) for count in counts)
-            has_weight = any(_is_in(values.sum().item() / count, logged) for count in counts)
+            factor, mean_is_logged = by.mean().item(), number > 1 or _is_in(whole, logged)
+            mean_is_logged &= any(_is_in(values.sum().item() / (total or 1), logged) for total in asked.values())
             if (by - factor).abs().max() > 1e-4 * abs(factor):
                 self.not_judged.append(f"the scale of sum {number}, whose factor differs by microbatch")
-            elif factor and not is_mean and not (has_weight and (number > 1 or _is_in(whole, logged))):
-                given = " or ".join(f"{factor * count:.6g} / {name}" for name, count in self._asked.items())
+            elif factor and not mean_is_logged and not _is_in(1, [factor * total for total in asked.values()]):
+                given = " or ".join(f"{factor * total:.6g} / {name}" for name, total in asked.items())
                 self.wrong.append(f"scale: sum {number} is multiplied by {given}, and no metric tells that weight")
 
     def _judge_sign(self, frozen: FrozenModel) -> None:
@@ -171,22 +182,6 @@ class SingleSamples:
         return self._gradients()
 
 
-def measure(recipe_class: Any, cfg: DictConfig, recorded: Recorded, judges: bool = False) -> SingleSamples:
-    """Returns the gradient of an update step with a config of single samples, in one process of those of a launcher."""
-    hidden = {name: os.environ.pop(name) for name in _LAUNCHER & os.environ.keys()}
-    with ExitStack() as stack:
-        stack.callback(os.environ.update, hidden)
-        stack.callback(logging.disable, logging.NOTSET)
-        logging.disable(logging.WARNING)  # what setup logs again
-        recipe = recipe_class(cfg)
-        stack.enter_context(recipe.run)
-        recipe.setup(cfg)
-        single = SingleSamples(recipe, recorded)
-        if judges:
-            single.judge()
-    return single
-
-
 @torch.no_grad()
 def place(model: nn.Module, weights: Weights) -> None:
     """Copies weights into a model of one process."""
@@ -194,17 +189,6 @@ def place(model: nn.Module, weights: Weights) -> None:
     for name, weight in model.state_dict().items():
         local(weight).copy_(weights[name])
     forget_norms(model)
-
-
-def remove_dropout(model: nn.Module) -> float:
-    """Sets all rates of dropout to 0, in place. Returns the largest one before."""
-    largest = 0.0
-    for module in model.modules():
-        for name in ("attn_dropout", "attention_dropout", *["p"] * isinstance(module, nn.Dropout)):
-            if isinstance(rate := getattr(module, name, None), float):
-                largest = max(largest, rate)
-                setattr(module, name, 0.0)
-    return largest
 
 
 def _is_in(value: float, found: list[float]) -> bool:

@@ -94,9 +94,7 @@ def test_bf16_is_compared_with_the_rounding_of_bf16(run, tiny_config):
 def test_every_adapter_has_a_gradient_that_equals_single_samples(kind, run, tiny_config):
     changes = {} if kind == "lora" else kind
     model = tiny.adapted(tiny.WIDE_MODEL, lora_dropout=0.1, **changes)
-    _, lines = found = run(SFT, tiny_config(**{**TEXTS, "model": model}))
-    assert_equal(found, {"adapters"})
-    assert any("Dropout of 0.1 is set to 0" in line for line in lines)
+    assert_equal(run(SFT, tiny_config(**{**TEXTS, "model": model})), {"adapters"})
 
 
 @pytest.mark.parametrize(
