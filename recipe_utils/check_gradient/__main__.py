@@ -32,12 +32,12 @@ from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from recipe_utils.check_gradient import cut_component, on_meta
 from recipe_utils.check_gradient.recipe_file import parser_of, paths_of
 from recipe_utils.check_gradient.single_samples import Recorded, SingleSamples, Weights
-from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.cli.launcher import REPORTED_EXIT_CODE, wait_for_ranks
 from recipe_utils.models.adapters.nf4 import is_quantized
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.double_precision import DoublePrecision
+from recipe_utils.models.pipeline.stages import local_stages
 from recipe_utils.models.weights import gather_weights
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.optim.optimizer import single_optimizers
@@ -119,7 +119,8 @@ def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
         how += [f"{world_size} rank{'s' * (world_size > 1)}", settings.microbatching]
         if settings.is_packed:
             how += [attention_of(build_on_meta(partial(config.instantiate, cfg.model), settings), ranks.device).kernel]
-        gradients = gather(parameters_by_name(model))
+        states = (stage.state_dict(keep_vars=True) for stage in local_stages(model))
+        gradients = gather({name for state in states for name, weight in state.items() if weight.requires_grad})
     return Recorded(start, moved, gradients, step.index, step.totals, how)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 import tiny_transformers
+import torch
 import torch.distributed as dist
 from arrays import LAYOUTS
 from big_batch import MIXED, STEP_OF_16
@@ -128,6 +129,18 @@ def test_decoder_of_transformers_equals_single_samples(lora, run, tiny_config, t
         keys["model"]["_component_"] = "recipe_utils.models.lora_causal_lm"
     groups = {"adapters"} if lora else GROUPS
     assert_equal(run(SFT, tiny_config(**{**TEXTS, **keys})), groups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny_fusion_model", "adapted_fusion_model"])
+def test_samples_with_images_equal_single_samples(model, run, tiny_config, weights_folder):
+    torch.save(tiny.tiny_fusion_model().state_dict(), weights_folder / "weights" / "fusion.pt")
+    data = {"_component_": "tiny.tiny_image_dataset", "num_samples": 9}
+    config = tiny_config(
+        model={"_component_": f"tiny.{model}"}, dataset=data, collate_fn="tiny.collate_images", batch_size=2
+    )
+    config["checkpointer"]["checkpoint_files"] = ["fusion.pt"]
+    assert_equal(run(SFT, config), {"adapters"} if "adapted" in model else {*GROUPS, "other"})
 
 
 @pytest.mark.parametrize("library", ["torchtune", slow("transformers")])
