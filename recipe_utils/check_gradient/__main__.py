@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zlib
 from argparse import Namespace
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from math import inf
@@ -78,7 +78,7 @@ _GROUPS = {
 """Groups of parameters and what their names contain, the first that fits."""
 
 
-def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
+def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
     """Returns an update step after update step 1, and its gradient as a recipe computes it. All ranks together.
 
     At the start, a divergence from it has no gradient.
@@ -113,15 +113,19 @@ def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
         # The last one of an epoch may be small, or the only one.
         step = more[0] if more and not more[0].is_last_of_epoch else first
         update(step, 2)
-        samples, world_size = len(loader.order.samples(0, step.index)), world_size_from_env()
-        how = [] if "pairs" in step.totals else [f"{samples - int(step.totals['skipped_samples'])} samples"]
-        how += [f"{step.totals[key]:,} {key.replace('_', ' ')}" for key in _COUNTED if key in step.totals]
-        how += [f"{world_size} rank{'s' * (world_size > 1)}", settings.microbatching]
-        if settings.is_packed:
-            how += [attention_of(build_on_meta(partial(config.instantiate, cfg.model), settings), ranks.device).kernel]
+        if ranks.is_zero:
+            samples = f"{len(loader.order.samples(0, step.index)) - int(step.totals['skipped_samples'])} samples"
+            how = [] if "pairs" in step.totals else [samples]
+            how += [f"{step.totals[key]:,} {key.replace('_', ' ')}" for key in _COUNTED if key in step.totals]
+            how += [f"{world_size_from_env()} rank{'s' * (world_size_from_env() > 1)}", settings.microbatching]
+            if settings.is_packed:
+                whole = build_on_meta(partial(config.instantiate, cfg.model), settings)
+                how += [attention_of(whole, ranks.device).kernel]
+            how += [cfg.get("dtype") or "fp32", *["compiled"] * bool(cfg.get("compile"))]
+            print(f"update step {step.index + 1} of {name}, after one: {', '.join(how)}")
         states = (stage.state_dict(keep_vars=True) for stage in local_stages(model))
         gradients = gather({name for state in states for name, weight in state.items() if weight.requires_grad})
-    return Recorded(start, moved, gradients, step.index, step.totals, how)
+    return Recorded(start, moved, gradients, step)
 
 
 # ---- Config of the comparison --------------------------------------------------------------------
@@ -167,31 +171,30 @@ def single_config_of(cfg: DictConfig, **changes: str) -> DictConfig:
     return single
 
 
-def cut(cfg: DictConfig, folder: Path) -> str:
+def cut(cfg: DictConfig, folder: Path) -> bool:
     """Cuts models that are too large for fp64 on a CPU to a few layers with random weights, in place.
 
-    Returns a description, empty if the models stay whole. Raises ConfigError if they cannot be cut.
+    Returns True if it has cut any. Raises ConfigError if they cannot be cut.
     """
-    keys = [key for key in ("model", "teacher_model") if cfg.get(key) is not None]
-    try:
-        wholes = {key: on_meta(cfg[key]) for key in keys}
-    except Exception:  # any: the recipe reports it with all other problems
-        return ""
+    wholes = {}
+    with suppress(Exception):  # any: the recipe reports it with all other problems
+        wholes = {key: on_meta(cfg[key]) for key in ("model", "teacher_model") if cfg.get(key) is not None}
     num_weights = sum(p.numel() for whole in wholes.values() for p in whole.parameters())
-    texts = []
-    for key, whole in wholes.items() if num_weights > MOST_WEIGHTS else ():
+    if num_weights <= MOST_WEIGHTS:
+        return False
+    for key, whole in wholes.items():
         if not hasattr(whole, "layers"):
             text = f"{num_weights:,} weights, above {MOST_WEIGHTS:,}, and it cannot be cut; set a smaller model"
             raise ConfigError(f"{key}: {text}")
         cut_one = cut_component(OmegaConf.to_container(cfg[key], resolve=True), whole, folder / key)
         cfg[key], prefixes = cut_one, ("", "ref_") if key == "model" else ("teacher_",)
-        num_layers = len(on_meta(cfg[key]).layers)
-        texts.append(f"{key}: the first {num_layers} of {len(whole.layers)} layers, random weights\n")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{key}: the first {len(on_meta(cut_one).layers)} of {len(whole.layers)} layers, random weights")
         for name in (f"{prefix}checkpointer" for prefix in prefixes):
             if cfg.get(name) is not None:
                 random = {"_component_": "recipe_utils.check_gradient.RandomWeights", "model": cut_one}
                 cfg[name] = {**random, "seed": zlib.crc32(name.encode())}
-    return "".join(texts)
+    return True
 
 
 # ---- Comparison ----------------------------------------------------------------------------------
@@ -238,21 +241,15 @@ def compare(recipe: str, given: Namespace, folder: Path, cfg: DictConfig) -> int
     if cfg.get("quantizer") is not None:
         raise ConfigError("quantizer: fake-quantized weights are not compared; remove it")
     cfg = config_of(cfg, settings_class, folder, given.num_samples)
-    cuts, dtype = cut(cfg, folder), cfg.get("dtype") or "fp32"
-    recorded = record(recipe_class, cfg)
+    is_cut, dtype = cut(cfg, folder), cfg.get("dtype") or "fp32"
+    recorded = record(recipe_class, cfg, given.config.removesuffix(".yaml"))
     if os.environ.get("RANK", "0") != "0":
         return 0
-    how = ", ".join([*recorded.description, dtype, *["compiled"] * bool(cfg.get("compile"))])
-    print(f"{cuts}update step {recorded.position + 1} of {given.config.removesuffix('.yaml')}, after one: {how}")
     own = single_config_of(cfg, device=resolve_device(cfg.get("device")).type)
-    in_exact = (
-        single_config_of(cfg, dtype="fp32", device=own.device)
-        if cuts
-        else single_config_of(cfg, dtype="fp64", device="cpu")
-    )
-    with nullcontext() if cuts else DoublePrecision(only_casts=True):
-        exact = SingleSamples(recipe_class, in_exact, recorded, judges=True)
-    code = report(recorded, exact, SingleSamples(recipe_class, own, recorded).gradients, dtype, bool(cuts))
+    how = {"dtype": "fp32", "device": own.device} if is_cut else {"dtype": "fp64", "device": "cpu"}
+    with nullcontext() if is_cut else DoublePrecision(only_casts=True):
+        exact = SingleSamples(recipe_class, single_config_of(cfg, **how), recorded, judges=True)
+    code = report(recorded, exact, SingleSamples(recipe_class, own, recorded).gradients, dtype, is_cut)
     return REPORTED_EXIT_CODE if code and world_size_from_env() > 1 else code
 
 

@@ -27,7 +27,7 @@ from recipe_utils.models.frozen import FrozenModel
 from recipe_utils.models.weights import gather_weights
 from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.fsdp import local, reshard
-from recipe_utils.update_steps.step import Microbatch
+from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 Weights = Mapping[str, Tensor]
 """Whole weights or gradients on the CPU, by exported names."""
@@ -40,10 +40,7 @@ class Recorded(NamedTuple):
     start: Weights
     moved: Weights
     gradients: Weights
-    position: int
-    """Index of the update step in epoch 0."""
-    totals: Mapping[str, float]
-    description: list[str]
+    step: UpdateStep
 
 
 class _Asked(dict[str, float]):
@@ -78,7 +75,7 @@ class SingleSamples:
             for optimizer in single_optimizers(recipe.optimizer):
                 vars(optimizer)["records"] = True
             with recipe.loader.epoch(0) as steps:
-                step = next(step for step in steps if step.index == recorded.position)
+                step = next(step for step in steps if step.index == recorded.step.index)
             counted = Counter[str]()
             for microbatch in step.microbatches:
                 counted.update(microbatch.counts)
@@ -112,7 +109,7 @@ class SingleSamples:
     def _judge(self, asked: Mapping[str, float]) -> None:
         """Fills :attr:`wrong` and :attr:`not_judged`; ``asked`` are the totals that ``update`` has read."""
         for name, total in asked.items():
-            if not isclose(theirs := self._recorded.totals.get(name, 0), total):
+            if not isclose(theirs := self._recorded.step.totals.get(name, 0), total):
                 self.wrong.append(f"totals: {name} is {theirs}, single samples have {total}")
         found, expected = len(self._sums), len(self._step.microbatches)
         if found == expected:
@@ -125,7 +122,8 @@ class SingleSamples:
         if any("document_lengths" in microbatch.inputs for microbatch in self._step.microbatches):
             self.not_judged.append("what keeps the documents of one packed sample apart")
         if zero := [name for name, gradient in self.gradients.items() if not gradient.any()]:
-            self.not_judged.append(f"{len(zero)} parameters without a gradient: {', '.join(zero[:4])}")
+            text = f"{len(zero)} of {len(self.gradients)} parameters have no gradient: {', '.join(zero[:4])}"
+            (self.not_judged if len(zero) < len(self.gradients) else self.wrong).append(text)
 
     def _judge_scale(self, asked: Mapping[str, float]) -> None:
         """Finds sums that are not divided by a total.
