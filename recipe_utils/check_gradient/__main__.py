@@ -189,7 +189,7 @@ def cut(cfg: DictConfig, folder: Path) -> bool:
         cut_one = cut_component(OmegaConf.to_container(cfg[key], resolve=True), whole, folder / key)
         cfg[key], prefixes = cut_one, ("", "ref_") if key == "model" else ("teacher_",)
         if os.environ.get("RANK", "0") == "0":
-            print(f"{key}: the first {len(on_meta(cut_one).layers)} of {len(whole.layers)} layers, random weights")
+            print(f"{key}: the first {len(on_meta(cfg[key]).layers)} of {len(whole.layers)} layers, random weights")
         for name in (f"{prefix}checkpointer" for prefix in prefixes):
             if cfg.get(name) is not None:
                 random = {"_component_": "recipe_utils.check_gradient.RandomWeights", "model": cut_one}
