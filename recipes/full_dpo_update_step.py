@@ -42,7 +42,7 @@ from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.preference import losses as preference
 from recipe_utils.preference.losses import METRICS, PreferenceLoss, PreferenceSettings
 from recipe_utils.preference.pairs import PairCollator, PairSettings, check_is_pair
-from recipe_utils.preference.reference import Reference, ReferenceSettings
+from recipe_utils.preference.reference import ReferenceSettings, build_reference, reference_checkpointer
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
@@ -122,9 +122,8 @@ class FullDPORecipe:
         meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
-        from_policy = settings, settings.checkpointer, settings.output_dir
-        self.reference = build("reference", Reference, settings, *from_policy, loss_fn, ranks)
-        build("ref_checkpointer", self.reference.check, cfg.get("ref_checkpointer"), meta_model, self.checkpointer)
+        of_policy = meta_model, self.checkpointer
+        of_reference = build("ref_checkpointer", reference_checkpointer, cfg.get("ref_checkpointer"), *of_policy)
 
         # ---- Data
         limits = limits_of(meta_model, ranks.device, ranks.dims.tp)
@@ -145,8 +144,13 @@ class FullDPORecipe:
         frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
         self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(METRICS))
         self.offloading = settings.offloading(self.model)
-        context = {"model": settings.model, "layout": collator.layout}
-        frozen |= self.reference.set_up(self.model, self.pipeline, pair_loss, collator.longest_row, context)
+        self.attached, fingerprints, cache = build_reference(  # a pass before the pass
+            *(settings, settings, ranks, pair_loss, of_reference, meta_model, self.model, self.pipeline),
+            longest_row=collator.longest_row,
+            start=settings.checkpointer,
+            context={"model": settings.model, "layout": collator.layout},
+            output_dir=settings.output_dir,
+        )
 
         # ---- Optimizer, parts of the training, and resume
         self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)
@@ -159,9 +163,10 @@ class FullDPORecipe:
         run.parts.add_every(settings.run_val_every_n_steps, "validation", Validation(run, self.validate), at_ends=True)
         run.parts.add_every(settings.sample_every_n_steps, "answers", Answers(run, self.model, self.tokenizer))
         run.parts.add_every(settings.export_every_n_steps, "exports", Exports(run))
-        position = run.resume(Trained(*trained, frozen))
+        position = run.resume(Trained(*trained, {**frozen, **fingerprints}))
         self.lr_scheduler = optimizer.build_lr_scheduler(schedule, self.optimizer, *position)
-        self.reference.precompute(settings.epochs, self.loader, self.val_loader)
+        if cache is not None:
+            cache.precompute(settings.epochs, self.loader, self.val_loader)
 
     # ---- Objective and update -------------------------------------------------------------------
 
@@ -185,14 +190,13 @@ class FullDPORecipe:
         scale = torch.full_like(metrics, step.scale("pairs"))
         scale[-1:].fill_(step.scale("chosen_tokens"))  # no copy to the device
         # The reference computes all microbatches first: its stages need another schedule.
-        with self.reference.attached(step) as microbatches:
+        with self.attached(step) as microbatches:
             if self.pipeline is not None:
                 # One schedule per update step pays the pipeline bubble once.
                 objective = lambda sums: self.objective(sums * scale)  # noqa: E731
                 metrics += scale * self.pipeline.forward_backward(microbatches, objective)
             else:
-                marked = mark_last(microbatches)
-                for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
+                for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
                     with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
                         with record_function("backward"):
@@ -210,7 +214,7 @@ class FullDPORecipe:
 
     def validate(self) -> dict[str, Tensor]:
         """Returns METRICS of ``dataset_val``, ratios of sums over all ranks."""
-        how = len(METRICS), self.pipeline, self.ranks.device, self.reference.attached
+        how = len(METRICS), self.pipeline, self.ranks.device, self.attached
         sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
         found, counts = dict(zip(METRICS, sums, strict=True)), dict.fromkeys(METRICS, "pairs")
         counts["sft_loss"] = "chosen_tokens"

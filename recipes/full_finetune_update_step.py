@@ -31,6 +31,7 @@ from recipe_utils.losses.by_sample import LossesBySample
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_on_meta, build_stages
+from recipe_utils.models.frozen import nothing_attached
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
@@ -150,6 +151,7 @@ class FullFinetuneRecipe:
         frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
         self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(SUMS))
         self.offloading = settings.offloading(self.model)
+        self.attached = nothing_attached  # or a pass before the pass
 
         # ---- Optimizer, parts of the training, and resume
         self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)
@@ -187,18 +189,18 @@ class FullFinetuneRecipe:
         scale = step.scale(self.divisor)
         self.by_sample.start(step, self.loader, self.run.state.epoch)  # sets the weights of named datasets
         metrics = torch.zeros(len(SUMS), dtype=torch.float64, device=self.ranks.device)
-        if self.pipeline is not None:
-            # One schedule per update step pays the pipeline bubble once.
-            sums = self.pipeline.forward_backward(step.microbatches, lambda sums: sums[0] * scale)
-            metrics += sums * scale
-        else:
-            microbatches = mark_last(step.microbatches)
-            for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
-                with gradient_sync(self.model, is_last, self.settings.gradient_sync):
-                    scaled = self.sums(microbatch) * scale
-                    with record_function("backward"):
-                        scaled[0].backward()
-                metrics += scaled.detach()
+        with self.attached(step) as microbatches:
+            if self.pipeline is not None:
+                # One schedule per update step pays the pipeline bubble once.
+                sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
+                metrics += sums * scale
+            else:
+                for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
+                    with gradient_sync(self.model, is_last, self.settings.gradient_sync):
+                        scaled = self.sums(microbatch) * scale
+                        with record_function("backward"):
+                            scaled[0].backward()
+                    metrics += scaled.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)
         # Fused optimizers skip non-finite gradients without a device synchronization.
@@ -213,8 +215,8 @@ class FullFinetuneRecipe:
 
     def validate(self) -> dict[str, Tensor]:
         """Returns ``SUMS`` per target token of ``dataset_val``, over all ranks, and the loss of each dataset."""
-        how = {"pipeline": self.pipeline, "device": self.ranks.device, "by_sample": self.by_sample}
-        sums, totals = sum_over(self.val_loader, self.model, self.sums, len(SUMS), **how)
+        how = len(SUMS), self.pipeline, self.ranks.device, self.attached
+        sums, totals = sum_over(self.val_loader, self.model, self.sums, *how, self.by_sample)
         metrics = {f"val_{name}": value for name, value in zip(SUMS, sums, strict=False)}
         of_datasets = dataset_weights.losses_by_dataset(sums[len(SUMS) :], totals, "val_")
         divisors = dict.fromkeys(metrics, self.divisor) | dict.fromkeys(of_datasets, "target_tokens")

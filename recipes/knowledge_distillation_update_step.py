@@ -21,7 +21,7 @@ from torchtune import config
 
 import recipe_utils
 from recipe_utils.distillation.losses import SUMS, make_distillation_loss
-from recipe_utils.distillation.teacher import Teacher, TeacherSettings
+from recipe_utils.distillation.teacher import Teacher, TeacherSettings, build_teacher_on_meta
 from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.losses.attach import attach_loss, build_loss
 from recipe_utils.losses.by_sample import LossesBySample
@@ -130,13 +130,13 @@ class KDRecipe:
         meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
         build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
-        self.teacher = Teacher(cfg, settings, settings, ranks, meta_model, self.checkpointer)
-        self.metrics = SUMS if self.teacher.is_used else SUMS[:1]  # those of fine-tuning
-        if self.teacher.is_used:
+        meta_teacher = build_teacher_on_meta(cfg, settings, settings, meta_model, self.checkpointer)
+        self.metrics = SUMS if settings.kd_ratio > 0 else SUMS[:1]  # those of fine-tuning
+        if settings.kd_ratio > 0:
             loss_fn = build("", make_distillation_loss, loss_fn, kd_loss_fn, settings.kd_ratio)
 
         # ---- Data
-        limits = limits_of(meta_model, ranks.device, teacher=self.teacher.meta_model)
+        limits = limits_of(meta_model, ranks.device, teacher=meta_teacher.model)
         datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer))
         collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits, any(map(makes_trees, datasets)))
         self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))
@@ -154,7 +154,9 @@ class KDRecipe:
         frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
         self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(self.metrics))
         self.offloading = settings.offloading(self.model)
-        frozen |= self.teacher.set_up(meta_model, collator.longest_row, groups)
+        self.teacher = Teacher(meta_teacher, ranks, meta_model, collator.longest_row, groups)
+        self.attached = self.teacher.attached  # a pass before the pass
+        frozen |= self.teacher.fingerprints
 
         # ---- Optimizer, parts of the training, and resume
         self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)
@@ -188,14 +190,13 @@ class KDRecipe:
         scale = step.scale("target_tokens")
         metrics = torch.zeros(len(self.metrics), dtype=torch.float64, device=self.ranks.device)
         # The teacher computes all microbatches first: its stages need another schedule.
-        with self.teacher.attached(step) as microbatches:
+        with self.attached(step) as microbatches:
             if self.pipeline is not None:
                 # One schedule per update step pays the pipeline bubble once.
                 sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
                 metrics += sums * scale
             else:
-                marked = mark_last(microbatches)
-                for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
+                for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
                     with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
                         with record_function("backward"):
@@ -213,7 +214,7 @@ class KDRecipe:
 
     def validate(self) -> dict[str, Tensor]:
         """Returns means per target token of ``dataset_val`` over all ranks."""
-        how = len(self.metrics), self.pipeline, self.ranks.device, self.teacher.attached
+        how = len(self.metrics), self.pipeline, self.ranks.device, self.attached
         sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
         return means_over_ranks(self.named(sums, "val_"), totals, "target_tokens", self.ranks.dp_degree)
 

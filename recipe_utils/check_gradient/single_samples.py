@@ -11,8 +11,8 @@ backward, 0.0667 for 15 targets; a wrong sign of a frozen model's term in how th
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from math import isclose
 from typing import Any, NamedTuple
@@ -150,33 +150,32 @@ class SingleSamples:
         has no gradient in g(w), and that in g(s) has it grow from s to w: (g(s) - g(w)) (w - s) > 0.
         """
         start, moved = self._recorded.start, self._recorded.moved
-        shapes = {name: weight.shape for name, weight in frozen._model.state_dict().items()}
+        shapes = {name: weight.shape for name, weight in frozen.model.state_dict().items()}
+        text, along = "", 0.0
         if "pairs" in self._step.totals:
-            text = "the sign of the reference's term: a margin of pairs is no divergence"
+            text = ": a margin of pairs is no divergence"
         elif any(shapes.get(name) != start[name].shape for name in self.gradients):
-            text = "the sign of a frozen model's term: it has other weights than the trained one"
+            text = ", a model of other weights than the trained one"
         else:
-            at_start, at_moved = (self._gradients_beside(frozen, weights) for weights in (start, moved))
-            change = along = norm = 0.0
-            for name, gradient in at_moved.items():
+            is_copy, change, norm = frozen.model is not self._recipe.model, 0.0, 0.0
+            at_start = self._gradients_beside(frozen, start) if is_copy else self.gradients
+            for name, gradient in self._gradients_beside(frozen, moved).items():
                 difference = at_start[name].double() - gradient
                 change += difference.square().sum().item()
                 norm += gradient.double().square().sum().item()
                 along += (difference * (moved[name].double() - start[name])).sum().item()
-            if along < 0 and change > 1e-14 * norm:
-                self.wrong.append("sign: a frozen model's term pushes the weights away from that model")
-            text = "" if change > 1e-14 * norm else "a frozen model: it has no influence on the gradient"
-        self.not_judged += [text] * bool(text)
+            if change <= 1e-14 * norm:
+                text = ": it does not change the gradient, or is one of the trained weights themselves"
+        if text:
+            self.not_judged.append(f"the sign of the term of {frozen.name}{text}")
+        elif along < 0:
+            self.wrong.append(f"sign: the term of {frozen.name} pushes the weights away from that model")
 
     def _gradients_beside(self, frozen: FrozenModel, weights: Weights) -> Weights:
-        @contextmanager
-        def with_weights() -> Iterator[None]:
-            place(frozen._model, weights)
-            yield
-            if frozen._model is self._recipe.model:  # whose adapters are exchanged for a forward
-                place(frozen._model, self._recorded.moved)
-
-        frozen._during_forward = with_weights
+        """Returns gradients with ``weights`` in a frozen model; the trained one, which exchanges some, has its own."""
+        frozen.during_forward = nullcontext
+        if frozen.model is not self._recipe.model:
+            place(frozen.model, weights)
         return self._gradients()
 
 

@@ -4,11 +4,12 @@ Example: at 8,192 target tokens, a teacher of width 2,048 with 128,256 tokens ha
 logits, of 2.1 GB, never exist at once: the loss projects 256 target tokens at a time.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -16,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torchtune import config
-from torchtune.utils import get_logger
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.checkpoint.load import TEACHER
 from recipe_utils.distillation.losses import TeacherHidden
@@ -25,11 +26,10 @@ from recipe_utils.losses.attach import HiddenAtTargets
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.construct import build_on_meta
-from recipe_utils.models.frozen import FrozenModel, build_frozen_model, load_frozen
+from recipe_utils.models.frozen import Attached, frozen_copy, nothing_attached
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import num_outputs, warn_if_above_memory
 from recipe_utils.models.vocabulary import check_same_tokens
-from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.optim.optimizer import OptimizerSettings
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.settings.keys import STRICT, OnlyWith
@@ -70,144 +70,113 @@ class TeacherSettings:
                 yield Problem(key, text)
 
 
-class Teacher:
-    """Attaches a frozen model's hidden states to the targets of update steps. All ranks together.
+class TeacherOnMeta(NamedTuple):
+    """Teacher of which no weight was read; nothing with ``kd_ratio=0``."""
 
-    With pipeline stages, they are on the rank of the last one, where the loss is computed. Meta model and checkpointer
-    are those of the recipe's ``cfg``; ``modules``, ``student``, a meta model, and ``checkpointer`` are the student's.
-    With ``kd_ratio=0`` nothing is built or read. Raises ConfigError if the teacher does not fit the student.
+    model: Any = None
+    checkpointer: Any = None
+    modules: ModelSettings | None = None
+    split_points: list[int] | None = None
+
+
+def build_teacher_on_meta(
+    cfg: DictConfig, settings: TeacherSettings, modules: ModelSettings, student: nn.Module, checkpointer: Any
+) -> TeacherOnMeta:
+    """Builds the teacher's meta model and checkpointer, which the recipe's ``cfg`` configures.
+
+    ``modules``, ``student``, a meta model, and ``checkpointer`` are the student's. Raises ConfigError if the teacher
+    does not fit the student.
     """
-
-    def __init__(
-        self,
-        cfg: DictConfig,
-        settings: TeacherSettings,
-        modules: ModelSettings,
-        ranks: Ranks,
-        student: nn.Module,
-        checkpointer: Any,
-    ) -> None:
-        self._settings, self._ranks = settings, ranks
-        self._student_modules = modules
-        self.is_used = settings.kd_ratio > 0
-        self.meta_model: Any = None
-        """The whole model on the meta device; None if it is not used."""
-        self._checkpointer: Any = None
-        self._model: FrozenModel
-        self._spans: list[tuple[Any, Any]] = []  # start and stop of the model's forwards
-        if self.is_used:
-            build("teacher_model", self._build_model, cfg.get("teacher_model"))
-            self._checkpointer = build(TEACHER, config.instantiate, cfg.get("teacher_checkpointer"))
-            build("", self._check_student, student, checkpointer)
-
-    # ---- Checks, before any weight is read ----------------------------------------------------------
-
-    def _build_model(self, component: Any) -> None:
-        settings, modules = self._settings, self._student_modules
-        # Memory savings for gradients do not apply.
-        self._modules = modules.without_gradients(
-            dtype=settings.teacher_dtype or modules.dtype,
-            custom_sharded_layers=settings.teacher_custom_sharded_layers,
-            fsdp_cpu_offload=settings.teacher_fsdp_cpu_offload,
-            quantizer=None,
-        )
-        self.meta_model = build_on_meta(partial(config.instantiate, component), self._modules)
-        if not hasattr(text_decoder(self.meta_model), "unembed"):
-            raise ValueError(
-                f"a {type(self.meta_model).__name__} returns no hidden states; set it to a torchtune decoder"
-            )
-        if find_adapters(self.meta_model).modules:
+    if settings.kd_ratio == 0:
+        return TeacherOnMeta()
+    # Memory savings for gradients do not apply.
+    modules = modules.without_gradients(
+        dtype=settings.teacher_dtype or modules.dtype,
+        custom_sharded_layers=settings.teacher_custom_sharded_layers,
+        fsdp_cpu_offload=settings.teacher_fsdp_cpu_offload,
+        quantizer=None,
+    )
+    with naming("teacher_model"):
+        model = build_on_meta(partial(config.instantiate, cfg.get("teacher_model")), modules)
+        if not hasattr(text_decoder(model), "unembed"):
+            raise ValueError(f"a {type(model).__name__} returns no hidden states; set it to a torchtune decoder")
+        if find_adapters(model).modules:
             raise ValueError(
                 "it has adapters, and a teacher is a model without them; set it to the plain builder, and "
                 "teacher_checkpointer to an exported model that they are merged into"
             )
-
-    def _check_student(self, student: nn.Module, checkpointer: Any) -> None:
-        """Raises ValueError if the teacher does not take the whole ``student``'s inputs, or has other tokens."""
-        if hasattr(student, "decoder") != hasattr(self.meta_model, "decoder"):
-            kinds = [type(model).__name__ for model in (self.meta_model, student)]
+        if hasattr(student, "decoder") != hasattr(model, "decoder"):
+            kinds = [type(each).__name__ for each in (model, student)]
             raise ValueError(
-                f"teacher_model: a {kinds[0]} does not take the inputs of a {kinds[1]}; set it to one that "
-                "does, with or without images"
+                f"a {kinds[0]} does not take the inputs of a {kinds[1]}; set it to one that does, with or without images"
             )
-        sizes = num_outputs(self.meta_model), num_outputs(student)
-        with naming(TEACHER):
-            is_same = check_same_tokens(checkpointer, self._checkpointer, ("student", "teacher"))
-        if sizes[0] != sizes[1] and self._ranks.is_zero:
-            text = (
-                f"The teacher has {sizes[0]} tokens, the student {sizes[1]}: the divergence is computed over "
-                f"the first {min(sizes)}"
-            )
-            if is_same:
-                _log.info(text)
-            else:
-                _log.warning(f"{text}; not compared, since not both have a tokenizer.json beside their weights")
+    own_checkpointer = build(TEACHER, config.instantiate, cfg.get(TEACHER))
+    sizes = num_outputs(model), num_outputs(student)
+    is_same = build(TEACHER, check_same_tokens, checkpointer, own_checkpointer, ("student", "teacher"))
+    if sizes[0] != sizes[1]:
+        text = f"The teacher has {sizes[0]} tokens, the student {sizes[1]}: the divergence is computed over the first "
+        text += str(min(sizes))
+        text += "" if is_same else "; not compared, since not both have a tokenizer.json beside their weights"
+        log_rank_zero(_log, text, logging.INFO if is_same else logging.WARNING)
+    return TeacherOnMeta(model, own_checkpointer, modules, settings.teacher_pipeline_parallel_split_points)
 
-    def set_up(self, student: nn.Module, longest_row: int, row_groups: RowGroups) -> dict[str, str]:
-        """Builds the model with its weights.
 
-        ``student`` is the whole model. Returns fingerprints, so that a resumed training has the same
-        teacher. Raises ConfigError if weights do not fit, or the model cannot be built.
-        """
-        if not self.is_used:
-            return {}
-        ranks = self._ranks
-        checkpoint, fingerprints = load_frozen(self._checkpointer, TEACHER, self.meta_model, ranks)
-        if ranks.is_zero:
-            warn_if_above_memory(student, self.meta_model, ranks)
-        self._model = build_frozen_model(
-            self.meta_model,
-            HiddenAtTargets(),
-            checkpoint,
-            self._modules,
-            ranks,
-            longest_row=longest_row,
-            row_groups=row_groups,
-            split_points=self._settings.teacher_pipeline_parallel_split_points,
+class Teacher:
+    """Attaches a frozen model's hidden states to the targets of update steps. All ranks together.
+
+    With pipeline stages, they are on the rank of the last one, where the loss is computed. ``student`` is the whole
+    model. Raises ConfigError if weights do not fit, or the model cannot be built.
+    """
+
+    def __init__(
+        self, on_meta: TeacherOnMeta, ranks: Ranks, student: nn.Module, longest_row: int, row_groups: RowGroups
+    ) -> None:
+        self._spans: list[tuple[Any, Any]] = []  # start and stop of the model's forwards
+        self._is_cuda = ranks.device.type == "cuda"
+        self.attached: Attached = nothing_attached
+        self.fingerprints: Mapping[str, str] = {}
+        """Those of its weights, so that a resumed training has the same teacher."""
+        if on_meta.modules is None:
+            return
+        text = "the teacher's hidden states are NaN or infinite; look at its weights, or set teacher_dtype=fp32"
+        self._model = frozen_copy(
+            *("teacher", on_meta.model, HiddenAtTargets(), on_meta.checkpointer, on_meta.modules),
+            *(ranks, longest_row, row_groups),
+            split_points=on_meta.split_points,
             keys=("teacher_model", TEACHER),
+            explain=lambda *_: f"{TEACHER}: {text}",
         )
-        return fingerprints
-
-    # ---- Outputs -----------------------------------------------------------------------------------
+        if ranks.is_zero:
+            warn_if_above_memory(student, on_meta.model, ranks)
+        self._model.during_forward = self._timed
+        self.attached, self.fingerprints = self._with_output_layer, self._model.fingerprints
 
     @contextmanager
-    def attached(self, step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
-        """Yields the microbatches with hidden states, computed before any gradient exists.
-
-        They are unchanged on ranks without the last stage, which have no loss. Raises
-        NonfiniteError for NaN or infinite ones on a CPU, where this needs no synchronization.
-        """
-        if not self.is_used:
-            yield step.microbatches
-            return
-        start = self._now()
-        outputs = self._model.outputs(step.microbatches)
-        self._spans.append((start, self._now()))
-        checked = outputs.values() if self._ranks.device.type == "cpu" else ()
-        if not all(hidden.isfinite().all() for hidden in checked):
-            raise NonfiniteError(
-                "teacher_checkpointer: the teacher's hidden states are NaN or infinite; look at its weights, "
-                "or set teacher_dtype=fp32"
-            )
+    def _with_output_layer(self, step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
         # The loss projects hidden states, so the output layer stays gathered in the update step.
-        with self._model.output_layer() as layer:
+        with self._model.attached(step) as microbatches, self._model.output_layer() as layer:
             yield [
-                m.with_outputs(teacher=TeacherHidden(outputs[index], layer)) if index in outputs else m
-                for index, m in enumerate(step.microbatches)
+                m.with_outputs(teacher=TeacherHidden(m.targets.outputs["teacher"], layer)) if layer is not None else m
+                for m in microbatches
             ]
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = self._now()
+        yield
+        self._spans.append((start, self._now()))
 
     def read_seconds(self) -> float | None:
         """Returns mean seconds of the model's forwards per update step since the last call.
 
         None if none ran. Only forwards that the device has finished count, without synchronization.
         """
-        is_cuda = self._ranks.device.type == "cuda"
-        done = [(start, stop) for start, stop in self._spans if not is_cuda or stop.query()]
+        done = [(start, stop) for start, stop in self._spans if not self._is_cuda or stop.query()]
         self._spans = self._spans[len(done) :]
-        seconds = [a.elapsed_time(b) / 1000 if is_cuda else b - a for a, b in done]
+        seconds = [a.elapsed_time(b) / 1000 if self._is_cuda else b - a for a, b in done]
         return sum(seconds) / len(seconds) if seconds else None
 
     def _now(self) -> Any:
-        if self._ranks.device.type == "cuda":
+        if self._is_cuda:
             return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return time.perf_counter()

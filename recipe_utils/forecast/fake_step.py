@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtune import config
+from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.distillation.losses import TeacherHidden, make_distillation_loss
 from recipe_utils.forecast.live_bytes import LiveBytes
@@ -20,7 +21,7 @@ from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_on_meta, build_stages
-from recipe_utils.models.frozen import FrozenModel, policy_at_start
+from recipe_utils.models.frozen import FrozenModel, trained_model
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.settings import ModelSettings
@@ -109,7 +110,7 @@ class FakeTraining:
         trained = [local(p) for p in self._model.parameters() if p.requires_grad]
         self.shares = {"weights": self._live.now, "gradients": sum(p.nbytes for p in trained)}
         if frozen_loss is not None and not self._has_teacher and find_adapters(meta_model).modules:
-            self._frozen = policy_at_start(self._model, None, self.ranks.device, [])
+            self._frozen = trained_model(self._model, None, self.ranks.device, partial(disable_adapter, self._model))
         elif frozen_loss is not None:
             frozen = self._build(meta_frozen, modules, frozen_loss).requires_grad_(False).eval()
             self._frozen = FrozenModel(frozen, None, self.ranks.device)

@@ -1,11 +1,12 @@
-"""Forward passes of a frozen model, without gradients, in any layout.
+"""Passes before the pass: forwards without gradients whose outputs a loss finds beside its targets, in any layout.
 
-Shapes: n target tokens of a microbatch, d model width, v vocabulary size.
+A recipe computes what ``with self.attached(step) as microbatches`` yields: ``nothing_attached`` for a loss of one model,
+``attached`` of a :class:`FrozenModel`, such as of a :func:`frozen_copy`, or a recipe's own :data:`Attached`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune import training
-from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.model_kinds import text_decoder
-from recipe_utils.models.adapters.adapted_linear import forget_norms
+from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_stages
 from recipe_utils.models.parallelize import parallelize
@@ -27,33 +27,39 @@ from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import has_output, local_stages
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import check_weights, crc32_of_weights, fingerprint_of_config, load_weights
-from recipe_utils.optim.optimizer import trained_parameters
-from recipe_utils.parallel.fsdp import local, reshard
+from recipe_utils.optim.nonfinite import NonfiniteError
+from recipe_utils.parallel.fsdp import reshard
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.problems import naming
-from recipe_utils.update_steps.step import Microbatch
+from recipe_utils.update_steps.step import Microbatch, UpdateStep
+
+Attached = Callable[[UpdateStep], AbstractContextManager[Sequence[Microbatch]]]
+"""Maps an update step to its microbatches, with outputs that last until the end of the block."""
+Context = Callable[[], AbstractContextManager[None]]
 
 
+def nothing_attached(step: UpdateStep) -> AbstractContextManager[Sequence[Microbatch]]:
+    """Returns the update step's own microbatches."""
+    return nullcontext(step.microbatches)
+
+
+@dataclass(eq=False)
 class FrozenModel:
-    """Model that runs without gradients and returns its loss module's outputs. All ranks together.
+    """Model that runs without gradients and returns its loss module's outputs. All ranks together."""
 
-    ``pipeline`` is that of its stages; ``during_forward`` is the context of every forward.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        pipeline: Pipeline | None,
-        device: torch.device,
-        during_forward: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._model = model
-        self._pipeline = pipeline
-        self._device = device
-        self._during_forward = during_forward
-        # None where the last stage is on another rank.
-        self._with_output: Any = next(filter(has_output, local_stages(model)), None)
+    model: nn.Module
+    pipeline: Pipeline | None
+    """That of the model's stages."""
+    device: torch.device
+    during_forward: Context = nullcontext
+    """Context of all forwards of an update step."""
+    name: str = "frozen"
+    """Name of its outputs in ``targets.outputs``."""
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """Those of its weights, which a resumed training must have, too."""
+    explain: Callable[[Microbatch, Any], str] | None = None
+    """Returns the error of a microbatch's output that is NaN or infinite."""
 
     @torch.no_grad()
     def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
@@ -62,23 +68,46 @@ class FrozenModel:
         Microbatches are on the CPU, equally many on all ranks.
         """
         plain = [replace(m, targets=m.targets._replace(outputs={})) for m in microbatches]
-        with self._during_forward():
-            if self._pipeline is not None:
-                return self._pipeline.outputs(plain)
+        with self.during_forward():
+            if self.pipeline is not None:
+                return self.pipeline.outputs(plain)
             return {
-                index: self._model(**microbatch.inputs, targets=microbatch.targets)
-                for index, microbatch in enumerate(to_device_ahead(plain, self._device))
+                index: self.model(**microbatch.inputs, targets=microbatch.targets)
+                for index, microbatch in enumerate(to_device_ahead(plain, self.device))
             }
+
+    def check(self, microbatches: Sequence[Microbatch], outputs: Mapping[int, Tensor]) -> None:
+        """Raises NonfiniteError for outputs that are NaN or infinite. Synchronizes with the device."""
+        for index, output in outputs.items():
+            if not output.isfinite().all():
+                text = f"{self.name}: outputs are NaN or infinite; look at the model's weights, or set dtype=fp32"
+                raise NonfiniteError(self.explain(microbatches[index], output) if self.explain else text)
+
+    @contextmanager
+    def attached(self, step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
+        """Yields the microbatches with outputs, computed before any gradient exists.
+
+        They are unchanged on ranks without the last stage, which have no loss. Raises NonfiniteError, see
+        :meth:`check`, on a CPU; elsewhere the gradient is not finite.
+        """
+        outputs = self.outputs(step.microbatches)
+        if self.device.type == "cpu":
+            self.check(step.microbatches, outputs)
+        yield [
+            m.with_outputs(**{self.name: outputs[index]}) if index in outputs else m
+            for index, m in enumerate(step.microbatches)
+        ]
 
     @contextmanager
     def output_layer(self) -> Iterator[Any]:
         """Yields the output layer, gathered until the end of the block; None on ranks without the last stage."""
-        if self._with_output is None:
+        stage: Any = next(filter(has_output, local_stages(self.model)), None)
+        if stage is None:
             yield None
             return
-        output = text_decoder(self._with_output).output
+        output = text_decoder(stage).output
         # PyTorch's schedules reshard stages at their end, a forward reshards the root.
-        holders = [module for module in (self._with_output, output) if isinstance(module, FSDPModule)]
+        holders = [module for module in (stage, output) if isinstance(module, FSDPModule)]
         for holder in holders:
             holder.unshard()
             # Sharded as a separate unit, the output layer would free its weight after every chunk.
@@ -86,41 +115,50 @@ class FrozenModel:
         try:
             yield output
         finally:
-            reshard(self._with_output)
+            reshard(stage)
 
 
-def build_frozen_model(
+def frozen_copy(
+    name: str,
     meta_model: nn.Module,
     loss_fn: Any,
-    checkpoint: dict[str, Any],
-    modules: ModelSettings,
+    checkpointer: Any,
+    settings: ModelSettings,
     ranks: Ranks,
-    *,
     longest_row: int,
     row_groups: RowGroups = MappingProxyType({}),
+    *,
     split_points: list[int] | None = None,
     is_offloaded: bool = False,
-    keys: tuple[str, str],
+    keys: tuple[str, str] | None = None,
+    explain: Callable[[Microbatch, Any], str] | None = None,
 ) -> FrozenModel:
-    """Builds a copy of a model with its weights for forward passes only, which return what ``loss_fn`` does.
+    """Builds a copy of a model for forward passes only, which return what ``loss_fn`` does; see :class:`FrozenModel`.
 
-    With ``pp`` ranks it has one stage per rank, cut at ``split_points`` or balanced by its own
-    costs; outputs are on the rank of the last stage. Rows have at most ``longest_row`` tokens and may span
-    ``row_groups``. ``checkpoint`` contains full weights by torchtune's keys; ``keys`` are the config keys of the
-    model and its checkpointer, for ConfigErrors. With ``is_offloaded`` weights are on the device only during forwards.
+    Weights are those of ``checkpointer``, also when a training resumes. With ``pp`` ranks the copy has one stage per
+    rank, cut at ``split_points`` or balanced by its own costs; outputs are on the rank of the last stage. Rows have at
+    most ``longest_row`` tokens and may span ``row_groups``. With ``is_offloaded`` weights are on the device only
+    during forwards. ``keys`` are the config keys of the model and its checkpointer, by default ``name``.
+
+    Raises ConfigError if the weights do not fit the model, or it cannot be built.
     """
+    if find_adapters(meta_model).modules:
+        raise ValueError(f"{name}: a model with adapters is its own start, see trained_model")
+    of_model, of_checkpointer = keys or (name, name)
+    checkpoint, fingerprints = load_frozen(checkpointer, of_checkpointer, meta_model, ranks)
+    settings = settings.without_gradients()
     # Without a backward there is nothing to interleave.
     pipeline = PipelineSettings(pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points)
     # As the trained model in a recipe's setup: changed, then parallelized.
-    with naming(keys[0]):
+    with naming(of_model):
         model = build_stages(meta_model, pipeline, ranks)
         for stage in local_stages(model):
             attend_within_documents(stage, ranks.device, longest_row, row_groups)
             if has_output(stage):
                 attach_loss(stage, loss_fn)
-            parallelize(stage, modules, ranks)
-    with naming(keys[1]):
-        load_weights(model, checkpoint, modules, ranks.device)
+            parallelize(stage, settings, ranks)
+    with naming(of_checkpointer):
+        load_weights(model, checkpoint, settings, ranks.device)
     model.requires_grad_(False).eval()
 
     @contextmanager
@@ -131,50 +169,27 @@ def build_frozen_model(
         finally:
             model.cpu()
 
-    return FrozenModel(
-        model,
-        build_pipeline(model, pipeline, modules.torch_dtype, ranks),
-        ranks.device,
-        on_device if is_offloaded else nullcontext,
-    )
+    stages = build_pipeline(model, pipeline, settings.torch_dtype, ranks)
+    context = on_device if is_offloaded else nullcontext
+    return FrozenModel(model, stages, ranks.device, context, name, fingerprints, explain)
 
 
-@contextmanager
-def _exchanged(model: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
-    """Exchanges trained parameters, of which each has this rank's shard in ``values``, until the end of the block."""
-
-    def exchange() -> None:
-        reshard(model)  # FSDP2's root keeps gathered parameters
-        for parameter, value in zip(trained_parameters(model).values(), values, strict=True):
-            shard = local(parameter.detach())
-            before = shard.clone()
-            shard.copy_(value)
-            value.copy_(before)
-        forget_norms(model)
-
-    exchange()
-    try:
-        yield
-    finally:
-        exchange()
-
-
-def policy_at_start(
-    policy: nn.Module, pipeline: Pipeline | None, device: torch.device, adapters: Sequence[Tensor]
+def trained_model(
+    model: nn.Module, pipeline: Pipeline | None, device: torch.device, during_forward: Context = nullcontext
 ) -> FrozenModel:
-    """Returns the trained model with the adapters that it started with; if empty, without adapters."""
+    """Returns the trained model itself without dropout; in ``during_forward`` it may have other weights."""
 
     @contextmanager
-    def at_start() -> Iterator[None]:
-        was_training = policy.training
-        policy.eval()
+    def in_evaluation() -> Iterator[None]:
+        was_training = model.training
+        model.eval()
         try:
-            with _exchanged(policy, adapters) if adapters else disable_adapter(policy):
+            with during_forward():
                 yield
         finally:
-            policy.train(was_training)
+            model.train(was_training)
 
-    return FrozenModel(policy, pipeline, device, at_start)
+    return FrozenModel(model, pipeline, device, in_evaluation)
 
 
 def load_frozen(

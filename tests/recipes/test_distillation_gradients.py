@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from gradient_rows import RECOMPUTED, Row, assert_exact, error_of_mutant, on_ranks, spanning
+from gradient_rows import (
+    RECOMPUTED,
+    Row,
+    assert_exact,
+    error_of_mutant,
+    on_ranks,
+    outputs_of_another_microbatch,
+    spanning,
+)
 from recipe_runs import KD, recipe_class, slow
 
 from recipe_utils.distillation import losses as distillation
@@ -72,19 +80,6 @@ def a_mean_per_microbatch(patches):
     patches.setattr(recipe, "sums", lambda self, m: sums(self, m) / max(len(m.targets.positions), 1))
 
 
-def outputs_of_another_microbatch(patches):
-    outputs = FrozenModel.outputs
-
-    def rotated(self, microbatches):
-        found = [*outputs(self, microbatches).values()]
-        sizes = [len(microbatch.targets.positions) for microbatch in microbatches]
-        pad = torch.nn.functional.pad
-        others = zip(sizes, found[1:] + found[:1], strict=True)
-        return {i: pad(other[:n], (0, 0, 0, n - len(other[:n]))) for i, (n, other) in enumerate(others)}
-
-    patches.setattr(FrozenModel, "outputs", rotated)
-
-
 def no_square_of_the_temperature(patches):
     make = distillation.LinearDistillationLoss.__init__
 
@@ -108,10 +103,10 @@ def a_teacher_that_drops_out(patches):
     outputs = FrozenModel.outputs
 
     def outputs_with_dropout(self, microbatches):
-        for layer in self._model.layers:
+        for layer in self.model.layers:
             if not isinstance(layer.mlp, torch.nn.Sequential):
                 layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.3))
-        self._model.train()
+        self.model.train()
         return outputs(self, microbatches)
 
     patches.setattr(FrozenModel, "outputs", outputs_with_dropout)

@@ -7,8 +7,8 @@ import torch
 from gradient_rows import CACHED, OFFLOADED, RECOMPUTED, Row, assert_exact, error_of_mutant, on_ranks
 from recipe_runs import DPO, recipe_class, slow
 
-from recipe_utils.models import frozen as frozen_model
 from recipe_utils.preference import losses as preference
+from recipe_utils.preference import reference
 from recipe_utils.preference.pairs import PairCollator
 from recipe_utils.text.documents import Documents, length_of
 from recipe_utils.update_steps.step import UpdateStep
@@ -120,7 +120,7 @@ def dummy_counted_as_a_pair(patches):
 
 
 def reference_that_follows(patches):
-    patches.setattr(frozen_model, "_exchanged", lambda *_: nullcontext())
+    patches.setattr(reference, "with_weights", lambda *_: nullcontext())
 
 
 ONE = Row("one", "tied", objective="robust", changes={"max_tokens_per_microbatch": 100})

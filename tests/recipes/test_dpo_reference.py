@@ -198,7 +198,7 @@ def test_a_pair_that_the_pass_before_training_did_not_see_is_named(cached_config
 def test_a_model_with_a_cached_reference_is_alone_on_the_device(cached_config):
     for _ in range(2):
         with set_up(cached_config(), DPO) as training:
-            assert training.reference._model is None
+            assert training.attached.__self__._model is None
 
 
 def test_a_resumed_training_has_the_same_reference(tiny_dpo_config):

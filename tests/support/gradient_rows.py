@@ -47,6 +47,7 @@ from recipe_runs import (
 from tiny_transformers import Plain, gradients_in_float64, keys_of_folder, save_tiny
 from torch.torch_version import TorchVersion
 
+from recipe_utils.models.frozen import FrozenModel
 from recipe_utils.models.transformers.packing_check import DoublePrecision
 from recipe_utils.training.parts.sample_losses import SampleLosses
 from recipe_utils.update_steps import collectives
@@ -401,3 +402,15 @@ def error_of_mutant(mutate, row, weights_folder, folder):
         for ((gradients, *_),) in found
         for step, (_, expected) in zip(gradients, reference(row, folder), strict=False)
     )
+
+
+def outputs_of_another_microbatch(patches):
+    """A mutant: each microbatch has the outputs that a frozen model computed for the one before."""
+    outputs = FrozenModel.outputs
+
+    def moved(self, microbatches):
+        found = [*outputs(self, microbatches).values()]
+        sizes = [*map(len, found)]
+        return dict(enumerate(torch.cat(found).roll(sizes[0], 0).split(sizes)))
+
+    patches.setattr(FrozenModel, "outputs", moved)

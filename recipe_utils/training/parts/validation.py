@@ -2,22 +2,20 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from recipe_utils.losses.by_sample import LossesBySample
+from recipe_utils.models.frozen import Attached
 from recipe_utils.models.pipeline.microbatches import Pipeline
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
-
-Attached = Callable[[UpdateStep], AbstractContextManager[Sequence[Microbatch]]]
 
 
 class Validation(Part):
@@ -63,14 +61,14 @@ def sum_over(
     num_sums: int,
     pipeline: Pipeline | None,
     device: torch.device,
-    attached: Attached = lambda step: nullcontext(step.microbatches),
+    attached: Attached,
     by_sample: LossesBySample | None = None,
 ) -> tuple[Tensor, Counter[str]]:
     """Returns this rank's sums over a loader in fp64, and its totals over all ranks.
 
     The sums are ``num_sums``, and with ``by_sample`` those of each named dataset.
     ``sums`` maps a microbatch to its sums; with a ``pipeline`` they are those of its last stage.
-    ``attached`` maps an update step to its microbatches with the outputs of a frozen model.
+    ``attached`` is the recipe's.
     """
     model.eval()
     total = torch.zeros(num_sums, dtype=torch.float64, device=device)

@@ -148,7 +148,7 @@ MUTANTS = {  # recipe, its lines -> wrong ones, and the problem beside groups of
     "scale 2 % off": (SFT, {SCALE: f"0.98 * {SCALE}"}, "sum 1 is multiplied by 0.98 / "),
     "loss is logged by another scale": (SFT, {"scaled[0].backward": "scaled[0].mul(0.98).backward"}, "sum 1 is multiplied by 0.98 / "),
     "documents leak": (SFT, {FORWARD: FORWARD.replace("microbatch.inputs", LEAK)}, ""),
-    "a microbatch left out": (SFT, {"mark_last(step.microbatches)": "mark_last(step.microbatches[1:])"}, "15 of 16 samples have a backward"),
+    "a microbatch left out": (SFT, {"mark_last(microbatches)": "mark_last(microbatches[1:])"}, "15 of 16 samples have a backward"),
     "counted twice": (SFT, {"class FullFinetuneRecipe:": TWICE, MODEL: f"        self.loader = Twice(**vars(self.loader))\n{MODEL}",
         "import torch\n": "from dataclasses import replace\n\nimport torch\nfrom recipe_utils.update_steps.loader import UpdateStepLoader\n"},
         r"target_tokens is 210, single samples have 105"),
@@ -175,46 +175,36 @@ def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_k
 
 # ---- A divergence from a frozen model, whose gradient at the start is 0
 
-PULLS_TO_START = {  # the policy without its adapters is the frozen model
-    "class FullFinetuneRecipe:": """class ToStart:
-    takes_hidden_states = True
-
-    def __init__(self, loss_fn):
-        self.loss_fn = loss_fn
-
-    def __call__(self, output, hidden, targets, *parts):
-        log_q = output(hidden.flatten(0, 1).index_select(0, targets.positions)).log_softmax(-1)
-        if "start" not in targets.outputs:
-            return log_q
-        kl = (log_q.exp() * (log_q - targets.outputs["start"])).sum()
-        return self.loss_fn(output, hidden, targets, *parts) + WEIGHT * kl
-
-
-class FullFinetuneRecipe:""",
-    "attach_loss(stage, loss_fn, settings.splits_backward, settings.compile, num_sums=len(SUMS))":
-        "attach_loss(stage, ToStart(loss_fn))",
-    "        self.offloading = ": """        from recipe_utils.models.frozen import policy_at_start
-        self.start = policy_at_start(self.model, self.pipeline, ranks.device, [])
-        self.offloading = """,
-    "            microbatches = mark_last(step.microbatches)": """            start = self.start.outputs(step.microbatches)
-            microbatches = mark_last([m.with_outputs(start=start[i]) for i, m in enumerate(step.microbatches)])""",
+KL = "## 8. A pass before the pass"
+OF_ADAPTERS = {  # the frozen model is the trained one without its adapters
+    '        start = frozen_copy("start", *of_copy)\n': """        start = trained_model(self.model, self.pipeline, ranks.device, lambda: disable_adapter(self.model))
+        start.name = "start"
+""",
+    "import frozen_copy\n": "import trained_model\nfrom torchtune.modules.peft import disable_adapter\n",
+    "        log_ratio = ": """        if "start" not in targets.outputs:
+            return log_probs
+        log_ratio = """,
+    "attach_loss(stage, WithKL(), num_sums=len(SUMS))": "attach_loss(stage, WithKL())",
+    "        of_copy = meta_model, LinearLogProbs(), self.checkpointer, settings, ranks, collator.longest_row, groups\n": "",
+}  # fmt: skip
+ITSELF = {  # the outputs are those of the weights that are trained
+    **OF_ADAPTERS, ", lambda: disable_adapter(self.model))": ")", "from torchtune.modules.peft import disable_adapter\n": "",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "weight"), [("adapters", 0.1), ("model", 0.3), slow("adapters", 0), slow("model", 1)])
-def test_a_divergence_of_the_wrong_sign_is_named(kind, weight, run, tiny_config, tiny_kd_config, tmp_path):
+@pytest.mark.parametrize(("kind", "weight"), [("copy", 0.1), ("adapters", 0.1), slow("copy", 0), slow("itself", 0.1)])
+def test_a_divergence_of_the_wrong_sign_is_named(kind, weight, run, tiny_config, tmp_path):
+    model = {"copy": TEXTS["model"]}.get(kind, LORA())
+    changes = {"copy": {}, "adapters": OF_ADAPTERS, "itself": ITSELF}[kind]
+    has_influence = bool(weight and kind != "itself")
     for sign in (1, -1):
-        if kind == "adapters":
-            changes = {key: text.replace("WEIGHT", str(sign * weight)) for key, text in PULLS_TO_START.items()}
-            recipe, config = SFT, tiny_config(**{**TEXTS, "model": LORA()})
-        else:
-            changes = {"kd_loss_fn, settings.kd_ratio": f"kd_loss_fn, {sign} * settings.kd_ratio"}
-            recipe, config = KD, tiny_kd_config(**TEXTS, teacher_sizes=TEXTS["model"], kd_ratio=weight)
-            config["teacher_checkpointer"] = config["checkpointer"]  # the teacher is the start
-        code, lines = run(changed_recipe(tmp_path, changes, recipe), config)
-        assert code == (sign * weight < 0), lines
-        assert any("Wrong: sign: a frozen model" in line for line in lines) == bool(code)
-        assert any("a frozen model: it has no influence" in line for line in lines) == (not weight)
+        recipe = recipe_of_page(tmp_path, KL)
+        for before, after in {**changes, "0.1 * kl": f"{sign * weight} * kl"}.items():
+            recipe = changed_recipe(tmp_path, {before: after}, recipe)
+        code, lines = run(recipe, tiny_config(**{**TEXTS, "model": model}))
+        assert code == (has_influence and sign < 0), lines
+        assert any("Wrong: sign: the term of start" in line for line in lines) == bool(code)
+        assert any("Not judged: the sign of the term of start" in line for line in lines) == (not has_influence)
 
 
 def prove_on_this_rank(argv, folder):

@@ -1,0 +1,75 @@
+"""A pass before the pass of a recipe's own, the KL to the start of "Writing a recipe", is exact in every layout."""
+
+from functools import cache
+
+import pytest
+import tiny
+import torch
+from arrays import LAYOUTS
+from big_batch import DATA, STEP_OF_16, TOLERANCE, error, metrics_and_gradients, samples_of, steps_of, targets_of
+from distributed_runs import run_distributed
+from gradient_rows import outputs_of_another_microbatch, run_row, spanning
+from recipe_runs import recipe_of_page, tiny_config
+
+from recipe_utils.models.frozen import FrozenModel
+
+SGD = {"_component_": "tiny.RecordingSGD", "lr": 0.5}  # In the first update step the divergence has no gradient.
+HELD_OUT = {**DATA, "num_samples": 5, "seed": 5}
+KEYS = {**STEP_OF_16, "dataset_val": HELD_OUT, "run_val_every_n_steps": 1, "model": tiny.DEEP_UNTIED_MODEL}
+PACKED = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
+
+
+def cross_entropy_with_kl(model, start, samples):
+    sums = torch.zeros(3)
+    for logits, labels, sample in ((*targets_of(model, sample), sample) for sample in samples):
+        of_start = targets_of(start, sample)[0].detach()
+        picked, before = (x.log_softmax(-1)[range(len(labels)), labels] for x in (logits, of_start))
+        kl = (before - picked).exp() - 1 - (before - picked)
+        sums = sums + torch.stack([0.1 * kl - picked, kl, torch.ones_like(kl)]).sum(1)
+    return {"loss": sums[0] / sums[2], "kl": (sums[1] / sums[2]).detach()}
+
+
+@cache
+def expected_steps():
+    """Returns gradients and metrics of each update step, and metrics of the validation after it."""
+    found = []
+    with tiny.float64_throughout():
+        models = model, _ = [tiny.tiny_model(tiny.DEEP_UNTIED_MODEL).double() for _ in range(2)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=SGD["lr"])
+        for samples in steps_of(samples_of(DATA)):
+            metrics, gradients = metrics_and_gradients(cross_entropy_with_kl, models, samples)
+            optimizer.step()
+            held_out = cross_entropy_with_kl(*models, samples_of(HELD_OUT))
+            found.append((gradients, metrics, {f"val_{name}": value.item() for name, value in held_out.items()}))
+    return found
+
+
+def zeros(patches):
+    outputs = FrozenModel.outputs
+    patches.setattr(FrozenModel, "outputs", lambda *args: {i: 0 * found for i, found in outputs(*args).items()})
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "mutate"),
+    [
+        ("one", PACKED, None),
+        ("fsdp-2", {"microbatching": "least_padding"}, None),
+        ("fsdp-2", {**PACKED, **spanning(2)}, None),
+        ("pp-2", PACKED, None),
+        ("one", PACKED, zeros),
+        ("one", PACKED, outputs_of_another_microbatch),
+    ],
+)
+def test_a_kl_to_the_start_is_exact_unless_its_outputs_are_wrong(layout, changes, mutate, weights_folder, tmp_path):
+    world_size, dims = LAYOUTS[layout]
+    config = tiny_config(weights_folder, output_dir=str(tmp_path), optimizer=SGD, **KEYS, **dims, **changes)
+    recipe = recipe_of_page(tmp_path, "## 8. A pass before the pass")
+    ranks = run_distributed(run_row, world_size, config, recipe, False, mutate)
+    logged, errors = [metrics for metrics in ranks[0][1] if metrics["step"]], []
+    for step, (gradients, *expected) in enumerate(expected_steps()):
+        found = [each[step] for each, *_ in ranks]  # stages hold some parameters each
+        assert set().union(*found) == gradients.keys()
+        errors.append(max(error(each, gradients) for each in found))
+        for values, metrics in zip(expected, logged[2 * step :], strict=False):
+            assert mutate or {name: metrics[name] for name in values} == pytest.approx(values, rel=1e-9, abs=1e-12)
+    assert max(errors) > 1e-2 if mutate else max(errors) < TOLERANCE
