@@ -68,7 +68,7 @@ _UNUSED = re.compile(
 _OF_LAYOUTS = re.compile(
     "device|data_parallel_.*|tensor_parallel_.*|(teacher_)?pipeline_parallel_.*|gradient_sync|process_group_.*|"
     "(teacher_)?fsdp.*|(teacher_)?custom_sharded_layers|compile|optimizer_in_bwd|max_tokens_per_microbatch|"
-    "max_ranks_per_row|balance_over_ranks|packed_attention|enable_activation_.*|ac_mode|ac_option|reference"
+    "max_ranks_per_row|balance_over_ranks|packed_attention|enable_activation_.*|ac_mode|ac_option|reference|prefix_sharing"
 )
 """Keys of layouts and rows, which one process with a sample per microbatch does not have."""
 _GROUPS = {

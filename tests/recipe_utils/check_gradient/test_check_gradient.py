@@ -76,7 +76,7 @@ EXACT = [  # recipe, or "page" for one of "Writing a recipe", and its keys; the 
     *((SFT, {"dataset": MIXED, "loss_weights": how}) for how in ("tokens", "datasets")),
     (SFT, {"dataset": NAMED, "loss_weights": "datasets"}), (SFT, {"dataset": WEIGHED}),
     *((SFT, {"model": LORA(use_dora=True, quantize_base=is_nf4)}) for is_nf4 in (False, True)),
-    *((DPO, {"reference": how}) for how in ("offload", "cached")), (DPO, {"model": LORA()}), (DPO, {"model": LORA(), "given": 1}),
+    *((DPO, {"reference": how, "prefix_sharing": True}) for how in ("offload", "cached")), (DPO, {"model": LORA()}), (DPO, {"model": LORA(), "given": 1}),
     *((KD, {"kd_loss": {**DISTILLATION, "divergence": kind}}) for kind in ("forward", "reverse", "symmetric")),
 ]  # fmt: skip
 
