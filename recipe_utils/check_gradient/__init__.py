@@ -13,34 +13,48 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchtune import config, training
 
-from recipe_utils.check_gradient.plain import build_plain
 from recipe_utils.model_kinds import transformers_decoder
+from recipe_utils.models.adapters.nf4 import without_quantizing
 from recipe_utils.parallel.fsdp import local
 
 
 class GradientRecorder(Optimizer):
-    """Optimizer that replaces each weight by its gradient, with the arguments of any other."""
+    """Optimizer that moves each weight along its gradient or, once it ``records``, replaces it by its gradient.
+
+    It has the arguments of any other. A step moves a tensor by about 1 % of itself, so that B of LoRA is 0 no more.
+    """
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, {"lr": 0.0, **options})
-        self.has_stepped = False
+        self.records, self.num_steps = False, 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Replaces the weights; :func:`gather_weights` then gathers gradients."""
-        self.has_stepped = True
-        for group in self.param_groups:
-            for p in group["params"]:
-                grad: Any = torch.zeros_like(p) if p.grad is None else p.grad
-                if isinstance(p, DTensor):  # tensor parallelism does not shard that of embeddings
-                    grad = grad.redistribute(placements=p.placements)
-                local(p).copy_(local(grad))
+        """Changes the weights; :func:`.gather_weights` then gathers them, or gradients."""
+        self.num_steps += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            grad: Any = torch.zeros_like(p) if p.grad is None else p.grad
+            if isinstance(p, DTensor):  # tensor parallelism does not shard that of embeddings
+                grad = grad.redistribute(placements=p.placements)
+            own, grad = local(p), local(grad)
+            if self.records:
+                own.copy_(grad)
+            else:
+                length = 1e-3 * own.numel() ** 0.5 + 0.01 * own.double().norm().item()
+                own.sub_(grad, alpha=length / (grad.double().norm().item() or 1))
+
+
+def on_meta(component: Any) -> Any:
+    """Builds a model on the meta device; weights that it quantizes are plain."""
+    with training.set_default_dtype(torch.float32), torch.device("meta"), without_quantizing():
+        return config.instantiate(component)
 
 
 class RandomWeights:
     """Checkpointer of a ``model``'s component with random weights that are exact in any precision.
 
-    They are drawn on ``device``, and depend on its type.
+    Their standard deviation is 0.02, and they are added to 1 for norms. They are drawn on ``device``, and depend on
+    its type.
     """
 
     def __init__(self, model: dict[str, Any], seed: int, device: str = "cpu", **_: Any) -> None:
@@ -49,16 +63,13 @@ class RandomWeights:
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Returns all weights but adapters, by name."""
-        like = build_plain(self._model, torch.float32, torch.device("meta")).state_dict()
-        names = (name for name in like if ".lora_" not in name and "magnitude" not in name)
-        self._generator = torch.Generator(self._device).manual_seed(self._seed)
-        return {training.MODEL_KEY: {name: self.draw(name, like[name].shape) for name in names}}
-
-    def draw(self, name: str, shape: torch.Size) -> Tensor:
-        """Returns a weight of standard deviation 0.02, added to 1 for norms."""
-        weight = torch.randn(shape, generator=self._generator, device=self._device, dtype=torch.float32) * 0.02
-        is_scale = weight.dim() == 1 and not name.endswith("bias")
-        return (weight + is_scale).bfloat16().cpu()
+        generator, weights = torch.Generator(self._device).manual_seed(self._seed), dict[str, Tensor]()
+        for name, like in on_meta(self._model).state_dict().items():
+            if ".lora_" not in name and "magnitude" not in name:
+                drawn = torch.randn(like.shape, generator=generator, device=self._device, dtype=torch.float32) * 0.02
+                is_scale = like.dim() == 1 and not name.endswith("bias")
+                weights[name] = (drawn + is_scale).bfloat16().cpu()
+        return {training.MODEL_KEY: weights}
 
 
 def first_layers(model: dict[str, Any], num_layers: int) -> nn.Module:

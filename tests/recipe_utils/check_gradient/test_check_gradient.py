@@ -5,11 +5,13 @@ import io
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tiny
 import tiny_transformers
+import torch
 import torch.distributed as dist
 from arrays import LAYOUTS
 from big_batch import MIXED, STEP_OF_16
@@ -26,6 +28,7 @@ GROUPS = {"norms", "attention", "MLP", "embeddings", "output"}
 SCALE = "step.scale(self.divisor)"
 FORWARD = "self.model(**microbatch.inputs, targets=microbatch.targets)"
 LEAK = "{k: v for k, v in microbatch.inputs.items() if k != 'document_lengths'}"
+HIDDEN_LOSS = "## 4. A term of the loss"
 
 
 @pytest.fixture
@@ -60,23 +63,38 @@ def assert_equal(found, groups=GROUPS, bound=1e-5):
     assert 0 < max(map(max, rows.values())) < bound, lines
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        slow({"dtype": "fp64", "model": tiny.DEEP_MODEL}),
-        slow({"microbatching": "least_padding", "enable_activation_checkpointing": True}),
-        slow({"dataset": MIXED}),
-        slow({"dataset": MIXED, "loss_weights": "datasets"}),
-        slow({"dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 40, "packed": True}, **dict.fromkeys(PACKED, ...)}),
-    ],
-)  # fmt: skip
-def test_fine_tuning_equals_single_samples(changes, run, tiny_config):
-    config = tiny_config(**{**TEXTS, **changes})
-    groups = GROUPS - {"output"} if "model" in changes else GROUPS
-    _, lines = found = run(SFT, config)
-    assert_equal(found, groups)
-    assert re.match(r"update step 1 of .*my: \d+ samples, \d+ target tokens, 1 rank, ", next(x for x in lines if "update step 1 of" in x))  # fmt: skip
+PLAIN = {"_component_": "tiny.tiny_dataset", "num_samples": 12}
+WEIGHED = {**PLAIN, "has_weights": True}
+NAMED = [{**WEIGHED, "name": "a", "weight": 1}, {**PLAIN, "seed": 3, "name": "b", "weight": 1, "loss_weight": 2}]
+LORA = partial(tiny.adapted, tiny.WIDE_MODEL)
+EXACT = [  # recipe, or "page" for one of "Writing a recipe", and its keys; the first ones run in the fast tier
+    (SFT, {"global_batch_size": 8}), (SFT, {"model": LORA(lora_dropout=0.1)}), (SFT, {"dataset": NAMED}),
+    (DPO, {"sft_loss_weight": 0.3}), (KD, {"kd_loss": {**DISTILLATION, "divergence": "js"}}), ("page", {}),
+    (SFT, {"dtype": "fp64", "model": tiny.DEEP_MODEL}),
+    (SFT, {"microbatching": "least_padding", "enable_activation_checkpointing": True}),
+    (SFT, {"dataset": {**PLAIN, "num_samples": 40, "packed": True}, **dict.fromkeys(PACKED, ...)}),
+    *((SFT, {"dataset": MIXED, "loss_weights": how}) for how in ("tokens", "datasets")),
+    (SFT, {"dataset": NAMED, "loss_weights": "datasets"}), (SFT, {"dataset": WEIGHED}),
+    *((SFT, {"model": LORA(use_dora=True, quantize_base=is_nf4)}) for is_nf4 in (False, True)),
+    *((DPO, {"reference": how, "prefix_sharing": True}) for how in ("offload", "cached")), (DPO, {"model": LORA()}), (DPO, {"model": LORA(), "given": 1}),
+    *((KD, {"kd_loss": {**DISTILLATION, "divergence": kind}}) for kind in ("forward", "reverse", "symmetric")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "changes"), [*EXACT[:6], *(slow(*each) for each in EXACT[6:])])
+def test_an_exact_recipe_is_equal(recipe, changes, run, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path):
+    own = TEXTS if recipe != DPO else {**PACKED, "model": TEXTS["model"]}
+    config = {DPO: tiny_dpo_config, KD: tiny_kd_config}.get(recipe, tiny_config)(**{**own, **changes})
+    config = with_adapters(config, tmp_path) if config.pop("given", None) else config
+    groups = GROUPS - {"output"} if changes.get("model") == tiny.DEEP_MODEL else GROUPS
+    groups = {"adapters"} if "lora_" in str(changes) else groups
+    _, lines = found = run(recipe_of_page(tmp_path, HIDDEN_LOSS) if recipe == "page" else recipe, config)
+    assert_equal(found, groups, 5e-5)
+    assert any("Not judged: the sign" in line for line in lines) == (recipe in (DPO, KD))  # of pairs, of another model
+    number = 2 if "global_batch_size" in changes else 1  # the last update step of an epoch is not compared
+    assert recipe != SFT or any(
+        re.match(rf"update step {number} of .*my, after one: \d+ samples, \d+ ", x) for x in lines
+    )
     assert not Path(config["output_dir"]).exists()
 
 
@@ -86,36 +104,6 @@ def test_bf16_is_compared_with_the_rounding_of_bf16(run, tiny_config):
     assert min(map(min, groups_of(lines).values())) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["lora", slow({"use_dora": True}), slow({"quantize_base": True, "use_dora": True})])
-def test_every_adapter_has_a_gradient_that_equals_single_samples(kind, run, tiny_config):
-    changes = {} if kind == "lora" else kind
-    model = tiny.adapted(tiny.WIDE_MODEL, lora_dropout=0.1, **changes)
-    _, lines = found = run(SFT, tiny_config(**{**TEXTS, "model": model}))
-    assert_equal(found, {"adapters"})
-    assert any("Dropout of 0.1 is set to 0" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_given"),
-    [
-        ({"sft_loss_weight": 0.3}, False),
-        slow({"model": tiny.adapted(tiny.WIDE_MODEL)}, False),
-        slow({"model": tiny.adapted(tiny.WIDE_MODEL)}, True),
-    ],
-)
-def test_preference_tuning_equals_single_pairs(changes, is_given, run, tiny_dpo_config, tmp_path):
-    config = tiny_dpo_config(**{"model": tiny.DEEP_UNTIED_MODEL, **PACKED, **changes})
-    config = with_adapters(config, tmp_path) if is_given else config
-    assert_equal(run(DPO, config), {"adapters"} if "model" in changes else GROUPS)
-
-
-@pytest.mark.parametrize("kind", ["js", *map(slow, ("forward", "reverse", "symmetric"))])
-def test_distillation_equals_single_samples(kind, run, tiny_kd_config):
-    kd_loss = {**DISTILLATION, "divergence": kind}
-    config = tiny_kd_config(kd_ratio=0.3, kd_loss=kd_loss, **TEXTS)
-    assert_equal(run(KD, config))
-
-
 @pytest.mark.parametrize("lora", [False, slow(True)])
 def test_decoder_of_transformers_equals_single_samples(lora, run, tiny_config, tmp_path):
     keys = tiny_transformers.save_tiny(tmp_path / "hf", "qwen3")
@@ -123,6 +111,18 @@ def test_decoder_of_transformers_equals_single_samples(lora, run, tiny_config, t
         keys["model"]["_component_"] = "recipe_utils.models.lora_causal_lm"
     groups = {"adapters"} if lora else GROUPS
     assert_equal(run(SFT, tiny_config(**{**TEXTS, **keys})), groups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny_fusion_model", "adapted_fusion_model"])
+def test_samples_with_images_equal_single_samples(model, run, tiny_config, weights_folder):
+    torch.save(tiny.tiny_fusion_model().state_dict(), weights_folder / "weights" / "fusion.pt")
+    data = {"_component_": "tiny.tiny_image_dataset", "num_samples": 9}
+    config = tiny_config(
+        model={"_component_": f"tiny.{model}"}, dataset=data, collate_fn="tiny.collate_images", batch_size=2
+    )
+    config["checkpointer"]["checkpoint_files"] = ["fusion.pt"]
+    assert_equal(run(SFT, config), {"adapters"} if "adapted" in model else {*GROUPS, "other"})
 
 
 @pytest.mark.parametrize("library", ["torchtune", slow("transformers")])
@@ -136,74 +136,81 @@ def test_large_model_is_cut_to_a_few_layers(library, run, tiny_config, tmp_path,
     assert any(re.fullmatch("model: the first 2 of . layers, random weights", x) for x in lines)
 
 
-MUTANTS = {  # recipe, its line, the wrong one
-    "scale 1 % off": (SFT, SCALE, f"0.99 * {SCALE}"),
-    "documents leak": (SFT, FORWARD, FORWARD.replace("microbatch.inputs", LEAK)),
-    "a microbatch left out": (SFT, "mark_last(microbatches)", "mark_last(microbatches[1:])"),
-    "mean over sides": (DPO, 'step.scale("pairs")', 'step.scale("pairs") / 2'),
-    "divergence by samples": (KD, 'step.scale("target_tokens")', "step.dp_degree / len(step.microbatches)"),
+TWICE = """class Twice(UpdateStepLoader):
+    def _prepare(self, *args):
+        for step in super()._prepare(*args):
+            yield replace(step, totals={name: 2 * total for name, total in step.totals.items()})
+
+
+class FullFinetuneRecipe:"""
+MODEL = "        # ---- Model: each"
+MUTANTS = {  # recipe, its lines -> wrong ones, and the problem beside groups of parameters
+    "scale 2 % off": (SFT, {SCALE: f"0.98 * {SCALE}"}, "sum 1 is multiplied by 0.98 / "),
+    "loss is logged by another scale": (SFT, {"scaled[0].backward": "scaled[0].mul(0.98).backward"}, "sum 1 is multiplied by 0.98 / "),
+    "documents leak": (SFT, {FORWARD: FORWARD.replace("microbatch.inputs", LEAK)}, ""),
+    "a microbatch left out": (SFT, {"mark_last(microbatches)": "mark_last(microbatches[1:])"}, "15 of 16 samples have a backward"),
+    "counted twice": (SFT, {"class FullFinetuneRecipe:": TWICE, MODEL: f"        self.loader = Twice(**vars(self.loader))\n{MODEL}",
+        "import torch\n": "from dataclasses import replace\n\nimport torch\nfrom recipe_utils.update_steps.loader import UpdateStepLoader\n"},
+        r"target_tokens is 210, single samples have 105"),
+    "mean over sides": (DPO, {'step.scale("pairs")': 'step.scale("pairs") / 2'}, "sum 1 is multiplied by 0.5 / pairs"),
+    "divergence by samples": (KD, {'step.scale("target_tokens")': "step.dp_degree / len(step.microbatches)"}, "sum 1 is multiplied by"),
+    "mean over a row": ("page", {"square().mean(1).sum()": "square().mean(1).mean()"}, ""),
 }  # fmt: skip
-IN_FAST_TIER = list(MUTANTS)[:2]
 
 
-@pytest.mark.parametrize("name", [*IN_FAST_TIER, *map(slow, list(MUTANTS)[2:])])
+@pytest.mark.parametrize("name", [*list(MUTANTS)[:5], *map(slow, list(MUTANTS)[5:])])
 def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path):
-    recipe, right, wrong = MUTANTS[name]
-    make = {SFT: tiny_config, KD: tiny_kd_config}.get(recipe)
-    config = make(**TEXTS, batch_size=2) if make else tiny_dpo_config(**PACKED)
-    code, lines = run(changed_recipe(tmp_path, {right: wrong}, recipe), config)
-    assert code == 1, lines
-    wrong = {group for group, (difference, rounding) in groups_of(lines).items() if difference > 1e-3}
-    assert wrong
-    assert lines[-1].startswith("Not equal to ")
-    assert wrong == {group for group in GROUPS if group in lines[-1]}
-
-
-PLAIN_WEIGHTED = {"_component_": "tiny.tiny_dataset", "num_samples": 12, "has_weights": True}
-WEIGHTED = [
-    {**PLAIN_WEIGHTED, "name": "a", "weight": 1},
-    {"_component_": "tiny.tiny_dataset", "num_samples": 12, "seed": 3, "name": "b", "weight": 1, "loss_weight": 2},
-]
-HIDDEN_LOSS = "## 4. A term of the loss"
-WRONG_BESIDE_OWN_SUMS = {
-    "scale 1 % off": {SCALE: f"0.99 * {SCALE}"},
-    "documents leak": {FORWARD: FORWARD.replace("microbatch.inputs", LEAK)},
-    "mean over a row": {"square().mean(1).sum()": "square().mean(1).mean()"},
-}
-
-
-def test_a_term_on_hidden_states_equals_single_samples(run, tiny_config, tmp_path):
-    recipe, config = recipe_of_page(tmp_path, HIDDEN_LOSS), tiny_config(**TEXTS)
-    _, lines = found = run(recipe, config)
-    assert_equal(found)
-    assert "Single samples are those of the recipe's own sums: loss, hidden_loss" in lines
-    code, lines = run(SFT, config, "--own_sums")
-    assert_equal((code, lines))
-    assert "Single samples are those of the recipe's own sums: loss" in lines
-
-
-@pytest.mark.parametrize("name", ["scale 1 % off", *map(slow, list(WRONG_BESIDE_OWN_SUMS)[1:])])
-def test_a_wrong_recipe_with_a_term_on_hidden_states_is_named(name, run, tiny_config, tmp_path):
-    recipe = recipe_of_page(tmp_path, HIDDEN_LOSS, WRONG_BESIDE_OWN_SUMS[name])
-    code, lines = run(recipe, tiny_config(**TEXTS, batch_size=2))
+    recipe, changes, problem = MUTANTS[name]
+    config = {DPO: tiny_dpo_config(**PACKED), KD: tiny_kd_config(**TEXTS)}.get(recipe, tiny_config(**TEXTS))
+    is_page = recipe == "page"
+    recipe = recipe_of_page(tmp_path, HIDDEN_LOSS, changes) if is_page else changed_recipe(tmp_path, changes, recipe)
+    code, lines = run(recipe, config)
     assert code == 1, lines
     wrong = {group for group, (difference, _) in groups_of(lines).items() if difference > 1e-3}
     assert wrong == {group for group in GROUPS if group in lines[-1]}, lines
+    assert wrong or problem
+    assert lines[-1].startswith("Not ")
+    assert any(re.match(f"Wrong: .*{problem}", line) for line in lines) == bool(problem), lines
 
 
-@pytest.mark.parametrize("changes", [{}, *map(slow, [{"loss_weights": "datasets"}, {"dataset": PLAIN_WEIGHTED}])])
-def test_weights_of_targets_equal_single_samples(changes, run, tiny_config):
-    assert_equal(run(SFT, tiny_config(**{**TEXTS, "dataset": WEIGHTED, **changes})))
+# ---- A divergence from a frozen model, whose gradient at the start is 0
+
+KL = "## 8. A pass before the pass"
+OF_ADAPTERS = {  # the frozen model is the trained one without its adapters
+    '        start = frozen_copy("start", *of_copy)\n': """        start = trained_model(self.model, self.pipeline, ranks.device, lambda: disable_adapter(self.model))
+        start.name = "start"
+""",
+    "import frozen_copy\n": "import trained_model\nfrom torchtune.modules.peft import disable_adapter\n",
+    "        log_ratio = ": """        if "start" not in targets.outputs:
+            return log_probs
+        log_ratio = """,
+    "attach_loss(stage, WithKL(), num_sums=len(SUMS))": "attach_loss(stage, WithKL())",
+    "        of_copy = meta_model, LinearLogProbs(), self.checkpointer, settings, ranks, collator.longest_row, groups\n": "",
+}  # fmt: skip
+ITSELF = {  # the outputs are those of the weights that are trained
+    **OF_ADAPTERS, ", lambda: disable_adapter(self.model))": ")", "from torchtune.modules.peft import disable_adapter\n": "",
+}  # fmt: skip
 
 
-def prove_on_this_rank(argv, folder, has_group=True):
-    """Returns exit code and output of the command under a launcher.
+@pytest.mark.parametrize(("kind", "weight"), [("copy", 0.1), ("adapters", 0.1), slow("copy", 0), slow("itself", 0.1)])
+def test_a_divergence_of_the_wrong_sign_is_named(kind, weight, run, tiny_config, tmp_path):
+    model = {"copy": TEXTS["model"]}.get(kind, LORA())
+    changes = {"copy": {}, "adapters": OF_ADAPTERS, "itself": ITSELF}[kind]
+    has_influence = bool(weight and kind != "itself")
+    for sign in (1, -1):
+        recipe = recipe_of_page(tmp_path, KL)
+        for before, after in {**changes, "0.1 * kl": f"{sign * weight} * kl"}.items():
+            recipe = changed_recipe(tmp_path, {before: after}, recipe)
+        code, lines = run(recipe, tiny_config(**{**TEXTS, "model": model}))
+        assert code == (has_influence and sign < 0), lines
+        assert any("Wrong: sign: the term of start" in line for line in lines) == bool(code)
+        assert any("Not judged: the sign of the term of start" in line for line in lines) == (not has_influence)
 
-    Without ``has_group`` the recipe makes the process group, as users' recipes do, and ends it.
-    """
+
+def prove_on_this_rank(argv, folder):
+    """Returns exit code and output of the command under a launcher, where the recipe makes the process group."""
     screen = io.StringIO()
-    if not has_group:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     with pytest.MonkeyPatch.context() as patches, contextlib.redirect_stdout(screen):
         patches.setattr(sys, "argv", argv)
         patches.setenv("TORCHTUNE_UPDATE_STEP_PROVE", folder)
@@ -212,25 +219,25 @@ def prove_on_this_rank(argv, folder, has_group=True):
     return end.value.code, screen.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("layout", ["fsdp-2", *map(slow, ("pp-2", "tp-2"))])
-def test_two_ranks_equal_single_samples(layout, tiny_config, tmp_path):
-    path = tmp_path / "my.yaml"
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("fsdp-2", "page"), ("fsdp-2", "twice"), slow("pp-2", "page"), slow("tp-2", SFT)]
+)
+def test_two_ranks_equal_single_samples(layout, kind, tiny_config, tmp_path):
+    path, recipe = tmp_path / "my.yaml", SFT
     OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS, **LAYOUTS[layout][1])), path)
-    argv = ["prove", SFT, "--config", str(path)]
-    first, second = run_distributed(prove_on_this_rank, 2, argv, str(tmp_path / "prove"))
-    assert_equal(first)
-    assert any(", 2 ranks, packed, by_document, fp32" in line for line in first[1])
-    assert second == (0, [])
-
-
-@pytest.mark.parametrize("layout", ["fsdp-2", slow("pp-2")])
-def test_a_term_on_hidden_states_of_two_ranks_equals_single_samples(layout, tiny_config, tmp_path):
-    recipe, path = recipe_of_page(tmp_path, HIDDEN_LOSS), tmp_path / "my.yaml"
-    OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS, **LAYOUTS[layout][1])), path)
+    if kind == "twice":  # each rank counts as many times as there are ranks
+        recipe = changed_recipe(tmp_path, {SCALE: f"self.ranks.dp_degree * {SCALE}"})
+    elif kind == "page":
+        recipe = recipe_of_page(tmp_path, HIDDEN_LOSS)
     argv = ["prove", str(recipe), "--config", str(path)]
-    first, second = run_distributed(prove_on_this_rank, 2, argv, str(tmp_path / "prove"), False)
-    assert_equal(first)
+    (code, lines), second = run_distributed(prove_on_this_rank, 2, argv, str(tmp_path / "prove"))
+    assert any(", 2 ranks, packed, by_document, fp32" in line for line in lines)
     assert second == (0, [])
+    if kind == "twice":
+        assert code == 3
+        assert [each for each, _ in groups_of(lines).values()] == pytest.approx([1] * len(GROUPS), rel=1e-3)
+    else:
+        assert_equal((code, lines))
 
 
 @pytest.mark.slow
@@ -252,7 +259,7 @@ NO_TARGETS = {"_component_": "tiny.tiny_dataset", "num_samples": 4, "replace": {
 @pytest.mark.parametrize(
     ("recipe", "changes", "text"),
     [
-        (KD, {"loss": {"_component_": "tiny.SquaredLoss"}}, "loss=tiny.SquaredLoss: not compared beside a teacher"),
+        (SFT, {"dataset": {"_component_": "tiny.tiny_tree_dataset", "num_samples": 9}}, "trees are not compared"),
         (SFT, {"dataset": NO_TARGETS, "shuffle": False}, "set a larger --num_samples"),
         (DINO, {}, "losses of images are not compared"),
     ],
