@@ -175,7 +175,7 @@ def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_k
 
 # ---- A divergence from a frozen model, whose gradient at the start is 0
 
-KL = "## 8. A pass before the pass"
+KL = "## 11. A pass before the pass"
 OF_ADAPTERS = {  # the frozen model is the trained one without its adapters
     '        start = frozen_copy("start", *of_copy)\n': """        start = trained_model(self.model, self.pipeline, ranks.device, lambda: disable_adapter(self.model))
         start.name = "start"
