@@ -78,10 +78,9 @@ class UpdateStepLoader:
     """Maps the most microbatches on a rank to the number, at least as large, that all ranks run; None: as many."""
 
     def epoch(self, epoch: int, samples_consumed: int = 0) -> Prefetched[UpdateStep]:
-        """Returns the update steps of an epoch after its first ``samples_consumed`` samples.
+        """Returns the update steps of an epoch after its first ``samples_consumed`` samples, to use in a ``with`` block.
 
-        They are iterated over in a ``with`` block. Errors of the dataset or the collator are raised there, and on
-        other ranks :class:`.OtherRankFailedError`: all ranks stop before the same update step.
+        Errors of the dataset or the collator are raised there, and :class:`.OtherRankFailedError` on other ranks.
         """
         closed = threading.Event()  # set when the caller stops early: no wait for other ranks outlasts it
         steps = range(num_done(self.order, epoch, samples_consumed), self.order.num_steps(epoch))

@@ -151,7 +151,7 @@ MUTANTS = {  # recipe, its lines -> wrong ones, and the problem beside groups of
     "a microbatch left out": (SFT, {"mark_last(microbatches)": "mark_last(microbatches[1:])"}, "15 of 16 samples have a backward"),
     "counted twice": (SFT, {"class FullFinetuneRecipe:": TWICE, MODEL: f"        self.loader = Twice(**vars(self.loader))\n{MODEL}",
         "import torch\n": "from dataclasses import replace\n\nimport torch\nfrom recipe_utils.update_steps.loader import UpdateStepLoader\n"},
-        r"target_tokens is 210, single samples have 105"),
+        r"weights is 210.*, single samples have 105"),
     "mean over sides": (DPO, {'step.scale("pairs")': 'step.scale("pairs") / 2'}, "sum 1 is multiplied by 0.5 / pairs"),
     "divergence by samples": (KD, {'step.scale("target_tokens")': "step.dp_degree / len(step.microbatches)"}, "sum 1 is multiplied by"),
     "mean over a row": ("page", {"square().mean(1).sum()": "square().mean(1).mean()"}, ""),
@@ -184,7 +184,7 @@ OF_ADAPTERS = {  # the frozen model is the trained one without its adapters
     "        log_ratio = ": """        if "start" not in targets.outputs:
             return log_probs
         log_ratio = """,
-    "attach_loss(stage, WithKL(), num_sums=len(SUMS))": "attach_loss(stage, WithKL())",
+    "attach_loss(stage, loss_fn, settings.splits_backward, settings.compile, num_sums=len(self.names))": "attach_loss(stage, loss_fn)",
     "        of_copy = meta_model, LinearLogProbs(), self.checkpointer, settings, ranks, collator.longest_row, groups\n": "",
 }  # fmt: skip
 ITSELF = {  # the outputs are those of the weights that are trained
