@@ -176,8 +176,8 @@ def test_a_head_on_last_tokens_is_that_of_single_samples(layout, changes, weight
     own = {"dataset": {"_component_": f"{__name__}.graded", "num_samples": 12}, "global_batch_size": 12}
     config = tiny_config(weights_folder, output_dir=str(tmp_path / "out"), **KEYS, **own, **dims, **changes)
     ranks = run_distributed(run_row, world_size, config, recipe_of_page(tmp_path, "## 13."), False, None)
-    of_head = fresh_weights("grades", torch.nn.Linear(32, 3, device="meta"), config["seed"])
     with tiny.float64_throughout():
+        of_head = fresh_weights("grades", torch.nn.Linear(32, 3, device="meta"), config["seed"])
         model, head = tiny.tiny_model(tiny.DEEP_UNTIED_MODEL).double(), torch.nn.Linear(32, 3).double()
         head.load_state_dict({name.removeprefix("grades."): weight for name, weight in of_head.items()})
         metrics, gradients = metrics_and_gradients(loss_of_grades, (model, head), graded(None, 12))
