@@ -177,7 +177,7 @@ def test_a_head_on_last_tokens_is_that_of_single_samples(layout, changes, weight
     config = tiny_config(weights_folder, output_dir=str(tmp_path / "out"), **KEYS, **own, **dims, **changes)
     ranks = run_distributed(run_row, world_size, config, recipe_of_page(tmp_path, "## 13."), False, None)
     with tiny.float64_throughout():
-        of_head = fresh_weights("grades", torch.nn.Linear(32, 3, device="meta"), config["seed"])
+        of_head = fresh_weights("grades", torch.nn.Linear(32, 3, device="meta", dtype=torch.float64), config["seed"])
         model, head = tiny.tiny_model(tiny.DEEP_UNTIED_MODEL).double(), torch.nn.Linear(32, 3).double()
         head.load_state_dict({name.removeprefix("grades."): weight for name, weight in of_head.items()})
         metrics, gradients = metrics_and_gradients(loss_of_grades, (model, head), graded(None, 12))
