@@ -160,7 +160,7 @@ def loss_of_grades(model, head, samples):
     model.norm.register_forward_hook(lambda _, __, states: hidden.append(states))
     for sample in samples:
         model(torch.tensor([sample["tokens"]]))
-        logits, grades = head(hidden[-1][0, -1]), torch.tensor(sample["grades"])
+        logits, grades = head(hidden[-1][0, -1]), torch.tensor(sample["grades"], dtype=torch.float64)
         loss = -(grades * logits.sigmoid().log() + (1 - grades) * (-logits).sigmoid().log()).sum()
         found.append(torch.stack([loss, ((logits > 0) == (grades > 0.5)).all().double()]))
     loss, correct = torch.stack(found).mean(0)
