@@ -39,7 +39,7 @@ def test_names_of_datasets_add_metrics_and_change_no_bit(recipe_and_config):
         config = make(dataset=[{**one, **name} for name in names], max_steps_per_epoch=2)
         runs.append(run_recipe(config, recipe))
     shares, losses = {"token_share/a", "token_share/b"}, {"loss/a", "loss/b"}
-    added = {SFT: shares | losses, KD: shares, DPO: set()}[recipe]
+    added = {SFT: shares | losses, KD: shares | losses, DPO: set()}[recipe]
     for plain, named in zip(*runs, strict=True):
         assert named.keys() - plain.keys() == added
         same = [name for name in plain if "second" not in name]
