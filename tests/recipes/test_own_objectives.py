@@ -4,7 +4,7 @@ import re
 import shutil
 import sys
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
@@ -34,17 +34,20 @@ LOSSES = {
     "balance": {"loss": {"_component_": "own_objectives.BalancedLoss", "weight": 0.3}},
     "z-loss": {"loss": {"_component_": "z_loss_of_the_page.ZLoss", "weight": 0.02, "tokens_per_chunk": 7}},
 }
-NOTHING = "nothing_attached  # or a pass before the pass"
-CHANGES = {
-    "balance": {NOTHING: "loss_fn.watch(trained_model(self.model, self.pipeline, ranks.device), ranks)"},
-    "noise": {NOTHING: "Noise(run, self.model, alpha=5).attached"},
+ATTACHED = {
+    "balance": "loss_fn.watch(trained_model(self.model, self.pipeline, ranks.device), ranks)",
+    "noise": "Noise(run, self.model, alpha=5).attached",
 }
-IN_COPY = {
+CHANGES = {  # of both copies of the recipe; the z-loss needs none
     "import torch\n": "import torch\nfrom own_objectives import Noise\n",
     "import Attached, nothing_attached": "import Attached, trained_model",
     "declared)\n": "declared, shares_beginnings=False)\n",
 }
-"""Changes of both copies of the recipe; the z-loss needs none."""
+WRONG = {
+    "padding counted as real": (BalancedLoss, "real", lambda self, owners: owners == owners),
+    "counts of one rank": (BalancedLoss, "over_ranks", lambda self, counts: counts),
+    "noise by row": (Noise, "places", lambda self, targets: range(len(targets.samples))),
+}
 
 
 def balanced(model, samples, step):
@@ -89,12 +92,12 @@ def expected_steps(name, folder):
     return found
 
 
-def run_in(folder, *args):
+def run_in(folder, mutant, *args):
     sys.path.insert(0, folder)  # as that of the current folder
-    return run_row(*args)
+    return run_row(*args, mutate=mutant and (lambda patches: patches.setattr(*WRONG[mutant])))
 
 
-def train(name, layout, changes, weights_folder, folder, mutate=None):
+def train(name, layout, changes, weights_folder, folder, mutant=None):
     """Returns what each rank found."""
     section = section_of(recipe_path(SFT).with_name("writing_a_recipe.md"), "## 8. A z-loss")
     (folder / "z_loss_of_the_page.py").write_text(re.search(r"^```python\n(.*?)^```", section, re.M | re.S)[1])
@@ -102,8 +105,9 @@ def train(name, layout, changes, weights_folder, folder, mutate=None):
     own = folder_keys(weights_folder, "model", "qwen3_moe") if name == "balance" else {}
     keys = {**KEYS, "optimizer": {"_component_": "tiny.RecordingSGD", **SGD}, **LOSSES.get(name, {}), **own}
     config = writing_to(folder / "out", tiny_config(weights_folder, **keys, **dims, **changes))
-    recipe = changed_recipe(folder, {**IN_COPY, **CHANGES[name]}) if name in CHANGES else SFT
-    return run_distributed(run_in, world_size, str(folder), config, recipe, name == "balance", mutate)
+    attached = {"nothing_attached  # or a pass before the pass": ATTACHED.get(name)}
+    recipe = changed_recipe(folder, {**CHANGES, **attached}) if name in ATTACHED else SFT
+    return run_distributed(run_in, world_size, str(folder), mutant, config, recipe, name == "balance")
 
 
 def assert_exact(ranks, expected, mutant=None, tolerance=TOLERANCE):
@@ -117,17 +121,6 @@ def assert_exact(ranks, expected, mutant=None, tolerance=TOLERANCE):
     assert max(errors) > 1e-4 if mutant else max(errors) < tolerance
 
 
-WRONG = {
-    "padding counted as real": (BalancedLoss, "real", lambda self, owners: owners == owners),
-    "counts of one rank": (BalancedLoss, "over_ranks", lambda self, counts: counts),
-    "noise by row": (Noise, "places", lambda self, targets: range(len(targets.samples))),
-}
-
-
-def wrong(name, patches):
-    patches.setattr(*WRONG[name])
-
-
 ROWS = [
     ("balance", "one", PACKED, None),
     ("balance", "fsdp-2", PADDED, None),
@@ -137,8 +130,10 @@ ROWS = [
     ("balance", "fsdp-2", PACKED, "counts of one rank"),
     ("noise", "fsdp-2", PACKED, None),
     ("noise", "pp-2", PADDED, None),
-    *[slow("noise", "one", changes, None) for changes in (PACKED, PADDED)],
-    *[slow("noise", "fsdp-2", changes, None) for changes in (PADDED, OVER_RANKS)],
+    *[
+        slow("noise", *at, None)
+        for at in (("one", PACKED), ("one", PADDED), ("fsdp-2", PADDED), ("fsdp-2", OVER_RANKS))
+    ],
     ("noise", "one", PADDED, "noise by row"),
     ("z-loss", "one", PACKED, None),
     ("z-loss", "fsdp-2", PADDED, None),
@@ -148,7 +143,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("name", "layout", "changes", "mutant"), ROWS)
 def test_it_is_exact_unless_the_recipe_is_wrong(name, layout, changes, mutant, weights_folder, tmp_path):
-    ranks = train(name, layout, changes, weights_folder, tmp_path, mutant and partial(wrong, mutant))
+    ranks = train(name, layout, changes, weights_folder, tmp_path, mutant)
     tolerance = 1e-6 if "enable_activation_checkpointing" in changes else TOLERANCE
     assert_exact(ranks, expected_steps(name, weights_folder), mutant, tolerance)
     if changes is OVER_RANKS:
@@ -157,10 +152,7 @@ def test_it_is_exact_unless_the_recipe_is_wrong(name, layout, changes, mutant, w
 
 @pytest.mark.slow
 def test_noise_is_the_same_when_other_ranks_resume(weights_folder, tmp_path):
-    saving = {"save_every_n_steps": 1, "keep_last_n_checkpoints": 2}
-    train("noise", "one", {**PACKED, **saving}, weights_folder, tmp_path)
+    train("noise", "one", {**PACKED, "save_every_n_steps": 1}, weights_folder, tmp_path)
     shutil.rmtree(tmp_path / "out" / "step_2")
-    resuming = {**PADDED, "resume_from_checkpoint": True}
-    assert_exact(
-        train("noise", "fsdp-2", resuming, weights_folder, tmp_path), expected_steps("noise", weights_folder)[1:]
-    )
+    ranks = train("noise", "fsdp-2", {**PADDED, "resume_from_checkpoint": True}, weights_folder, tmp_path)
+    assert_exact(ranks, expected_steps("noise", weights_folder)[1:])
