@@ -30,7 +30,6 @@ from recipe_utils.checkpoint.folder import MARKER
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.training.log import read_metrics
 
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 0.01}
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 32}
@@ -347,20 +346,3 @@ def test_a_logger_that_fails_is_warned_of_once_and_training_continues(tiny_confi
     (warning,) = [text for text in warnings if "metric_logger" in text]
     assert warning.startswith("metric_logger: [Errno 28] No space left on device")
     assert Path(config["output_dir"], "epoch_0").is_dir()
-
-
-def test_components_that_the_command_line_sets_to_null_are_absent(tiny_config):
-    """torchtune parses ``KEY=null`` as ``KEY._component_=null`` if the YAML has a component there."""
-    given = {
-        "lr_scheduler": SCHEDULE,
-        "metric_logger": {"_component_": "recipe_runs.ListLogger"},
-        "profiler": {"_component_": "torchtune.training.setup_torch_profiler", "enabled": False},
-        "dataset_val": {"_component_": "tiny.tiny_dataset", "num_samples": 8},
-    }
-    found = []
-    for nulls in ({key: {**component, "_component_": None} for key, component in given.items()}, dict.fromkeys(given)):
-        config = tiny_config(**nulls)
-        assert run_recipe(config) == []
-        found.append(read_metrics(Path(config["output_dir"], "logs", "metrics.jsonl")))
-    assert losses(found[0]) == losses(found[1])
-    assert not any("val_loss" in line for line in found[0])
