@@ -485,12 +485,6 @@ class RecordingSGD(torch.optim.SGD):
         super().step(closure)
 
 
-class SquaredLoss(nn.MSELoss):
-    """A loss of another kind, with the attributes that the recipes read."""
-
-    ignore_index = IGNORE
-
-
 class MeanOverPositions(nn.CrossEntropyLoss):
     """Divides by all positions, also those without a target."""
 
