@@ -121,7 +121,7 @@ def weights_normalized_by_microbatch(patches):
 
     def sums_by_microbatch(self, m):
         number = m.counts.get("target_tokens", 0) or 1
-        return sums(self, m) * (number / m.counts.get("weights", number))
+        return sums(self, m) * (number / (m.counts.get("weights") or number))
 
     patches.setattr(recipe, "sums", sums_by_microbatch)
     patches.setattr(UpdateStep, "scale", lambda self, _: self.dp_degree / self.totals["target_tokens"])

@@ -481,10 +481,12 @@ class RecordingSGD(torch.optim.SGD):
     recorded: list[list[Tensor]] = []  # noqa: RUF012
 
     def step(self, closure=None):
-        gradients = []
+        gradients, has_any = [], any(p.grad is not None for group in self.param_groups for p in group["params"])
         for group in self.param_groups:
             for parameter in group["params"]:
-                grad = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad
+                grad = parameter.grad
+                if grad is None and has_any:  # of an output layer beside a head
+                    grad = torch.zeros(parameter.shape)
                 full = grad.full_tensor() if isinstance(grad, DTensor) else grad
                 gradients.append(full.detach().clone())
         RecordingSGD.recorded.append(gradients)
