@@ -125,10 +125,10 @@ def average_ibot_over_all_patches():
     """Makes iBOT a mean over the masked patches of a microbatch instead of those of a crop."""
 
     def collated(self, samples):
-        made = collate(self, samples)
+        (made,) = collate(self, samples)
         weights = made.targets.masked_weights
         even = torch.full_like(weights, 2 * len(samples) / max(len(weights), 1))
-        return replace(made, targets=made.targets._replace(masked_weights=even))
+        return [replace(made, targets=made.targets._replace(masked_weights=even))]
 
     ViewCollator.collate = collated
 
