@@ -24,11 +24,8 @@ def simulate_quantization(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
     Replaces torchtune's ``QATLoRALinear``, which does not run with torchao 0.17, and computes what
     torchao's ``prepare`` does, whose layers would have to be allocated.
 
-    The model is on the meta device; ``quantizer`` is one of torchtune's QAT quantizers.
-
-    Raises:
-        recipe_utils.settings.problems.ConfigError: the model has other adapters or a quantized base;
-            or the quantizer is not for training, or its group size does not divide a weight.
+    The model is on the meta device; ``quantizer`` is one of torchtune's QAT quantizers. Raises ConfigError if the model
+    has other adapters or a quantized base; or the quantizer is not for training, or its group size does not fit.
     """
     path = quantizer["_component_"]
     kind = LoRALinear if get_adapter_params(model) else nn.Linear
