@@ -59,8 +59,7 @@ def dtype_of(name: str) -> torch.dtype:
 def write_atomically(path: Path, content: bytes | str) -> FileFacts:
     """Writes a file that exists with all its content or not at all, also after a crash.
 
-    Raises:
-        OSError: contains the path. An existing file is unchanged.
+    Raises OSError with the path; an existing file is unchanged then.
     """
     return _write(path, [content.encode() if isinstance(content, str) else content])
 
@@ -159,8 +158,7 @@ def fsync_tree(folder: Path) -> None:
 class TensorFile:
     """Safetensors file whose tensors can be read in parts.
 
-    Raises:
-        CheckpointError: by all methods; the file (named) cannot be read or lacks the tensor.
+    All methods raise CheckpointError if the file, which it names, cannot be read or lacks the tensor.
     """
 
     def __init__(self, path: Path) -> None:
