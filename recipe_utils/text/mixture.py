@@ -51,16 +51,12 @@ class Mixture(ConcatDataset):
         """Returns the position in the list of the dataset that a sample is from."""
         return bisect_right(self.starts, index) - 1
 
-    def datasets_of(self, indices: np.ndarray) -> np.ndarray:
-        """Returns :meth:`dataset_of` of each index, [n] int64."""
-        return np.searchsorted(self.starts, indices, side="right") - 1
-
     def of_targets(self, targets: Targets) -> np.ndarray:
         """Returns the dataset of each target [n]. Raises ValueError if a ``collate_fn`` made other rows than samples."""
         if targets.items is None:
             text = f"it made {len(targets.labels)} rows of another number of samples, so targets have no dataset"
             raise ValueError(f"collate_fn: {text}; make one row of each sample, or set one dataset")
-        return self.datasets_of(targets.of_targets(targets.items).numpy())
+        return np.searchsorted(self.starts, targets.of_targets(targets.items).numpy(), side="right") - 1
 
 
 def _weighted(sample: Any, weight: float) -> Any:
