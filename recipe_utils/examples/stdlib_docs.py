@@ -8,7 +8,6 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,12 @@ def docstring_pairs(path: str) -> Pairs:
 
 
 def _collect() -> Pairs:
-    pairs = [
-        (f"What does `{name}` do?", docstring)
-        for source in library_sources()
-        for name, docstring in _docstrings(source)
-    ]
+    pairs = []
+    for source in library_sources():
+        for name, node in definitions(source):
+            docstring = ast.get_docstring(node)
+            if docstring and len(docstring) > 20:
+                pairs.append((f"What does `{name}` do?", inspect.cleandoc(docstring)))
     topics = ast.parse((library_dir() / "pydoc_data" / "topics.py").read_text(encoding="utf-8"))
     assignment = topics.body[-1]
     assert isinstance(assignment, ast.Assign | ast.AnnAssign)
@@ -47,14 +47,6 @@ def _collect() -> Pairs:
     for topic, text in ast.literal_eval(assignment.value).items():
         pairs.append((f"Explain `{topic}` in Python.", text.strip()))
     return pairs
-
-
-def _docstrings(source: Path) -> Iterator[tuple[str, str]]:
-    """Yields (dotted name, docstring) of the definitions in a file."""
-    for name, node in definitions(source):
-        docstring = ast.get_docstring(node)
-        if docstring and len(docstring) > 20:
-            yield name, inspect.cleandoc(docstring)
 
 
 docstring_dataset = dataset_of("docstring_dataset", _collect)
