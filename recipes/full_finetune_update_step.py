@@ -160,7 +160,7 @@ class FullFinetuneRecipe:
         run.parts.add("budget", StepMemory(run, self.loader, self.optimizer))
         if settings.sample_losses:
             run.parts.add("sample_losses", SampleLosses(run, self.loader, loss_fn))
-        self.by_dataset = DatasetLosses(run, self.loader, loss_fn)
+        self.by_dataset = DatasetLosses(run, loss_fn, self.loader, self.val_loader)
         run.parts.add("by_dataset", self.by_dataset)
         run.parts.add_every(settings.run_val_every_n_steps, "validation", Validation(run, self.validate), at_ends=True)
         run.parts.add_every(settings.sample_every_n_steps, "answers", Answers(run, self.model, self.tokenizer))
@@ -211,7 +211,7 @@ class FullFinetuneRecipe:
 
     def validate(self) -> dict[str, Tensor]:
         """Returns the sums per target of ``dataset_val``, over all ranks, and the loss of each dataset."""
-        self.by_dataset.start(self.val_loader)
+        self.by_dataset.start(validates=True)
         how = len(self.names), self.pipeline, self.ranks.device, self.attached
         sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
         metrics = {f"val_{name}": value for name, value in zip(self.names, sums, strict=True)}

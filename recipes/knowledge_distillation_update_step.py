@@ -167,7 +167,7 @@ class KDRecipe:
         run.parts.add("budget", StepMemory(run, self.loader, self.optimizer))
         if settings.sample_losses:
             run.parts.add("sample_losses", SampleLosses(run, self.loader, loss_fn))
-        run.parts.add("by_dataset", DatasetLosses(run, self.loader, loss_fn))
+        run.parts.add("by_dataset", DatasetLosses(run, loss_fn, self.loader))
         run.parts.add_every(settings.run_val_every_n_steps, "validation", Validation(run, self.validate), at_ends=True)
         run.parts.add_every(settings.sample_every_n_steps, "answers", Answers(run, self.model, self.tokenizer))
         run.parts.add_every(settings.export_every_n_steps, "exports", Exports(run))

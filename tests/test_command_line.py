@@ -4,6 +4,7 @@ import re
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from programs import lines_on, tune, tune_run_here
 from recipe_runs import SFT
 from recipe_runs import tiny_config as make_tiny_config
@@ -81,35 +82,33 @@ def test_a_copy_of_the_recipe_gives_the_same_losses_without_a_progress_bar(by_na
     assert "torchao" not in screen
 
 
-@pytest.mark.slow
-def test_ranks_report_a_config_error_once_without_a_traceback(by_name):
-    done = tune(
-        *("run", "--nproc_per_node", 2, SFT, "--config", "my.yaml"),
-        *("output_dir=refused", "batchsize=3", "clip_grad_norm=0"),
-        cwd=by_name,
-    )
-    assert done.returncode == 2
-    screen = done.stdout + done.stderr
-    assert screen.count("2 problems in the config:") == 1
-    for problem in (
-        "batchsize: this recipe has no such key; did you mean batch_size?",
-        "clip_grad_norm=0: it must be above 0",
-    ):
-        assert screen.count(f"  - {problem}\n") == 1
-    assert "Traceback" not in screen
-    assert not list(by_name.glob("refused/*"))
+BAD = {"shuffle": False, "dataset": {"replace": {"9": {"tokens": [1, 900], "labels": [1, 1]}}}}
 
 
 @pytest.mark.slow
-def test_ranks_report_a_bad_sample_once_and_last(by_name):
-    config = yaml.safe_load((by_name / "my.yaml").read_text())
-    config["dataset"]["replace"] = {"9": {"tokens": [1, 900], "labels": [1, 1]}}
-    (by_name / "bad.yaml").write_text(yaml.safe_dump({**config, "shuffle": False}))
-    done = tune(*("run", "--nproc_per_node", 2, SFT, "--config", "bad.yaml", "output_dir=bad"), cwd=by_name)
-    assert done.returncode == 1
+@pytest.mark.parametrize(
+    ("changes", "code", "texts"),
+    [
+        (
+            {"batchsize": 3, "clip_grad_norm": 0},
+            2,
+            [
+                "  - batchsize: this recipe has no such key; did you mean batch_size?",
+                "  - clip_grad_norm=0: it must be above 0",
+            ],
+        ),
+        (BAD, 1, ["error: sample 9 of dataset: token 900 is outside"]),
+    ],
+    ids=["config", "sample"],
+)
+def test_ranks_report_an_error_once_and_last_without_a_traceback(changes, code, texts, by_name):
+    config = OmegaConf.merge(OmegaConf.load(by_name / "my.yaml"), changes)
+    OmegaConf.save(config, by_name / "bad.yaml")
+    done = tune("run", "--nproc_per_node", 2, SFT, "--config", "bad.yaml", f"output_dir=bad_{code}", cwd=by_name)
+    assert done.returncode == code
     screen = done.stdout + done.stderr
-    last = lines_on(screen)[-1]
-    assert last.startswith("error: sample 9 of dataset: token 900 is outside")
-    assert screen.count(last) == 1
+    assert [screen.count(text) for text in texts] == [1] * len(texts)
+    assert lines_on(screen)[-1].startswith(texts[-1])
     assert "Traceback" not in screen
     assert "elastic" not in screen
+    assert not list(by_name.glob("bad_2/*"))

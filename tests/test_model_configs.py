@@ -27,7 +27,6 @@ from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import num_outputs, vocab_size_and_max_seq_len
 from recipe_utils.models.transformers import decoder
-from recipe_utils.models.transformers.packing_check import check_packing
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.read import read_settings
@@ -36,30 +35,30 @@ STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 TRAINING = [
     name for configs in RECIPES.values() for name in configs if "benchmark" not in name and "generation" not in name
 ]
-OF_TRANSFORMERS: dict[str, tuple[float, str, dict[str, Any]]] = {  # published size, way, config.json
-    "qwen3/0.6B_full_update_step": (0.596e9, "masks", {
+OF_TRANSFORMERS: dict[str, tuple[float, dict[str, Any]]] = {  # published size, config.json
+    "qwen3/0.6B_full_update_step": (0.596e9, {
         "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "tie_word_embeddings": True,
     }),
-    "qwen3/8B_full_update_step": (8.19e9, "masks", {
+    "qwen3/8B_full_update_step": (8.19e9, {
         "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
     }),
-    "gemma3/1B_full_update_step": (1.00e9, "masks", {
+    "gemma3/1B_full_update_step": (1.00e9, {
         "model_type": "gemma3_text", "hidden_size": 1152, "num_hidden_layers": 26, "num_attention_heads": 4,
         "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 6912, "sliding_window": 512,
         "vocab_size": 262144,
     }),
-    "smollm3/3B_full_update_step": (3.08e9, "masks", {
+    "smollm3/3B_full_update_step": (3.08e9, {
         "model_type": "smollm3", "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
         "num_key_value_heads": 4, "intermediate_size": 11008, "tie_word_embeddings": True, "vocab_size": 128256,
     }),
-    "lfm2/1.2B_full_update_step": (1.17e9, "by_document", {
+    "lfm2/1.2B_full_update_step": (1.17e9, {
         "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
         "num_key_value_heads": 8, "intermediate_size": 12288, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
         "vocab_size": 65536,
     }),
-    "gpt_oss/20B_lora_update_step": (20.9e9, "masks", {
+    "gpt_oss/20B_lora_update_step": (20.9e9, {
         "model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32,
     }),
 }  # fmt: skip
@@ -77,17 +76,7 @@ PARAMETERS = {  # as published
     "mistral/7B_full_update_step": 7.24e9,
     "phi4/14B_full_update_step": 14.66e9,
 }
-ADAPTERS = {  # q, v and output projections and MLPs of all layers
-    "llama3_2/1B_lora_update_step": 42.5e6,
-    "llama3_2/1B_qlora_update_step": 42.5e6,
-    "llama3_2/3B_lora_update_step": 89.9e6,
-    "llama3_2/3B_qlora_update_step": 89.9e6,
-    "llama3_1/8B_lora_update_step": 19.7e6,
-    "llama3_1/8B_qlora_update_step": 19.7e6,
-    "llama3_1/8B_lora_dpo_update_step": 19.7e6,
-    "qwen2_5/0.5B_lora_update_step": 16.8e6,
-    "qwen2_5/7B_lora_update_step": 19.3e6,
-}
+ADAPTERS = {name for name in TEXT if "lora_" in name}
 TEACHERS = {  # config: the one that trains all weights of its teacher
     "llama3_2/8B_to_1B_KD_update_step": "llama3_1/8B_full_update_step",
     "qwen2_5/7B_to_0.5B_KD_update_step": "qwen2_5/7B_full_update_step",
@@ -284,7 +273,6 @@ def test_a_model_has_its_published_size_and_the_memory_in_its_header(name):
     adapters = 0
     if name in ADAPTERS:
         adapters = sum(parameter.numel() for parameter in get_adapter_params(whole).values())
-        assert adapters == pytest.approx(ADAPTERS[name], rel=0.01)
     base = size(whole) - adapters
     assert base == pytest.approx(parameters, rel=0.01)
     quantized = sum(
@@ -307,7 +295,7 @@ def test_a_model_has_its_published_size_and_the_memory_in_its_header(name):
 
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_a_model_of_transformers_has_its_published_size_and_the_memory_in_its_header(name):
-    parameters, _, described = OF_TRANSFORMERS[name]
+    parameters, described = OF_TRANSFORMERS[name]
     with torch.device("meta"):
         model = decoder.build(AutoConfig.for_model(**described), "eager")
     assert size(model) == pytest.approx(parameters, rel=0.01)
@@ -322,16 +310,6 @@ def test_a_model_of_transformers_has_its_published_size_and_the_memory_in_its_he
     expected += [2 * size(model)] if "_lora_" in name else []
     found = memory_in_header(name)
     assert found == [pytest.approx(number / 1e9, rel=0.02, abs=0.05) for number in expected]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_a_model_of_transformers_is_packed_in_its_way(name):
-    """Models have the heads and switches of their config; the check has few layers anyway."""
-    _, way, described = OF_TRANSFORMERS[name]
-    narrow = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "pad_token_id": 0}
-    check = check_packing(AutoConfig.for_model(**{**described, **narrow}), "sdpa")
-    assert (check.problem, bool(check.modules)) == (None, way == "by_document")
 
 
 @pytest.mark.parametrize("name", BACKBONES)

@@ -101,9 +101,9 @@ def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
 
         with loader.epoch(0) as steps:
             first, *more = islice(steps, 2)
-        start = gathered(recipe)
+        start = gathered(model, ranks)
         update(first, 1)
-        moved = gathered(recipe)
+        moved = gathered(model, ranks)
         for each in optimizers:
             each.records = True
         # The last one of an epoch may be small, or the only one.
@@ -121,7 +121,7 @@ def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
             print(f"update step {step.index + 1} of {name}, after one: {', '.join(how)}")
         states = (stage.state_dict(keep_vars=True) for stage in local_stages(model))
         names = {name for state in states for name, weight in state.items() if weight.requires_grad}
-        gradients = gathered(recipe, names)
+        gradients = gathered(model, ranks, names)
     return Recorded(start, moved, gradients, step)
 
 

@@ -27,6 +27,7 @@ from recipe_utils.models.frozen import FrozenModel
 from recipe_utils.models.weights import gather_weights
 from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.fsdp import local, reshard
+from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 Weights = Mapping[str, Tensor]
@@ -103,7 +104,7 @@ class SingleSamples:
         place(recipe.model, self._recorded.moved)
         with patch.object(FrozenModel, "outputs", outputs_of):
             self._metrics, _ = recipe.update(self._step)
-        return gathered(recipe, self._recorded.gradients)
+        return gathered(recipe.model, recipe.ranks, self._recorded.gradients)
 
     def _judge(self, asked: Mapping[str, float]) -> None:
         """Fills :attr:`wrong` and :attr:`not_judged`; ``asked`` are the totals that ``update`` has read."""
@@ -178,10 +179,9 @@ class SingleSamples:
         return self._gradients()
 
 
-def gathered(recipe: Any, names: Collection[str] | None = None) -> Weights:
-    """Returns copies of a recipe's weights, all or those of ``names``, on rank 0. All ranks together."""
-    ranks = recipe.ranks
-    weights = gather_weights(recipe.model, ranks.device, ranks.dp_rank == 0, ranks.cpu_group, names)
+def gathered(model: nn.Module, ranks: Ranks, names: Collection[str] | None = None) -> Weights:
+    """Returns copies of weights, all or those of ``names``, on rank 0. All ranks together."""
+    weights = gather_weights(model, ranks.device, ranks.dp_rank == 0, ranks.cpu_group, names)
     return {name: weight.clone() for name, weight in weights.items()}
 
 

@@ -2,4 +2,9 @@
 
 from recipe_utils import exported
 
-__getattr__ = exported({"LinearCrossEntropyLoss": "recipe_utils.losses.cross_entropy"})
+__getattr__ = exported(
+    {
+        "LinearCrossEntropyLoss": "recipe_utils.losses.cross_entropy",
+        "LinearLogProbs": "recipe_utils.losses.log_probs",
+    }
+)

@@ -22,8 +22,8 @@ from recipe_utils.settings.problems import Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.documents import Document, tree
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.reader import check_sample
-from recipe_utils.text.samples import FIRST, Columns, TextSample
+from recipe_utils.text.reader import TextReader, check_sample
+from recipe_utils.text.samples import FIRST, TextSample
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_keys, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
@@ -97,24 +97,21 @@ def mask_shared_turns(pair: Mapping[str, Any]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class PairReader:
+class PairReader(TextReader):
     """Checks of pairs as torchtune's preference datasets return them; ``shares``: their common prefix exists once.
 
     A pair has two sequences, chosen before rejected, with the values ``num_targets`` [shared, further] (no shared
     ones for rejected, whose targets are ``num_targets`` [0] of chosen and its own) and ``fingerprint`` [16].
     """
 
-    limits: ModelLimits
-    shares: bool
-    max_seq_len: int | None = None
+    shares: bool = False
     noun = "pair"
     num_rows = 2
-    ignore_index = IGNORE_INDEX
-    columns: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
-    totals: Sequence[str] = ()
-    counts = ("pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions")
-    """Pairs; targets of chosen answers; targets and tokens of both answers;
-    tokens computed once instead of twice; computed positions."""
+
+    @property
+    def counts(self) -> Sequence[str]:
+        """Names of counts: pairs; targets of chosen answers; targets, tokens and shared ones of both; positions."""
+        return ("pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions")
 
     def remarks(self, sample: TextSample) -> Iterator[str]:
         """Yields a text if a pair is probably truncated, or its sides are no answers to one prompt."""
@@ -187,7 +184,7 @@ class PairReader:
         tokens, labels = _sides(sample)
         return (tokens[0], labels[0], tokens[1], labels[1]), {}
 
-    def count(self, counts: Mapping[str, float], values: Columns) -> Mapping[str, float]:
+    def count(self, counts: Mapping[str, float], values: Mapping[str, np.ndarray]) -> Mapping[str, float]:
         """Returns the counts of pairs."""
         shared, chosen, _, rejected = values["num_targets"].reshape(-1, 4).sum(0).tolist()
         return {
@@ -217,11 +214,10 @@ def pair_collator(
     Raises ConfigError if the model does not support ``microbatching: packed``.
     """
     shares = settings.is_packed and prefix_sharing is not False
-    max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
-    reader = PairReader(limits, shares, max_seq_len)
-    stop_tokens: Sequence[int] = getattr(tokenizer, "stop_tokens", None) or ()
-    trees = ("prefix_sharing=True", "set prefix_sharing=False") if shares else None
-    return RowCollator(settings, reader, limits, tokenizer.pad_id, max_seq_len, stop_tokens, trees)
+    reader = PairReader(IGNORE_INDEX, limits, max_seq_len=getattr(tokenizer, "max_seq_len", None), shares=shares)
+    return RowCollator(
+        settings, reader, tokenizer, ("prefix_sharing=True", "set prefix_sharing=False") if shares else None
+    )
 
 
 def layout_of(settings: DataSettings, prefix_sharing: bool | None) -> str:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 import numpy as np
@@ -18,7 +18,7 @@ from recipe_utils.text.documents import length_of
 from recipe_utils.text.limits import NO_LIMITS, ModelLimits
 from recipe_utils.text.reader import KNOWN_KEYS, TextReader
 from recipe_utils.text.rows import collated, packed, padded
-from recipe_utils.text.samples import Reader, TextSample
+from recipe_utils.text.samples import TextSample
 from recipe_utils.text.trees import split_trees
 from recipe_utils.update_steps.objective import NOTHING_DECLARED, Collator, Declaration, Layout
 from recipe_utils.update_steps.settings import DataSettings
@@ -41,23 +41,16 @@ class RowCollator(Collator):
 
     settings: DataSettings
     """With ``max_tokens_per_microbatch: auto`` the first budget is FIRST_TOKENS."""
-    reader: Reader
-    limits: ModelLimits = NO_LIMITS
-    pad_id: int = 0
-    max_seq_len: int | None = None
-    """Tokens to which a tokenizer truncates samples."""
-    stop_tokens: Sequence[int] = ()
+    reader: TextReader
+    tokenizer: Any
+    """Has ``pad_id``."""
     trees: tuple[str, str] | None = None
     """If packed rows have trees, the ``key=value`` that makes them and what to set instead."""
-    most_positions: int | None = None
-    """Positions of a tree that a sample is merged to."""
     shares: bool = False
     """Samples of a packed row that begin with the same tokens may become one tree."""
     is_searched: bool = False
     """The budget is found while training."""
     layout: Layout = field(init=False)
-    _warned: list[set[str]] = field(default_factory=list)
-    """Keys that were warned of."""
 
     def __post_init__(self) -> None:
         if self.settings.max_tokens_per_microbatch == "auto":
@@ -67,20 +60,20 @@ class RowCollator(Collator):
 
     def _layout(self) -> Layout:
         """Returns the plan of this budget, and the divisor of the lengths of packed rows."""
-        settings, limits, num_rows, bound = self.settings, self.limits, self.reader.num_rows, self.max_tokens
-        if (self.max_seq_len or 0) > limits.max_seq_len:
+        settings, reader, bound = self.settings, self.reader, self.max_tokens
+        limits, max_seq_len = reader.limits, reader.max_seq_len
+        if (max_seq_len or 0) > limits.max_seq_len:
             text = f"longer samples than {limits.limits_length} max_seq_len={limits.max_seq_len} fail"
             text += f"; set it to {limits.max_seq_len} to truncate them"
-            raise ConfigError(Problem("tokenizer.max_seq_len", text, self.max_seq_len))
-        if bound is None and self.max_seq_len is not None:
-            bound = num_rows * settings.batch_size * self.max_seq_len
+            raise ConfigError(Problem("tokenizer.max_seq_len", text, max_seq_len))
+        if bound is None and max_seq_len is not None:
+            bound = reader.num_rows * settings.batch_size * max_seq_len
         if not settings.is_packed:
-            plan, multiple = settings.make_plan(bound, limits.cost, num_rows), None
-        else:
-            multiple = limits.multiple_of_packed_rows(bound, self.trees, settings.max_ranks_per_row)
-            if self.most_positions is not None:
-                bound = tree_bound(settings, self.max_tokens, self.max_seq_len or limits.max_seq_len)
-            plan = settings.make_plan(bound, limits.cost, fills_rows=multiple != limits.row_multiple)
+            return Layout(settings.make_plan(bound, limits.cost, reader.num_rows), settings.moves_samples)
+        multiple = limits.multiple_of_packed_rows(bound, self.trees, settings.max_ranks_per_row)
+        if reader.most_positions is not None:
+            bound = tree_bound(settings, self.max_tokens, max_seq_len or limits.max_seq_len)
+        plan = settings.make_plan(bound, limits.cost, fills_rows=multiple != limits.row_multiple)
         return Layout(plan, settings.moves_samples, row_multiple=multiple)
 
     # ---- Budget -----------------------------------------------------------------------------------
@@ -95,24 +88,24 @@ class RowCollator(Collator):
     @property
     def longest_row(self) -> int:
         """Returns an upper bound of a row, padding included, also in validation and with any budget [positions]."""
-        settings, multiple = self.settings, self.limits.row_multiple or 0
+        settings, limits = self.settings, self.reader.limits
         # A row longer than the budget is one sample, padded to a multiple below the budget.
         most_tokens = 2 * MOST_TOKENS if self.is_searched else self.max_tokens
         most_samples = self.reader.num_rows * max(settings.batch_size, settings.batch_size_val or 0)
-        longest = (most_tokens or 0) + most_samples * self.limits.max_seq_len + multiple
-        return max(longest, (self.most_positions or 0) + (self.layout.row_multiple or 0))
+        longest = (most_tokens or 0) + most_samples * limits.max_seq_len + (limits.row_multiple or 0)
+        return max(longest, (self.reader.most_positions or 0) + (self.layout.row_multiple or 0))
 
     @property
     def has_few_lengths(self) -> bool:
         """Returns True if packed rows have few lengths, for which kernels are compiled."""
-        return self.settings.is_packed and self.layout.row_multiple != self.limits.row_multiple
+        return self.settings.is_packed and self.layout.row_multiple != self.reader.limits.row_multiple
 
     def with_budget(self, max_tokens: int) -> Self:
         """Returns a collator of microbatches of at most ``max_tokens``, including padding of packed rows.
 
         If ``max_tokens`` is below the multiple that rows are padded to, it excludes padding.
         """
-        step = self.limits.row_multiple or 1
+        step = self.reader.limits.row_multiple or 1
         for bound in (max_tokens, *range(max_tokens // step * step, 0, -step)):
             other = replace(self, settings=replace(self.settings, max_tokens_per_microbatch=bound))
             if bound % (other.layout.row_multiple or 1) == 0:
@@ -125,7 +118,7 @@ class RowCollator(Collator):
     def counts(self) -> Sequence[str]:  # type: ignore[override]
         """Names of counts; also samples in rows of several ranks, and tokens of trees that are not computed again."""
         spanning = ("spanning_samples",) if self.settings.max_ranks_per_row > 1 else ()
-        shared = ("shared_tokens",) if self.shares or self.most_positions is not None else ()
+        shared = ("shared_tokens",) if self.shares or self.reader.most_positions is not None else ()
         return tuple(dict.fromkeys((*self.reader.counts, *spanning, *shared)))
 
     @property
@@ -139,7 +132,7 @@ class RowCollator(Collator):
 
     def remarks(self, sample: TextSample | None = None) -> Iterator[str]:
         """Yields doubts about a sample; without one, a warning about samples longer than a microbatch."""
-        longest, num_rows, bound = self.max_seq_len, self.reader.num_rows, self.max_tokens
+        longest, num_rows, bound = self.reader.max_seq_len, self.reader.num_rows, self.max_tokens
         most = self.settings.max_ranks_per_row
         if sample is not None:
             yield from self.reader.remarks(sample)
@@ -159,7 +152,9 @@ class RowCollator(Collator):
 
     def collate(self, samples: Sequence[TextSample]) -> list[Microbatch]:
         """Makes a microbatch of at least one sample, or one of each tree that a sample was cut into."""
-        self._warn_of_unknown_keys(samples[0])
+        settings = self.settings
+        if settings.is_packed or settings.collate_fn.startswith("torchtune."):
+            _warn_once(settings.microbatching, ", ".join(sorted(map(str, self._unknown_keys(samples[0])))))
         if len(samples) == 1 and len(samples[0].num_shared) > 1:
             return [self._row([tree]) for tree in split_trees(samples[0])]
         return [self._row(samples)]
@@ -167,11 +162,11 @@ class RowCollator(Collator):
     def _row(self, samples: Sequence[TextSample]) -> Microbatch:
         """Lays samples out, see :mod:`recipe_utils.text.rows`."""
         settings = self.settings
-        if settings.is_packed or (samples[0].is_row and self.limits.merges_rows):
-            return packed(samples, self.reader, self.pad_id, self.layout.row_multiple, self.shares)
+        if settings.is_packed or (samples[0].is_row and self.reader.limits.merges_rows):
+            return packed(samples, self.reader, self.tokenizer.pad_id, self.layout.row_multiple, self.shares)
         if samples[0].is_row or settings.collate_fn == DataSettings.collate_fn:
-            return padded(samples, self.reader, self.pad_id)
-        names = {"padding_idx": self.pad_id, "ignore_idx": self.reader.ignore_index}
+            return padded(samples, self.reader, self.tokenizer.pad_id)
+        names = {"padding_idx": self.tokenizer.pad_id, "ignore_idx": self.reader.ignore_index}
         return collated(samples, self.reader, partial(component_at(settings.collate_fn), **names))
 
     def dummy(self, sample: TextSample) -> Microbatch:
@@ -199,17 +194,16 @@ class RowCollator(Collator):
         )
         return Microbatch(made.inputs, targets)
 
-    def _warn_of_unknown_keys(self, sample: TextSample) -> None:
-        settings = self.settings
-        is_text = settings.is_packed or settings.collate_fn.startswith("torchtune.")
-        if is_text and not self._warned and (ignored := self._unknown_keys(sample)):
-            self._warned.append(ignored)
-            text = f"rows contain only text; {', '.join(sorted(map(str, ignored)))} of samples is ignored"
-            log_rank_zero(_log, f"microbatching={settings.microbatching}: {text}", logging.WARNING)
-
     def _unknown_keys(self, sample: TextSample) -> set[str]:
         """Returns keys of the dataset's sample that rows of text do not have."""
         return sample.others.keys() - {*KNOWN_KEYS, *self.reader.columns, *sample.values}
+
+
+@cache
+def _warn_once(microbatching: str, keys: str) -> None:
+    if keys:
+        text = f"microbatching={microbatching}: rows contain only text; {keys} of samples is ignored"
+        log_rank_zero(_log, text, logging.WARNING)
 
 
 def text_collator(
@@ -242,7 +236,7 @@ def text_collator(
         text += ", or dataset.split_turns=True"
         raise ConfigError(Problem("microbatching", text, settings.microbatching))
     max_tokens, is_alone = settings.max_tokens_per_microbatch, settings.max_ranks_per_row == 1
-    max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
+    max_seq_len = getattr(tokenizer, "max_seq_len", None)
     if declared.of_samples and not is_alone:
         text = (
             f"the loss takes values of samples ({', '.join(declared.of_samples)}), which a part of a row does not have"
@@ -253,7 +247,7 @@ def text_collator(
         # Trees are cut when they are read, before the budget of their update step is known.
         bound = None if max_tokens == "auto" else max_tokens
         most_positions = tree_bound(settings, bound, max_seq_len or limits.max_seq_len) * settings.max_ranks_per_row
-    stop_tokens: Sequence[int] = getattr(tokenizer, "stop_tokens", None) or ()
+    ends = {getattr(tokenizer, "eos_id", None), *(getattr(tokenizer, "stop_tokens", None) or ())}
     reader = TextReader(
         ignore_index,
         limits,
@@ -261,24 +255,16 @@ def text_collator(
         declared.of_samples,
         tuple(name for name in declared.totals if name in {*declared.columns, *declared.of_samples}),
         max_seq_len,
-        frozenset(id for id in (getattr(tokenizer, "eos_id", None), *stop_tokens) if id is not None),
+        frozenset(ends - {None}),
         most_positions,
         splits=is_alone,  # else ranks would wait for another row
         spans=None if is_alone or max_tokens == "auto" else max_tokens or 0,
         keeps_types=not settings.collate_fn.startswith("torchtune."),
         has_own_positions=settings.collate_fn == DataSettings.collate_fn,
     )
-    collator = RowCollator(
-        settings,
-        reader,
-        limits,
-        tokenizer.pad_id,
-        max_seq_len,
-        stop_tokens,
-        ("split_turns=shared", "set dataset.split_turns=True") if has_trees else None,
-        most_positions,
-        settings.is_packed and is_alone and shares_beginnings and limits.shares_beginnings,
-    )
+    shares = settings.is_packed and is_alone and shares_beginnings and limits.shares_beginnings
+    trees = ("split_turns=shared", "set dataset.split_turns=True") if has_trees else None
+    collator = RowCollator(settings, reader, tokenizer, trees, shares)
     if declared.divisor not in collator.counts:
         names = ", ".join(collator.counts)
         raise ConfigError(f"loss: its divisor {declared.divisor} is no count; set it to a column, or one of {names}")

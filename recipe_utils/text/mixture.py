@@ -28,6 +28,11 @@ from recipe_utils.update_steps.step import Targets
 
 _STEPS_PER_STATE = 64
 """Update steps between stored states, from which those between are computed."""
+NO_DATASET = (
+    "collate_fn: it made another number of rows than samples, so targets have no dataset; make one row of each sample, or "
+    "set one dataset"
+)
+"""Error of a ``collate_fn`` whose rows have no sample."""
 
 
 class Mixture(ConcatDataset):
@@ -54,8 +59,7 @@ class Mixture(ConcatDataset):
     def of_targets(self, targets: Targets) -> np.ndarray:
         """Returns the dataset of each target [n]. Raises ValueError if a ``collate_fn`` made other rows than samples."""
         if targets.items is None:
-            text = f"it made {len(targets.labels)} rows of another number of samples, so targets have no dataset"
-            raise ValueError(f"collate_fn: {text}; make one row of each sample, or set one dataset")
+            raise ValueError(NO_DATASET)
         return np.searchsorted(self.starts, targets.of_targets(targets.items).numpy(), side="right") - 1
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from recipe_utils.text.limits import NO_LIMITS, ModelLimits
-from recipe_utils.text.samples import FIRST, Columns, TextSample
+from recipe_utils.text.samples import FIRST, TextSample
 from recipe_utils.text.trees import merge
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Sample, SampleError, SkippedSampleError, check_keys, whole_numbers
@@ -20,7 +20,7 @@ KNOWN_KEYS = {*_KEYS, "seq_lens", "input_pos", "is_cut"}
 
 @dataclass(frozen=True)
 class TextReader:
-    """Checks of samples of ``tokens`` and ``labels``, or of ``sequences`` of both."""
+    """Checks of samples of ``tokens`` and ``labels``, or of ``sequences`` of both; DataLoader workers have a copy of it."""
 
     ignore_index: int = CROSS_ENTROPY_IGNORE_IDX
     limits: ModelLimits = NO_LIMITS
@@ -43,8 +43,9 @@ class TextReader:
     """Keeps the types of the dataset for a user's ``collate_fn``."""
     has_own_positions: bool = False
     """``input_pos`` is the project's, not a user's ``collate_fn``'s."""
-    noun: str = "sample"
-    num_rows: int = 1
+    noun: ClassVar[str] = "sample"
+    num_rows: ClassVar[int] = 1
+    """Rows of a sample if padded; the plan counts them as one."""
 
     @property
     def counts(self) -> Sequence[str]:
@@ -108,7 +109,7 @@ class TextReader:
             others |= {"documents": sample.documents, "num_shared": sample.num_shared, "input_pos": sample.positions}
         return (sample.tokens, sample.labels), others
 
-    def count(self, counts: Mapping[str, float], values: Columns) -> Mapping[str, float]:
+    def count(self, counts: Mapping[str, float], values: Mapping[str, np.ndarray]) -> Mapping[str, float]:
         """Returns the counts with the number of samples with values, and the sums of values that are totals."""
         sums = {name: float(values[name].sum()) for name in self.of_samples if name in self.totals}
         samples = {"samples": len(values[self.of_samples[0]])} if self.of_samples else {}

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from recipe_utils.text.documents import DocumentLengths, Documents, length_of
-from recipe_utils.text.samples import Reader, TextSample
+from recipe_utils.text.reader import TextReader
+from recipe_utils.text.samples import TextSample
 from recipe_utils.text.trees import Shared, apart, share_beginnings
 from recipe_utils.update_steps.samples import Sample, SampleError
 from recipe_utils.update_steps.step import Microbatch, Targets
@@ -34,7 +35,7 @@ CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 
 def packed(
     samples: Sequence[TextSample],
-    reader: Reader,
+    reader: TextReader,
     pad_id: int = 0,
     row_multiple: int | None = None,
     shares: bool = False,
@@ -58,7 +59,7 @@ def packed(
     return _lay_out(samples, reader, row, [num_real], num_real + num_padding, pad_id, [documents])
 
 
-def padded(samples: Sequence[TextSample], reader: Reader, pad_id: int = 0) -> Microbatch:
+def padded(samples: Sequence[TextSample], reader: TextReader, pad_id: int = 0) -> Microbatch:
     """Makes a microbatch of a row for each document, or for all those of a packed dataset's sample."""
     if samples[0].is_row:
         lengths = [len(sample.tokens) for sample in samples]
@@ -71,7 +72,7 @@ def padded(samples: Sequence[TextSample], reader: Reader, pad_id: int = 0) -> Mi
 
 def _lay_out(
     samples: Sequence[TextSample],
-    reader: Reader,
+    reader: TextReader,
     row: Shared,
     lengths: Sequence[int],
     row_length: int,
@@ -119,7 +120,7 @@ def _lay_out(
     return _microbatch(samples, reader, inputs, targets, of_next, num_shared)
 
 
-def collated(samples: Sequence[TextSample], reader: Reader, collate_fn: CollateFn) -> Microbatch:
+def collated(samples: Sequence[TextSample], reader: TextReader, collate_fn: CollateFn) -> Microbatch:
     """Makes a microbatch of the rows of a ``collate_fn``, which takes samples as the dataset returned them.
 
     It returns ``tokens`` and ``labels``, both [b, s], and further arguments of the model's forward. Raises ValueError if
@@ -162,7 +163,7 @@ def collated(samples: Sequence[TextSample], reader: Reader, collate_fn: CollateF
 
 def _microbatch(
     samples: Sequence[TextSample],
-    reader: Reader,
+    reader: TextReader,
     inputs: dict[str, Any],
     targets: Targets,
     columns: dict[str, Tensor],

@@ -13,16 +13,13 @@ once, with the columns of both answers and the values [2] of both.
 Shapes: t tokens, q sequences of a sample.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from recipe_utils.text.documents import Document, length_of
 from recipe_utils.update_steps.order import StepIndex
-from recipe_utils.update_steps.samples import Sample
-
-Columns = Mapping[str, np.ndarray]
 
 FIRST = StepIndex(0)
 """Place of a sample that is read outside of a training."""
@@ -64,43 +61,3 @@ class TextSample(NamedTuple):
             return self.sequences
         lengths = np.array([length_of(document) for document in self.documents])
         return np.repeat(np.arange(len(lengths)), lengths), lengths.cumsum() - 1
-
-
-class Reader(Protocol):
-    """Checks of the samples of one objective in text, and what it counts; DataLoader workers have a copy of it."""
-
-    @property
-    def noun(self) -> str:
-        """Name of a sample, for warnings."""
-
-    @property
-    def ignore_index(self) -> int:
-        """Label of positions that are not targets."""
-
-    @property
-    def columns(self) -> Mapping[str, float | None]:
-        """Default of each column; None if a sample without it is an error."""
-
-    @property
-    def totals(self) -> Sequence[str]:
-        """Names of columns and values whose sums are counts."""
-
-    @property
-    def counts(self) -> Sequence[str]:
-        """Names of its counts, first the one without which a sample is not trained on."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a sample if padded; the plan counts them as one."""
-
-    def prepare(self, sample: Sample, name: str, at: StepIndex) -> TextSample:
-        """See :meth:`recipe_utils.update_steps.objective.Collator.prepare`."""
-
-    def content(self, sample: TextSample) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
-        """See :meth:`recipe_utils.update_steps.objective.Collator.content`."""
-
-    def remarks(self, sample: TextSample) -> Iterator[str]:
-        """See :meth:`recipe_utils.update_steps.objective.Collator.remarks`."""
-
-    def count(self, counts: Mapping[str, float], values: Columns) -> Mapping[str, float]:
-        """Returns the counts of a microbatch, given those of any text and the values [p, ...] of its sequences."""

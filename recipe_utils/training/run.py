@@ -118,7 +118,7 @@ class Run:
         self.num_steps = sum(map(loader.order.num_steps, range(self.settings.epochs)))
         for text in (*self.settings.warnings(self.num_steps), *warnings_of(trained.model, self.settings)):
             self.log.warn(text)
-        stops = getattr(loader.budget.collator(), "stop_tokens", ())
+        stops = getattr(getattr(loader.budget.collator(), "tokenizer", None), "stop_tokens", None) or ()
         for text in norms_of_frozen_rows(trained.model, stops, self.ranks):
             self.log.info(text)
         self.state = self.checkpointing.resume.restore(trained, self.seed)

@@ -7,15 +7,8 @@ import pytest
 import tiny
 import torch
 from checkpoint_runs import Malicious
-from distributed_runs import run_distributed
-from recipe_runs import DPO, refusal, run_recipe
+from recipe_runs import DPO, refusal
 from safetensors.torch import save_file
-
-from recipe_utils.training.log import read_metrics
-
-
-def data(**more):
-    return {"dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 8, **more}}
 
 
 @pytest.mark.parametrize(
@@ -100,26 +93,3 @@ def test_a_pickle_that_would_execute_something_is_refused_unexecuted(tiny_config
     assert not crime.exists()
     torch.load(path, weights_only=False)
     assert crime.exists(), "the pickle is harmless"
-
-
-def train_into_error(config):
-    with pytest.raises(ValueError, match="sample") as error:
-        run_recipe(config)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("bad", "expected", "num_workers"),
-    [
-        ({"tokens": [1, 2]}, "it has no 'labels'", 0),
-        ({"tokens": [], "labels": []}, "it has no tokens", 1),
-        ({"tokens": [1, -1, 2], "labels": [1, 2, 3]}, "token -1 is outside", 0),
-    ],
-)
-def test_a_bad_sample_is_reported_before_its_update_step(bad, expected, num_workers, tiny_config, tmp_path):
-    config = tiny_config(**data(replace={"5": bad}), num_workers=num_workers)
-    (text,) = run_distributed(train_into_error, 1, config)
-    assert f"sample 5 of dataset: {expected}" in text
-    # There are metrics of the update step before it, and no checkpoint and no model.
-    assert os.listdir(tmp_path / "out") == ["logs"]
-    assert [line["step"] for line in read_metrics(tmp_path / "out/logs/metrics.jsonl")] == [1]

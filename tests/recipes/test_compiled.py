@@ -35,6 +35,7 @@ CASES = {
     "teacher": (1, KD, {}),
     "qwen3": (1, SFT, VALIDATED),
     "gemma3_text": (1, SFT, RECOMPUTED),
+    "lfm2": (1, SFT, {}),
     "stages": (2, SFT, PP_2),
 }
 
@@ -62,12 +63,12 @@ def run_counting_compilations(config, recipe):
 @pytest.mark.parametrize("name", [slow(name) for name in CASES])
 def test_nothing_is_compiled_after_the_first_rows(name, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path):
     world_size, recipe, changes = CASES[name]
-    if name in ("qwen3", "gemma3_text"):
+    if name in ("qwen3", "gemma3_text", "lfm2"):
         changes = {**save_tiny(tmp_path / "model", name), **changes}
     config = {SFT: tiny_config, DPO: tiny_dpo_config, KD: tiny_kd_config}[recipe](**{**PACKED, **changes})
     expected = losses(run_distributed(run_recipe, world_size, config, recipe)[0])
     found = run_distributed(run_counting_compilations, world_size, config, recipe, timeout_seconds=400)
-    assert found[0][0] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert found[0][0] == pytest.approx(expected, rel=1e-5 if name == "lfm2" else 1e-6, abs=1e-6)
     for _, num_graphs in found:
         assert len(num_graphs) > 3
         assert num_graphs[0] > 0

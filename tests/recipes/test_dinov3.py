@@ -329,4 +329,5 @@ def test_an_export_is_the_average_with_heads_from_which_training_starts(tiny_con
         for model in ("student", "teacher", "gram_teacher"):
             assert torch.equal(found[f"{model}.{name}"], trained[f"teacher.{name}"]), name
     assert not torch.equal(trained["student.norm.weight"], trained["teacher.norm.weight"])
+    assert not list(tmp_path.glob("*/generation.yaml"))
     assert all(math.isfinite(m["loss"]) for m in ListLogger.logged)

@@ -1,9 +1,7 @@
 """Distillation through the recipe: equivalences, metrics, resume, and refused configs."""
 
 import math
-import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import tiny
@@ -25,8 +23,6 @@ from recipe_runs import (
     writing_to,
 )
 from recipe_runs import tiny_kd_config as tiny_kd_config_of
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel import process_group
@@ -185,21 +181,6 @@ def test_a_resumed_training_has_the_same_teacher_or_none(tiny_kd_config):
 def test_weights_of_another_model_are_refused(tiny_kd_config):
     config = {**curve_config(tiny_kd_config), "teacher_model": tiny.WIDE_MODEL}
     assert "teacher_checkpointer: the checkpoint does not fit" in refusal(config, KD)
-
-
-def test_a_teacher_of_another_tokenizer_is_refused(tiny_kd_config, tmp_path):
-    config = curve_config(tiny_kd_config)
-    vocabulary = {f"token {i}": i for i in range(tiny.VOCAB_SIZE)}
-    for key in ("checkpointer", "teacher_checkpointer"):
-        (tmp_path / key).mkdir()
-        Tokenizer(WordLevel(vocabulary, unk_token="token 0")).save(f"{tmp_path}/{key}/tokenizer.json")
-        vocabulary |= {"token 5": 6, "token 6": 5}
-        for file in config[key]["checkpoint_files"]:
-            shutil.copy(Path(config[key]["checkpoint_dir"], file), tmp_path / key)
-        config[key] = {**config[key], "checkpoint_dir": str(tmp_path / key)}
-    text = "token 5 is 'token 5' in the student's and 'token 6' in the teacher's"
-    assert f"teacher_checkpointer: {tmp_path}" in (found := refusal(config, KD))
-    assert text in found
 
 
 def test_a_sample_too_long_for_the_teacher_is_named_with_the_teacher_s_limit(tiny_kd_config):

@@ -14,7 +14,6 @@ from recipe_runs import (
     ListLogger,
     exported_model,
     losses,
-    refusal,
     run_recipe,
     run_recipe_keeping_warnings,
     set_up,
@@ -22,8 +21,6 @@ from recipe_runs import (
     with_adapters,
     writing_to,
 )
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from recipe_utils.files import CheckpointError
 from recipe_utils.models.frozen import FrozenModel
@@ -54,19 +51,6 @@ def cached_config(tiny_dpo_config, tmp_path):
         return {key: value for key, value in config.items() if value is not ...}
 
     return make
-
-
-def test_a_reference_of_another_tokenizer_is_refused(tiny_dpo_config, tmp_path):
-    config = tiny_dpo_config()
-    vocabulary = {f"token {i}": i for i in range(tiny.VOCAB_SIZE)}
-    for key in ("checkpointer", "ref_checkpointer"):
-        folder = tmp_path / key
-        shutil.copytree(config[key]["checkpoint_dir"], folder)
-        Tokenizer(WordLevel(vocabulary, unk_token="token 0")).save(str(folder / "tokenizer.json"))
-        vocabulary |= {"token 5": 6, "token 6": 5}
-        config[key] = {**config[key], "checkpoint_dir": str(folder)}
-    expected = "token 5 is 'token 5' in the policy's and 'token 6' in the reference's"
-    assert expected in refusal(config, DPO)
 
 
 LIVE = {"reference": "live", "reference_cache_dir": ...}

@@ -74,26 +74,3 @@ def test_max_steps_per_epoch_counts_update_steps_also_in_the_schedule(tiny_confi
     logged = run_recipe(config)
     assert [metrics["step"] for metrics in logged] == [1, 2, 3, 4, 5, 6]
     assert logged[3]["lr"] == pytest.approx(0.005)  # half of a cosine over 6 steps
-
-
-@pytest.mark.slow
-def test_losses_in_fp32_are_exact_over_all_ranks(tiny_config):
-    """The losses are those of training and of validation."""
-    config = tiny_config(
-        dataset=data(16),
-        dataset_val=data(7, seed=5),
-        run_val_every_n_steps=2,
-        batch_size_val=2,
-        optimizer={"_component_": "torch.optim.SGD", "lr": 0.0},
-        global_batch_size=8,
-        gradient_accumulation_steps=...,
-        shuffle=False,
-    )
-    samples = tiny.make_samples(16)
-    batches = samples[:8], samples[8:], tiny.make_samples(7, seed=5)
-    with tiny.float64_throughout():
-        model = tiny.tiny_model().double()
-        expected = [big_batch(model, batch)[0] for batch in batches]
-    logged = run_distributed(run_recipe, 4, config)[0]
-    losses = [m[name] for name in ("loss", "val_loss") for m in logged if name in m]
-    assert losses == pytest.approx([*expected, expected[-1]], rel=1e-6)

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from recipe_runs import losses, recipe_class, run_recipe, run_recipe_keeping_warnings
 
 from recipe_utils.settings.problems import ConfigError
+from recipe_utils.training.log import read_metrics
 
 TIMEOUT_SECONDS = 30
 SLOW = pytest.mark.slow
@@ -38,7 +39,7 @@ def run_on_samples(config, samples):
 
 
 @PLANS
-def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(microbatching, tiny_config):
+def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(microbatching, tiny_config, tmp_path):
     """Unshuffled, sample 9 belongs to rank 1 in update step 2."""
     config = tiny_config(dataset={"_component_": "tiny.samples_dataset"}, shuffle=False, microbatching=microbatching)
     samples = tiny.make_samples(32)
@@ -49,6 +50,9 @@ def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(microbatching,
     assert "sample 9 of dataset: it has no tokens" in bad
     assert "check_sample" in bad  # the background thread's traceback
     assert "rank(s) [1] could not prepare the next update step" in good
+    # There are metrics of the update step before it, and no checkpoint and no model.
+    assert os.listdir(tmp_path / "out") == ["logs"]
+    assert [line["step"] for line in read_metrics(tmp_path / "out/logs/metrics.jsonl")] == [1]
 
 
 @pytest.mark.parametrize(

@@ -102,13 +102,3 @@ def test_a_run_stops_with_a_checkpoint_of_unchanged_weights(reads_late, make_con
     (logged, _, changed), _ = run(2, resumed, [], 1.0, reads_late)
     assert [metrics["step"] for metrics in logged] == [4, 5, 6][reads_late:]
     assert all(changed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"save_every_n_steps": 3}, {"max_steps_per_epoch": 3}])
-def test_late_metrics_are_read_before_anything_is_saved(changes, make_config):
-    config = make_config(**changes)
-    ((error, _, changed),) = run(1, config, [3], NAN, True)
-    assert REASON in error
-    assert changed == [True, True, False]
-    assert not Path(config["output_dir"], "epoch_0").exists()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from decoder_types import tiny_config_of
 from distributed_runs import run_distributed
-from recipe_runs import DPO, losses, refusal, run_compiled_recipe, run_recipe, run_recipe_keeping_warnings, set_up, slow
+from recipe_runs import DPO, losses, refusal, run_recipe, run_recipe_keeping_warnings, set_up, slow
 from tiny_transformers import save_tiny
 
 from recipe_utils.models.attention import chains
@@ -19,7 +19,6 @@ from recipe_utils.models.transformers import masks as documents
 from recipe_utils.text.documents import chains as chains_of
 from recipe_utils.text.documents import length_of
 
-PACKED = {"microbatching": "packed", "batch_size": 4, "max_tokens_per_microbatch": 64}
 PP_2, TP_2 = {"pipeline_parallel_dim": 2}, {"tensor_parallel_dim": 2}
 TP_PLAN = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
 
@@ -59,14 +58,6 @@ def test_it_validates_samples_and_resumes_on_other_ranks(model_type, tiny_config
     shutil.rmtree(f"{config['output_dir']}/epoch_0")
     (rest, _) = run_distributed(run_recipe, 2, {**config, "resume_from_checkpoint": True})
     assert losses(rest) == pytest.approx(losses(whole)[2:], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_compiled_layers_have_the_same_losses(tiny_config, tmp_path):
-    config = tiny_config(**save_tiny(tmp_path, "lfm2"), **PACKED)
-    expected = losses(run_recipe(config))
-    torch.compiler.reset()
-    assert losses(run_compiled_recipe(config)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_dropout_of_a_folder_is_warned_of(tiny_config, tmp_path):

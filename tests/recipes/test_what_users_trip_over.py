@@ -30,9 +30,9 @@ from recipe_utils.checkpoint.folder import MARKER
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.training.log import read_metrics
 
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 0.01}
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 32}
 SCHEDULE = cosine(2)
 
 
@@ -212,9 +212,18 @@ def test_a_file_that_is_edited_in_place_is_noticed(tiny_config, tmp_path):
     run_recipe({**config, "resume_with_other_data": True})
 
 
-def test_another_order_of_samples_is_refused(resumed):
-    with pytest.raises(CheckpointError, match="data_seed=4: the checkpoint was saved with 3"):
-        run_recipe(resumed(data_seed=4))
+OTHER_DATA = {
+    "num_samples=31: the checkpoint was saved with 32": {"dataset": {**DATA, "num_samples": 31}},
+    "hash_of_samples=": {"dataset": {**DATA, "seed": 1}},
+    "global_batch_size=8: the checkpoint was saved with 4": {"batch_size": 4},
+    "data_seed=4: the checkpoint was saved with 3; shuffle=False: the": {"shuffle": False, "data_seed": 4},
+}
+
+
+@pytest.mark.parametrize("text", OTHER_DATA)
+def test_other_data_and_another_order_are_refused_with_every_difference(text, resumed):
+    with pytest.raises(CheckpointError, match=f"^(hash_of_samples.*; )?{text}.*resume_with_other_data=True"):
+        run_recipe(resumed(**OTHER_DATA[text]))
 
 
 def test_the_order_of_samples_follows_its_own_seed(tiny_config):
@@ -281,12 +290,8 @@ def change_state(config, change):
     (folder / MARKER).write_text(json.dumps(marker))
 
 
-WEIGHTED = {"_component_": "tiny.tiny_dataset", "num_samples": 32, "has_weights": True}
-"""The dataset of all others, whose targets have weights."""
-
-
 def test_other_weights_of_targets_are_refused_unless_the_checkpoint_has_no_hash_of_them(resumed):
-    config = resumed(dataset=WEIGHTED)
+    config = resumed(dataset={**DATA, "has_weights": True})
     with pytest.raises(CheckpointError, match=r"^other_content_hash=.*: the checkpoint was saved with"):
         run_recipe(config)
     change_state(config, lambda content: content["data_fingerprint"].pop("other_content_hash"))
@@ -341,20 +346,3 @@ def test_a_logger_that_fails_is_warned_of_once_and_training_continues(tiny_confi
     (warning,) = [text for text in warnings if "metric_logger" in text]
     assert warning.startswith("metric_logger: [Errno 28] No space left on device")
     assert Path(config["output_dir"], "epoch_0").is_dir()
-
-
-def test_components_that_the_command_line_sets_to_null_are_absent(tiny_config):
-    """torchtune parses ``KEY=null`` as ``KEY._component_=null`` if the YAML has a component there."""
-    given = {
-        "lr_scheduler": SCHEDULE,
-        "metric_logger": {"_component_": "recipe_runs.ListLogger"},
-        "profiler": {"_component_": "torchtune.training.setup_torch_profiler", "enabled": False},
-        "dataset_val": {"_component_": "tiny.tiny_dataset", "num_samples": 8},
-    }
-    found = []
-    for nulls in ({key: {**component, "_component_": None} for key, component in given.items()}, dict.fromkeys(given)):
-        config = tiny_config(**nulls)
-        assert run_recipe(config) == []
-        found.append(read_metrics(Path(config["output_dir"], "logs", "metrics.jsonl")))
-    assert losses(found[0]) == losses(found[1])
-    assert not any("val_loss" in line for line in found[0])

@@ -22,7 +22,7 @@ from recipe_utils.parallel.process_group import gather_objects, mean_over_ranks
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import Problem
 from recipe_utils.text.datasets import load_dataset
-from recipe_utils.text.mixture import Mixture
+from recipe_utils.text.mixture import NO_DATASET, Mixture
 from recipe_utils.training.parts.protocol import Metric, Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
@@ -135,32 +135,34 @@ class SampleLosses(Part):
 
 
 class DatasetLosses(Part):
-    """Metrics of the named datasets of an update step: ``loss/NAME``, per target token without weights, ``token_share/NAME``.
+    """Metrics of named datasets: ``loss/NAME``, per target without weights, and ``token_share/NAME``.
 
-    Does nothing without names, or with a ``loss_module`` that records no losses but for ``token_share``.
+    Does nothing without names. ``loaders`` are those of training and, if a recipe asks for its means, of validation.
     """
 
-    def __init__(self, run: Run, loader: UpdateStepLoader, loss_module: Any) -> None:
-        self._run, self._ranks, self._loader = run, run.ranks, loader
+    def __init__(self, run: Run, loss_module: Any, *loaders: UpdateStepLoader | None) -> None:
+        self._run, self._ranks = run, run.ranks
         self._records = hasattr(loss_module, "records")
         if self._records:
             loss_module.records = (*loss_module.records, self._add)
-        self.start(loader)
+        # Of training and, if there is one, of validation; now, because a copy to the device waits for it.
+        parts = [None if loader is None else loader.dataset.parts for loader in loaders]
+        self._mixtures = [part if isinstance(part, Mixture) else None for part in parts]
+        self._starts = [torch.tensor(m.starts if m else (), device=self._ranks.device) for m in self._mixtures]
+        self.start()
 
-    def start(self, loader: UpdateStepLoader) -> None:
-        """Starts sums over update steps of a loader, of training or of validation."""
-        mixture = loader.dataset.parts
-        self._mixture = mixture if isinstance(mixture, Mixture) else None
-        starts = () if self._mixture is None else self._mixture.starts
-        self._starts = torch.tensor(starts, device=self._ranks.device)
-        self._sums = torch.zeros(2, len(starts), dtype=torch.float64, device=self._ranks.device)
+    def start(self, validates: bool = False) -> None:
+        """Starts sums over update steps of training or of validation."""
+        self._mixture, self._first = self._mixtures[validates], self._starts[validates]
+        self._sums = torch.zeros(2, len(self._first), dtype=torch.float64, device=self._ranks.device)
 
     def _add(self, losses: Tensor, items: Tensor | None, samples: Tensor | None) -> None:
-        """Adds losses of targets [n]."""
+        """Adds losses of targets [n]. Raises ValueError if a ``collate_fn`` made other rows than samples."""
         if self._mixture is None:
             return
-        assert items is not None
-        _add_to(self._sums, torch.bucketize(items, self._starts, right=True) - 1, losses)
+        if items is None:
+            raise ValueError(NO_DATASET)
+        _add_to(self._sums, torch.bucketize(items, self._first, right=True) - 1, losses)
 
     def means(self, prefix: str = "val_") -> dict[str, Tensor]:
         """Returns the mean loss over all ranks of each dataset that had targets since :meth:`start`."""
@@ -172,7 +174,7 @@ class DatasetLosses(Part):
 
     def before(self, step: UpdateStep) -> None:
         """Starts the sums of an update step. Raises ValueError if a ``collate_fn`` made other rows than samples."""
-        self.start(self._loader)
+        self.start()
         if self._mixture is not None:
             datasets = np.concatenate(
                 [self._mixture.of_targets(microbatch.targets) for microbatch in step.microbatches]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoint_runs import RECIPE, Malicious, build, change_marker, flip_a_bit, save_once
 
-from recipe_utils.checkpoint.folder import MARKER, check_whole, find_newest_whole, remove_leftovers
+from recipe_utils.checkpoint.folder import MARKER, find_newest_whole, remove_leftovers
 from recipe_utils.checkpoint.layout import read_index
 from recipe_utils.checkpoint.load import load
 from recipe_utils.files import CheckpointError
@@ -146,9 +146,3 @@ def test_only_folders_with_our_temporary_names_are_removed(folder):
     (folder / "step_6.tmp").symlink_to(folder / "step_3")
     remove_leftovers(folder)
     assert {path.name for path in folder.iterdir()} == {*kept, "step_1", "step_2", "step_5.tmp", "step_6.tmp"}
-
-
-def test_a_checkpoint_that_was_about_to_be_replaced_gets_its_name_back(folder):
-    (folder / "step_2").rename(folder / "step_2.old.tmp")
-    remove_leftovers(folder)
-    assert check_whole(folder / "step_2", RECIPE) is None

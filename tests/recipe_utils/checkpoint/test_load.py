@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from recipe_utils.checkpoint.load import _check_frozen, differences, load
 from recipe_utils.checkpoint.save import CheckpointWriter
-from recipe_utils.checkpoint.tensors import describe_mismatch, note_options, optimizer_contents
+from recipe_utils.checkpoint.tensors import note_options, optimizer_contents
 from recipe_utils.files import CheckpointError
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.settings import ModelSettings
@@ -91,57 +91,23 @@ def test_persistent_buffers_are_saved_and_the_other_ones_are_not(tmp_path):
 
 
 def save_on_ranks(folder, replicate, shard):
-    """Saves step 2. Returns its contents, those of two update steps later, and a random number."""
+    """Saves step 2. Returns its contents."""
     model, optimizer = build(replicate=replicate, shard=shard)
     train(model, optimizer, range(2))
     with torch.no_grad():  # as validation does: the root's parameters stay gathered
         model(torch.zeros(1, 2, dtype=torch.long))
     torch.manual_seed(dist.get_rank())
     assert CheckpointWriter(folder, group=new_cpu_group()).save(model, optimizer, state(2)).path
-    drawn = torch.rand(()).item()
-    at_save = contents(model, optimizer)
-    train(model, optimizer, range(2, 4))
-    return at_save, contents(model, optimizer), drawn
-
-
-def load_on_ranks(path, layouts):
-    """Returns for each layout the loaded values, those after two update steps, and a random number."""
-    results = []
-    for replicate, shard in layouts:
-        model, optimizer = build(replicate=replicate, shard=shard, seed=1)
-        torch.manual_seed(50)
-        load(path, model, optimizer, recipe=RECIPE, group=new_cpu_group())
-        drawn = torch.rand(()).item()
-        loaded = contents(model, optimizer)
-        train(model, optimizer, range(2, 4))
-        results.append((loaded, contents(model, optimizer), drawn))
-    return results
-
-
-@pytest.fixture(scope="module")
-def saved_on_two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    return folder / "step_2", run_distributed(save_on_ranks, 2, folder, 1, 2)
-
-
-def test_a_checkpoint_of_two_ranks_loads_on_one_on_four_and_as_hsdp(saved_on_two_ranks):
-    path, [(at_save, later, drawn), _] = saved_on_two_ranks
-    results = [
-        *run_distributed(load_on_ranks, 1, path, [(1, 1)])[0],
-        *run_distributed(load_on_ranks, 4, path, [(1, 4), (2, 2)])[3],
-    ]
-    for loaded, resumed, redrawn in results:
-        checkpoint_runs.assert_equal(loaded, at_save)
-        for name, value in resumed.items():
-            torch.testing.assert_close(value, later[name], rtol=1e-5, atol=1e-5, msg=name)
-        torch.manual_seed(50)
-        assert redrawn == torch.rand(()).item() != drawn
+    return contents(model, optimizer)
 
 
 def test_copies_of_a_shard_are_saved_once_and_load_on_one_process(tmp_path):
-    (at_save, _, _), *_ = run_distributed(save_on_ranks, 4, tmp_path, 2, 2)
+    """Without the random numbers of another number of ranks."""
+    at_save, *_ = run_distributed(save_on_ranks, 4, tmp_path, 2, 2)
     model, optimizer = build(seed=1)
+    before = torch.get_rng_state()
     load(tmp_path / "step_2", model, optimizer, recipe=RECIPE)
+    assert torch.equal(torch.get_rng_state(), before)
     checkpoint_runs.assert_equal(contents(model, optimizer), at_save)
     num_bytes = sum(v.nbytes for v in at_save.values() if isinstance(v, torch.Tensor))
     sizes = [file.stat().st_size for file in (tmp_path / "step_2").glob("*.safetensors")]
@@ -161,8 +127,9 @@ def load_with_one_file_unreadable_on_rank_1(path):
     return str(caught.value)
 
 
-def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(saved_on_two_ranks):
-    path, _ = saved_on_two_ranks
+def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
+    path = tmp_path / "step_1"
+    save_once(tmp_path)
     first, second = run_distributed(load_with_one_file_unreadable_on_rank_1, 2, path)
     assert second.startswith(f"resume_from_checkpoint: {path.with_name('nowhere')} cannot be used")
     assert first == f"rank 1: {second}"
@@ -219,22 +186,11 @@ def test_a_model_that_does_not_fit_is_named_with_both_values(tmp_path, words):
     checkpoint_runs.assert_equal(contents(model, optimizer), before)
 
 
-def test_weights_of_other_pipeline_stages_are_no_mismatch():
-    saved = {"a": torch.zeros(2), "b": torch.zeros(3, 1)}
-    own = {"a": saved["a"]}
-    assert describe_mismatch(saved, own, names_of_other_stages=["b"]) == ""
-    assert describe_mismatch(own, saved, names_of_other_stages=["a"]) == "it lacks b"
-
-
-def without_embeddings(model):
-    return [p for name, p in model.named_parameters() if name != "tok_embeddings.weight"]
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda m: torch.optim.SGD(m.parameters()), "optimizer=SGD: its options are damp.*betas"),
-        (lambda m: torch.optim.AdamW(without_embeddings(m)), "none; no longer: tok_embeddings.wei"),
+        (lambda m: torch.optim.AdamW([*m.parameters()][1:]), "none; no longer: extra"),
     ],
     ids=["kind", "parameters"],
 )
@@ -325,13 +281,6 @@ def test_another_frozen_set_is_refused_in_words(then, now, words, tmp_path):
             load(tmp_path / "step_2", *other, recipe=RECIPE, frozen=fingerprints, other_model=True)
 
 
-class Eccentric(torch.optim.SGD):
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["habits"] = {"tea"}
-
-
 def test_optimizer_state_that_is_no_plain_tensor_is_named():
     model = nn.Embedding(128, 64)
     optimizer = torchao.optim.AdamW8bit(model.parameters())
@@ -342,37 +291,12 @@ def test_optimizer_state_that_is_no_plain_tensor_is_named():
         optimizer_contents(model, optimizer)
 
 
-def test_a_state_that_no_file_can_hold_is_named(tmp_path):
-    model, _ = build()
-    optimizer = Eccentric(model.parameters())
-    optimizer.step()
-    with pytest.raises(ValueError, match=r"optimizer=Eccentric: its state habits of .* is a set"):
-        CheckpointWriter(tmp_path).save(model, optimizer, state(1))
-    with pytest.raises(ValueError, match="state: a checkpoint cannot hold it"):
-        CheckpointWriter(tmp_path).save(*build(), state(1, config={"a": {1, 2}}))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_differences_are_found_within_components_and_compare_values_as_json():
     then = {"loss": {"_component_": "L", "beta": 0.1}, "path": None, "lr": 1, "betas": (1, 2)}
     now = {"loss": {"_component_": "L", "beta": 0.5}, "kd": {"a": [2], "b": {}}, "betas": [1, 2]}
     assert differences(then, now) == {"kd.a": (None, [2]), "kd.b": (None, {}), "loss.beta": (0.1, 0.5), "lr": (1, None)}
     assert differences(then, {**then, "path": "x"}, unset="its default") == {"path": (None, "x")}
     assert differences({}, {"path": None}, unset="its default") == {"path": ("its default", None)}
-
-
-def test_other_data_is_an_error_that_names_every_difference_with_both_values(tmp_path):
-    save_once(tmp_path, 1)
-    model, optimizer = build(seed=1)
-    before = contents(model, optimizer)
-    other = {"dataset_length": 33, "shuffle": True, "tokenizer": "abc"}
-    with pytest.raises(CheckpointError) as caught:
-        load(tmp_path / "step_1", model, optimizer, recipe=RECIPE, data_fingerprint=other)
-    assert str(caught.value).startswith(
-        "dataset_length=33: the checkpoint was saved with 32; tokenizer=abc: the checkpoint was saved with None ("
-    )
-    checkpoint_runs.assert_equal(contents(model, optimizer), before)
-    load(tmp_path / "step_1", model, optimizer, recipe=RECIPE, data_fingerprint={"shuffle": True, "dataset_length": 32})
 
 
 def test_the_config_of_a_frozen_model_is_compared(tmp_path):

@@ -101,7 +101,6 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     assert check_whole(tmp_path / "step_1", RECIPE) is None
     assert files_of(tmp_path / "step_1") != before
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
-    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
 
 def step_after_cleanup(folder):

@@ -226,7 +226,6 @@ def test_the_command_prints_a_forecast_and_leaves_output_dir_alone(run, config_o
         (SFT, {"pipeline_parallel_dim": 2}, ("--ranks", "2"), "pipeline_parallel_dim=2: it has no forecast"),
         (SFT, {"model": {"_component_": "tiny.tiny_fusion_model"}, **IN_ORDER}, (), "images beside text have no forecast"),
         (DPO, {"reference": "cached"}, (), "reference=cached: it has no forecast"),
-        (SFT, {"optimizer": {"_component_": "torch.optim.Nope"}}, (), "optimizer._component_=torch.optim.Nope: "),
         (SFT, {"batchsize": 2}, (), "batchsize: this recipe has no such key; did you mean batch_size?"),
     ],
 )  # fmt: skip

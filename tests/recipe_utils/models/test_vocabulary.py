@@ -1,8 +1,10 @@
 """Tokenizers beside the weights of two models are compared, and the first token that differs is named."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
+from recipe_runs import DPO, KD, refusal
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -15,7 +17,7 @@ NAMES = ("student", "teacher")
 
 def beside_weights(folder, vocabulary=VOCABULARY):
     """Returns a checkpointer of a folder with a ``tokenizer.json``."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     Tokenizer(WordLevel(vocabulary, unk_token="token 0")).save(str(folder / "tokenizer.json"))
     return SimpleNamespace(_checkpoint_dir=folder)
 
@@ -65,3 +67,15 @@ def test_without_both_files_nothing_is_compared(tmp_path):
     for other in (without, SimpleNamespace(_checkpoint_dir=None), None):
         assert not check_same_tokens(own, other, NAMES)
         assert not check_same_tokens(other, own, NAMES)
+
+
+@pytest.mark.parametrize(("recipe", "key"), [(DPO, "ref_checkpointer"), (KD, "teacher_checkpointer")])
+def test_a_frozen_model_of_another_tokenizer_is_refused(recipe, key, tiny_dpo_config, tiny_kd_config, tmp_path):
+    config = {DPO: tiny_dpo_config, KD: tiny_kd_config}[recipe]()
+    for each, token in (("checkpointer", "one"), (key, "other")):
+        shutil.copytree(config[each]["checkpoint_dir"], tmp_path / each)
+        beside_weights(tmp_path / each, with_token(token))
+        config[each] = {**config[each], "checkpoint_dir": str(tmp_path / each)}
+    names = {DPO: ("policy", "reference"), KD: ("student", "teacher")}[recipe]
+    expected = "token 13 is 'one' in the {}'s and 'other' in the {}'s".format(*names)
+    assert expected in refusal(config, recipe)

@@ -92,24 +92,10 @@ def test_rows_of_one_microbatch_keep_apart():
         torch.testing.assert_close(of_row, model(**row)[0])
 
 
-def test_a_row_may_be_longer_than_any_document_the_model_takes():
-    row = row_of([60, 60, 60])
-    with pytest.raises(ValueError, match="seq_len"):
-        make()(**row)
-    assert make(max_row_length=180)(**row).shape[:2] == (1, 180)
-
-
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=["by_document", "varlen"])
 def test_without_documents_torchtune_s_own_forward_runs(device):
     tokens = row_of([20])["tokens"]
     assert torch.equal(make(device=device)(tokens), tiny.tiny_model().double()(tokens))
-
-
-def test_other_attention_than_torchtune_s_is_not_changed():
-    model = tiny.tiny_model(tiny.GEMMA2_MODEL)
-    forwards = [attention.forward for attention in self_attentions(model)]
-    attend_within_documents(model, CUDA, 64)
-    assert [attention.forward for attention in self_attentions(model)] == forwards
 
 
 def test_rows_that_cannot_be_computed_are_refused_in_the_forward():

@@ -10,7 +10,6 @@ from recipe_runs import slow
 from tiny_transformers import save_tiny
 from torch import nn
 from torchtune.training import set_default_dtype
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.attention.packed_attention import AttentionNeeds, attention_of, choose_kernel
@@ -23,7 +22,6 @@ from recipe_utils.text.documents import Documents
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LENGTHS = [17, 1, 30, 9]
-CLASSES = {make.__name__: make for make in MODEL_FOR_CAUSAL_LM_MAPPING.values()}
 
 
 @pytest.fixture
@@ -31,34 +29,31 @@ def with_triton(monkeypatch):
     monkeypatch.setattr("recipe_utils.models.attention.packed_attention.missing_for_triton", lambda: None)
 
 
-@pytest.mark.parametrize("others", [frozenset(), frozenset({"softcap"}), frozenset({"other masks"})])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("can_split", [True, False])
-def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(others, dtype, can_split, with_triton):
-    """All causal language models of transformers are tested, on devices that this machine may lack."""
-    assert len(CLASSES) > 150
-    for name, make in CLASSES.items():
-        needs = AttentionNeeds(
-            dtype,
-            frozenset({(64, 64)}),
-            others=others,
-            can_split=can_split,
-            has_flex=make._supports_flex_attn,
-            has_flash=make._supports_sdpa,
-        )
-        choose = partial(choose_kernel, needs)
-        on_cpu, on_cuda = choose(CPU), choose(CUDA)
-        assert on_cpu.kernel == ("by_document" if can_split else "dense"), name
-        assert on_cpu.kernel_of_trees is None, name
-        expected, of_trees = "dense", None
-        if can_split:
-            has_flex = make._supports_flex_attn and dtype != torch.float64
-            has_flash = make._supports_sdpa and dtype == torch.bfloat16 and not others
-            expected = "varlen" if has_flash else "flex" if has_flex else "by_document"
-            if has_flash:
-                of_trees = "flex" if has_flex else "by_document"
-        assert (on_cuda.kernel, on_cuda.kernel_of_trees) == (expected, of_trees), name
-        assert not on_cuda.refused
+NEEDS = AttentionNeeds(
+    torch.bfloat16, frozenset({(64, 64)}), others=frozenset(), can_split=True, has_flex=True, has_flash=True
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel", "of_trees"),
+    [
+        ({}, "varlen", "flex"),
+        ({"has_flex": False}, "varlen", "by_document"),
+        ({"has_flash": False}, "flex", None),
+        ({"has_flash": False, "has_flex": False}, "by_document", None),
+        ({"others": frozenset({"softcap"})}, "flex", None),
+        ({"others": frozenset({"other masks"}), "has_flex": False}, "by_document", None),
+        ({"dtype": torch.float32}, "flex", None),
+        ({"dtype": torch.float64}, "by_document", None),
+        ({"can_split": False}, "dense", None),
+    ],
+)
+def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(changes, kernel, of_trees, with_triton):
+    needs = NEEDS._replace(**changes)
+    on_cpu, on_cuda = (choose_kernel(needs, device) for device in (CPU, CUDA))
+    assert (on_cpu.kernel, on_cpu.kernel_of_trees) == ("by_document" if needs.can_split else "dense", None)
+    assert (on_cuda.kernel, on_cuda.kernel_of_trees) == (kernel, of_trees)
+    assert not on_cuda.refused
 
 
 def row_of(lengths):

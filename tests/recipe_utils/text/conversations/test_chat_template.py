@@ -29,22 +29,19 @@ from recipe_runs import DPO, SFT, keep_messages, run_recipe, section_of, slow, t
 from torchtune.data import Message
 from torchtune.datasets import (
     alpaca_dataset,
-    chat_dataset,
     instruct_dataset,
     preference_dataset,
     text_completion_dataset,
 )
 
 import recipe_utils.text
-from recipe_utils.examples.stdlib_docs import docstring_dataset, docstring_tokenizer
-from recipe_utils.examples.stdlib_preferences import word_order_dataset
+from recipe_utils.examples.stdlib_docs import docstring_tokenizer
 from recipe_utils.files import CheckpointError
 from recipe_utils.preference import pair_dataset
 from recipe_utils.show_data.__main__ import report
 from recipe_utils.text import conversation_dataset, folder_tokenizer, rows, text_pieces_dataset
 from recipe_utils.text.reader import TextReader
 from recipe_utils.text.trees import merge
-from recipe_utils.training.parts.answers import _tokens_of
 from recipe_utils.update_steps.samples import CheckedDataset, SampleError
 
 MODULE = "recipe_utils.text"
@@ -358,31 +355,15 @@ def test_a_template_that_does_not_determine_targets_is_refused(change, chat, err
 
 
 def test_datasets_of_torchtune_train_answers(chatml, write):
-    chats = {"messages": TWO, "conversations": [
-        {"from": {"user": "human", "assistant": "gpt"}[each["role"]], "value": each["content"]} for each in TWO
-    ]}  # fmt: skip
     pair = {"instruction": "2 + 2?", "input": "", "output": "It is 4."}
-    path = {"source": "json", "data_files": write({**chats, **pair}, name="a.json"), "split": "train"}
-    answers = ["It is 4.<|im_end|>", "6, I think.<|im_end|>"]
-    for style, column in (("openai", "messages"), ("sharegpt", "conversations")):
-        dataset = chat_dataset(chatml, **path, conversation_style=style, conversation_column=column)
-        assert targets(chatml, dataset[0]) == answers
+    path = {"source": "json", "data_files": write(pair, name="a.json"), "split": "train"}
     columns = {"input": "instruction", "output": "output"}
     instructed = instruct_dataset(chatml, **path, column_map=columns)
-    assert targets(chatml, instructed[0]) == answers[:1]
+    assert targets(chatml, instructed[0]) == ["It is 4.<|im_end|>"]
     user, answer = targets(chatml, alpaca_dataset(chatml, **path)[0])  # trains on its input
-    assert (user[:17], answer) == ("<|im_start|>user\n", answers[0])
+    assert (user[:17], answer) == ("<|im_start|>user\n", "It is 4.<|im_end|>")
     text = text_completion_dataset(chatml, **path, column="output")
     assert targets(chatml, text[0]) == ["It is 4.<|im_end|>"]
-    sides = {"chosen": TWO[:2], "rejected": [TWO[0], say("assistant", "5")]}
-    path["data_files"] = write(sides, name="b.json")
-    (pair,) = preference_dataset(chatml, **path)
-    for side, expected in (("chosen", answers[0]), ("rejected", "5<|im_end|>")):
-        assert targets(chatml, pair, (f"{side}_input_ids", f"{side}_labels")) == [expected]
-    path["data_files"] = write({"messages": USE[:3]}, name="c.json")
-    used = chat_dataset(chatml, **path, conversation_style="openai", conversation_column="messages")
-    with pytest.raises(SampleError, match=r"lose tool calls.*conversation_dataset"):
-        used[0]
 
 
 WRONG = say("assistant", "It is 5.")
@@ -593,35 +574,6 @@ def test_a_recipe_trains_and_samples_with_it(chatml, write, tmp_path):
     assert "forked" not in text
 
 
-def test_embedded_data_have_the_tokens_of_torchtunes_tokenizer(tmp_path):
-    """Targets differ by the header, which torchtune trains, and by the EOS, which ends a generation, too."""
-    rows = [(f"What does `f{i}` do?", f"Returns {i} of  many.\n\nOr none.") for i in range(60)]
-    path = tmp_path / "docstrings.json"
-    path.write_text(json.dumps(rows))
-    theirs = docstring_tokenizer(str(tmp_path / "tokenizer.model"), str(path), 560)
-    stops = {"eos_token_id": theirs.stop_tokens}
-    (tmp_path / "generation_config.json").write_text(json.dumps(stops))
-    both = ours, theirs = folder_tokenizer(str(tmp_path)), theirs
-    for text in (text for row in rows for text in row):
-        assert ours.encode(text) == theirs.encode(text)
-    for same in ("pad_id", "bos_id", "eos_id", "vocab_size"):
-        assert getattr(ours, same) == getattr(theirs, same)
-    assert set(ours.stop_tokens) == set(theirs.stop_tokens)
-    assert ours.encode("One f.") == theirs.encode("One f.")
-    assert _tokens_of(ours, "Why?") == _tokens_of(theirs, "Why?")
-    eot, end = "<|eot_id|>", "<|end_of_text|>"
-    assert trained(ours, TWO) == [f"It is 4.{eot}", f"6, I think.{eot}{end}"]
-    for make, sides in ((docstring_dataset, ("",)), (word_order_dataset, ("chosen_", "rejected_"))):
-        samples = [list(make(each, str(path), num_validation_samples=9)) for each in both]
-        for side in sides:
-            keys = ("tokens" if side == "" else f"{side}input_ids", f"{side}labels")
-            for a, b in zip(*samples, strict=True):
-                assert list(a[keys[0]]) == list(b[keys[0]])
-                (answer,), (with_header,) = (targets(ours, each, keys) for each in (a, b))
-                header = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-                assert header + answer == with_header + end
-
-
 def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
     with pytest.raises(ValueError, match=r"^tokenizer\.path=.*no tokenizer\.json"):
         folder_tokenizer(str(tmp_path))
@@ -680,9 +632,7 @@ def test_a_generation_prompt_that_training_does_not_show_is_reported_once(prompt
         (b'{"prompt": "Who?", "id": 3}', r"it has no messages \(its keys: prompt, id\)"),
         (b'{"conversations": []}', "conversations is empty; remove the line"),
         (b"3", "it is a int; write one JSON object per line"),
-        (b'{"messages": []}', "messages is empty; remove the line"),
         (b'{"messages": "Who?"}', "its messages are no list of objects .*'Who\\?'"),
-        (b'{"messages": ["Who?"]}', "its messages are no list of objects"),
         (b'{"messages": [}', "it is not one JSON object per line"),
         ('{"messages": "\u00e9"}'.encode("latin-1"), "byte 14 is not UTF-8"),
     ],

@@ -52,15 +52,6 @@ def test_calls_in_the_syntax_of_python_are_trained_as_transformers_renders_them(
         assert str(value) in found
 
 
-def test_a_list_or_mapping_of_python_outside_of_calls_is_refused(tmp_path):
-    tokenizer = tokenizer_of(
-        tmp_path,
-        "{% for d in documents or () %}{{ d }}{% endfor %}" + TOOL_CHATML.replace("tools | tojson", "tools | string"),
-    )
-    with pytest.raises(SampleError, match="prints tools as a list or mapping of Python"):
-        trained(tokenizer, use(a=1), TOOLS)
-
-
 SPECIAL = "It is <|im_end|> 4."
 
 
