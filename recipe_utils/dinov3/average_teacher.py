@@ -158,16 +158,12 @@ def update_average(average: nn.Module, model: nn.Module, momentum: float, grad_n
     averages its own shards. If ``grad_norm`` [] is not finite, a fused optimizer has skipped the
     step on the device, and so does this; None if the step was taken.
     """
-    averages, followed = _local_weights(average), _local_weights(model)
+    reshard(average)
+    reshard(model)
+    averages, followed = ([local(p) for _, p in sorted(each.named_parameters())] for each in (average, model))
     if grad_norm is None:
         torch._foreach_lerp_(averages, followed, 1.0 - momentum)
         return
     is_taken = grad_norm.isfinite()
     weights = {dtype: is_taken.to(dtype) * (1.0 - momentum) for dtype in {shard.dtype for shard in averages}}
     torch._foreach_lerp_(averages, followed, [weights[shard.dtype] for shard in averages])
-
-
-def _local_weights(model: nn.Module) -> list[Tensor]:
-    """Returns this rank's shards of the parameters, in the order of their names."""
-    reshard(model)
-    return [local(parameter) for _, parameter in sorted(model.named_parameters())]

@@ -16,7 +16,7 @@ from torchtune.models.llama3 import Llama3Tokenizer
 from recipe_utils.examples.build_once import WEIGHTS, build_once
 from recipe_utils.examples.byte_pairs import BEGIN, END, PAD, hugging_face_files, tiktoken_file, train_byte_pairs
 from recipe_utils.examples.question_answers import Pairs, dataset_of, pairs_in_file
-from recipe_utils.examples.stdlib_sources import definitions, library_dir, library_sources
+from recipe_utils.examples.stdlib_sources import LIBRARY_DIR, definitions, library_sources
 from recipe_utils.files import write_atomically
 
 SPECIAL_TOKENS = (
@@ -40,7 +40,7 @@ def _collect() -> Pairs:
             docstring = ast.get_docstring(node)
             if docstring and len(docstring) > 20:
                 pairs.append((f"What does `{name}` do?", inspect.cleandoc(docstring)))
-    topics = ast.parse((library_dir() / "pydoc_data" / "topics.py").read_text(encoding="utf-8"))
+    topics = ast.parse((LIBRARY_DIR / "pydoc_data" / "topics.py").read_text(encoding="utf-8"))
     assignment = topics.body[-1]
     assert isinstance(assignment, ast.Assign | ast.AnnAssign)
     assert assignment.value is not None
