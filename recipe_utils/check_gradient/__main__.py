@@ -187,8 +187,7 @@ def cut(cfg: DictConfig, folder: Path) -> bool:
             with_few_layers(whole.model.config).save_pretrained(folder / key)
             cut_one = {k: v for k, v in component.items() if k != "config"} | {"path": str(folder / key)}
         else:
-            first_layers = "recipe_utils.check_gradient.first_layers"
-            cut_one = {"_component_": first_layers, "model": component, "num_layers": 2}
+            cut_one = {"_component_": "recipe_utils.check_gradient.first_layers", "model": component, "num_layers": 2}
         cfg[key], prefixes = cut_one, ("", "ref_") if key == "model" else ("teacher_",)
         if os.environ.get("RANK", "0") == "0":
             print(f"{key}: the first {len(on_meta(cfg[key]).layers)} of {len(whole.layers)} layers, random weights")

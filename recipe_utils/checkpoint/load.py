@@ -191,8 +191,7 @@ def _check_data(path: Path, state: TrainingState, data_fingerprint: Mapping[str,
         return
     if problems := "; ".join(_texts(differences(state.data_fingerprint, data_fingerprint))):
         cause = "; the file, tokenizer, chat template or max_seq_len has changed" if "hash" in problems else ""
-        text = "set what it was saved with, or resume_with_other_data=True"
-        raise CheckpointError(f"{problems} ({path}){cause}; {text}")
+        raise CheckpointError(f"{problems} ({path}){cause}; set what it was saved with, or resume_with_other_data=True")
 
 
 def _check_parameters(

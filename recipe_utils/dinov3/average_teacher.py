@@ -78,8 +78,7 @@ class AverageTeacher:
         self._forward = FrozenModel(self.model, stages_of(self.model), ranks.device)
         self._student_forward = FrozenModel(student, pipeline, ranks.device)
         if self.gram_model is not None:
-            stages = stages_of(self.gram_model)
-            self._gram_forward = FrozenModel(self.gram_model, stages, ranks.device)
+            self._gram_forward = FrozenModel(self.gram_model, stages_of(self.gram_model), ranks.device)
 
     def beside(self, student: nn.Module) -> nn.ModuleDict:
         """Returns all modules of a checkpoint by name."""

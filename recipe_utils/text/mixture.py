@@ -225,8 +225,7 @@ def problems_with_list(key: str, parts: Any) -> Iterator[Problem]:
     if number and key != "dataset":
         yield Problem(key, "validation takes each sample once; take the weights out")
     elif 0 < number < len(entries):
-        text = f"{number} of {len(entries)} datasets have a weight; give all of them one, or none"
-        yield Problem(key, text)
+        yield Problem(key, f"{number} of {len(entries)} datasets have a weight; give all of them one, or none")
     # Metrics and samples are named by the dataset.
     is_mixture = any(split_entry(part)[1] for part in parts)
     for name, number in Counter(str(entry["name"]) for entry in entries).items():

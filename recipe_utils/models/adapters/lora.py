@@ -67,8 +67,7 @@ def check_adapter(rank_key: str, rank: int, alpha: float, dropout: float) -> Non
         ("lora_dropout", dropout, 0 <= dropout < 1, "at least 0 and below 1"),
     ):
         if not trains:
-            text = f"no adapter can be trained so; set it to {instead}"
-            raise ValueError(f"model.{key}={value}: {text}")
+            raise ValueError(f"model.{key}={value}: no adapter can be trained so; set it to {instead}")
 
 
 def find_adapters(model: nn.Module) -> Adapters:

@@ -48,8 +48,7 @@ def simulate_quantization(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
     for layer in layers:
         width = layer.weight.shape[1]
         if cfg_weights is not None and ((size := cfg_weights.group_size) < 1 or width % size):
-            text = f"it does not divide {width}, a layer's width; set a divisor"
-            raise ConfigError(f"quantizer.groupsize={size}: {text}")
+            raise ConfigError(f"quantizer.groupsize={size}: it does not divide {width}, a layer's width; set a divisor")
         layer.activation_fake_quantizer = _fake_quantizer(cfg_inputs)
         layer.weight_fake_quantizer = _fake_quantizer(cfg_weights)
         layer.forward = MethodType(_forward_fake_quantized, layer)

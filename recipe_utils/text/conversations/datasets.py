@@ -52,8 +52,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         if not isinstance(tokenizer, FolderTokenizer):
             raise ValueError("dataset: set tokenizer to a folder_tokenizer, which takes tool calls")
         if split_turns not in (True, False, "shared"):
-            text = "set it to True, False or shared"
-            raise ValueError(f"dataset.split_turns={split_turns}: {text}")
+            raise ValueError(f"dataset.split_turns={split_turns}: set it to True, False or shared")
         self.makes_trees = split_turns == "shared"
         self._tokenizer = tokenizer
         self._rows = rows = PathRows(path, split, validation_fraction)
