@@ -129,7 +129,7 @@ class FullFinetuneRecipe:
         # ---- Data
         limits = limits_of(meta_model, ranks.device, ranks.dims.tp)
         datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer))
-        declared = declared_by(loss_fn)  # what the loss takes of each target, its divisor, and the sums that it returns
+        declared = build("", declared_by, loss_fn)  # what it takes of each target, its divisor, its sums
         self.divisor, self.names = declared.divisor, declared.sums
         given = settings, self.tokenizer, loss_fn.ignore_index, limits
         collator = text_collator(*given, any(map(makes_trees, datasets)), declared)

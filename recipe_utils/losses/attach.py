@@ -142,8 +142,8 @@ def _attach_to_logits(
 def _check_sums(loss_fn: Any, sums: Any, num_sums: int) -> None:
     shape = list(sums.shape) if isinstance(sums, Tensor) else type(sums).__name__
     if shape not in ([], [num_sums]):
-        text = f"{type(loss_fn).__name__} returns {shape}, and this recipe uses [{num_sums}], the sum over targets; "
-        text += "return that alone, or copy the recipe (tune cp) and use the others in its update"
+        text = f"{type(loss_fn).__name__} returns {shape} and not [{num_sums}], the sum over targets first; "
+        text += "name what it returns in an attribute `sums` of its class, or return fewer"
         raise ConfigError(Problem("loss._component_", text))
 
 

@@ -19,7 +19,7 @@ from recipe_utils.text.limits import NO_LIMITS, ModelLimits
 from recipe_utils.text.reader import KNOWN_KEYS, TextReader
 from recipe_utils.text.rows import collated, packed, padded
 from recipe_utils.text.samples import TextSample
-from recipe_utils.text.trees import split_trees
+from recipe_utils.text.trees import apart, share_beginnings, split_trees
 from recipe_utils.update_steps.objective import NOTHING_DECLARED, Collator, Declaration, Layout
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch
@@ -163,7 +163,10 @@ class RowCollator(Collator):
         """Lays samples out, see :mod:`recipe_utils.text.rows`."""
         settings = self.settings
         if settings.is_packed or (samples[0].is_row and self.reader.limits.merges_rows):
-            return packed(samples, self.reader, self.tokenizer.pad_id, self.layout.row_multiple, self.shares)
+            # A packed dataset's own padding is removed.
+            whole = [sample.without_padding() for sample in samples]
+            share = partial(share_beginnings, ignore_index=self.reader.ignore_index) if self.shares else apart
+            return packed(share(whole), self.reader, self.tokenizer.pad_id, self.layout.row_multiple)
         if samples[0].is_row or settings.collate_fn == DataSettings.collate_fn:
             return padded(samples, self.reader, self.tokenizer.pad_id)
         names = {"padding_idx": self.tokenizer.pad_id, "ignore_idx": self.reader.ignore_index}

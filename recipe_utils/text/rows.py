@@ -22,7 +22,7 @@ from torch import Tensor
 from recipe_utils.text.documents import DocumentLengths, Documents, length_of
 from recipe_utils.text.reader import TextReader
 from recipe_utils.text.samples import TextSample
-from recipe_utils.text.trees import Shared, apart, share_beginnings
+from recipe_utils.text.trees import Shared, apart
 from recipe_utils.update_steps.samples import Sample, SampleError
 from recipe_utils.update_steps.step import Microbatch, Targets
 
@@ -33,30 +33,21 @@ CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 # ---- Layouts --------------------------------------------------------------------------------------
 
 
-def packed(
-    samples: Sequence[TextSample],
-    reader: TextReader,
-    pad_id: int = 0,
-    row_multiple: int | None = None,
-    shares: bool = False,
-) -> Microbatch:
+def packed(row: Shared, reader: TextReader, pad_id: int = 0, row_multiple: int | None = None) -> Microbatch:
     """Makes a microbatch of one row, padded to a multiple of ``row_multiple`` with one more document.
 
-    One position is padded to two, because compiled layers would be compiled again for it. With ``shares``, samples that
-    begin with the same tokens may become one tree, see :func:`recipe_utils.text.trees.share_beginnings`. A packed
-    dataset's own padding is removed. Raises ValueError for images; other keys are ignored.
+    One position is padded to two, because compiled layers would be compiled again for it. Raises ValueError for images;
+    other keys are ignored.
     """
-    if any("encoder_input" in sample.others for sample in samples):
+    if any("encoder_input" in sample.others for sample in row.samples):
         raise ValueError(
             "microbatching=packed: rows contain only text, and a sample has encoder_input; set "
             "microbatching=least_padding, and collate_fn for images"
         )
-    samples = [_without_padding(sample) for sample in samples]
-    row = share_beginnings(samples, reader.ignore_index) if shares and len(samples) > 1 else apart(samples)
-    num_real = sum(len(sample.tokens) for sample in samples) - row.num_saved
+    num_real = sum(len(sample.tokens) for sample in row.samples) - row.num_saved
     num_padding = max(-num_real % (row_multiple or 1), 2 - num_real, 0)
     documents = [*row.documents, *[num_padding] * (num_padding > 0)]
-    return _lay_out(samples, reader, row, [num_real], num_real + num_padding, pad_id, [documents])
+    return _lay_out(row, reader, [num_real], num_real + num_padding, pad_id, [documents])
 
 
 def padded(samples: Sequence[TextSample], reader: TextReader, pad_id: int = 0) -> Microbatch:
@@ -67,31 +58,24 @@ def padded(samples: Sequence[TextSample], reader: TextReader, pad_id: int = 0) -
     else:
         lengths = [length_of(document) for sample in samples for document in sample.documents]
         documents = None
-    return _lay_out(samples, reader, apart(samples), lengths, max(lengths), pad_id, documents)
+    return _lay_out(apart(samples), reader, lengths, max(lengths), pad_id, documents)
 
 
 def _lay_out(
-    samples: Sequence[TextSample],
-    reader: TextReader,
     row: Shared,
+    reader: TextReader,
     lengths: Sequence[int],
     row_length: int,
     pad_id: int,
     documents: DocumentLengths | None,
 ) -> Microbatch:
     """Makes a microbatch of rows of ``row_length`` positions, the first ``lengths`` [b] of each with samples."""
-    samples = [samples[i] for i in row.order]
-    names = sorted({name for sample in samples for name in sample.columns})
     tokens, owners, ends, positions, labels = [], [], [], [], []
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in names}
     num_sequences = num_positions = 0
-    for sample, first in zip(samples, row.starts, strict=True):
+    for sample, first in zip(row.samples, row.starts, strict=True):
         tokens.append(sample.tokens[first:])
         positions.append(_positions_of(sample)[first:] if documents is not None else tokens[-1])
         labels.append(_beside_next(sample, sample.labels, reader.ignore_index)[first:])
-        for name, pieces in columns.items():
-            column = sample.columns.get(name, np.full(len(sample.tokens), reader.columns[name]))
-            pieces.append(_beside_next(sample, column, 0)[first:])
         of_sample, lasts = sample.owners_and_ends()
         owners.append(np.where(of_sample < 0, -1, of_sample + num_sequences)[first:])
         ends.append(lasts - first + num_positions)
@@ -115,9 +99,7 @@ def _lay_out(
         owners=rows(owners, -1),
         ends=torch.from_numpy(places[np.concatenate(ends)]),
     )
-    of_next = {name: rows(pieces, 0).flatten()[targets.positions] for name, pieces in columns.items()}
-    num_shared = row.num_saved + sum(sum(sample.num_shared) for sample in samples)
-    return _microbatch(samples, reader, inputs, targets, of_next, num_shared)
+    return _microbatch(row.samples, reader, inputs, targets, row.num_saved)
 
 
 def collated(samples: Sequence[TextSample], reader: TextReader, collate_fn: CollateFn) -> Microbatch:
@@ -142,20 +124,7 @@ def collated(samples: Sequence[TextSample], reader: TextReader, collate_fn: Coll
             ends = np.arange(num_rows) * labels.size(1) + lengths - 1
             targets = targets._replace(ends=torch.from_numpy(ends))
         targets = targets._replace(owners=torch.from_numpy(owners))
-    of_next = {}
-    for name in sorted({name for sample in samples for name in sample.columns}):
-        of_samples = []
-        for sample in samples:
-            column = sample.columns.get(name, np.full(len(sample.tokens), reader.columns[name]))
-            is_target = _beside_next(sample, sample.labels, reader.ignore_index) != reader.ignore_index
-            of_samples.append(_beside_next(sample, column, 0)[is_target])
-        of_next[name] = torch.from_numpy(np.concatenate(of_samples))
-        if len(of_next[name]) != (num_targets := len(targets.positions)):
-            raise ValueError(
-                f"collate_fn: it made {num_targets} targets of {len(of_next[name])}, so {name} of samples have no "
-                "place; leave the key out"
-            )
-    return _microbatch(samples, reader, inputs, targets, of_next, 0)
+    return _microbatch(samples, reader, inputs, targets, 0)
 
 
 # ---- What stands beside the positions --------------------------------------------------------------
@@ -166,13 +135,24 @@ def _microbatch(
     reader: TextReader,
     inputs: dict[str, Any],
     targets: Targets,
-    columns: dict[str, Tensor],
-    num_shared: int,
+    num_saved: int,
 ) -> Microbatch:
-    """Makes a microbatch, with columns [n] at its targets, values of its samples, and counts."""
-    num_targets, places = len(targets.positions), None
-    defaults = {name: default for name, default in reader.columns.items() if name not in columns}
-    columns |= {name: torch.full((num_targets,), default or 0.0).double() for name, default in defaults.items()}
+    """Makes a microbatch, with the columns [n] of its samples at its targets, their values, and counts."""
+    num_targets, columns, places = len(targets.positions), dict[str, Tensor](), None
+    given = {name for sample in samples for name in sample.columns}
+    for name, default in reader.columns.items():
+        if name not in given:
+            columns[name] = torch.full((num_targets,), default or 0.0, dtype=torch.float64)
+            continue
+        of_samples = []  # in the order of the targets
+        for sample in samples:
+            is_target = _beside_next(sample, sample.labels, reader.ignore_index) != reader.ignore_index
+            column = sample.columns.get(name, np.full(len(is_target), default))
+            of_samples.append(_beside_next(sample, column, 0)[is_target])
+        columns[name] = torch.from_numpy(np.concatenate(of_samples))
+        if len(columns[name]) != num_targets:
+            text = f"it made {num_targets} targets of {len(columns[name])}, so {name} of samples have no place"
+            raise ValueError(f"collate_fn: {text}; leave the key out")
     values = {name: _stacked([sample.values[name] for sample in samples], name, samples) for name in samples[0].values}
     if targets.owners is not None:
         numbers = [len(sample.owners_and_ends()[1]) for sample in samples]
@@ -182,14 +162,15 @@ def _microbatch(
         samples=None if places is None else places[:, 0],
         items=None if places is None else places[:, 1],
         values=columns,
-        defaults=frozenset(defaults),
+        defaults=frozenset(reader.columns.keys() - given),
         of_samples={name: torch.from_numpy(value) for name, value in values.items()},
     )
+    num_shared = sum(sum(sample.num_shared) for sample in samples)
     counts = {
         "target_tokens": num_targets,
-        "real_tokens": sum(_num_real(sample) + sum(sample.num_shared) for sample in samples),
+        "real_tokens": sum(sample.num_real for sample in samples) + num_shared,
         "positions": targets.labels.numel(),
-        "shared_tokens": num_shared,
+        "shared_tokens": num_shared + num_saved,
         **{name: float(columns[name].sum()) for name in reader.totals if name in columns},
     }
     return Microbatch(inputs, targets, reader.count(counts, values), tuple(sample.name for sample in samples))
@@ -220,23 +201,3 @@ def _stacked(of_samples: Sequence[np.ndarray], name: str, samples: Sequence[Text
             shapes = f"{list(value.shape[1:])}, and that of {samples[0].name} {list(of_samples[0].shape[1:])}"
             raise SampleError(f"{sample.name}: its {name} has the shape {shapes}; all samples need the same")
     return np.concatenate(of_samples)
-
-
-def _num_real(sample: TextSample) -> int:
-    """Returns the positions that are not padding."""
-    return len(sample.tokens) - int((sample.owners_and_ends()[0] < 0).sum()) if sample.is_row else len(sample.tokens)
-
-
-def _without_padding(sample: TextSample) -> TextSample:
-    """Returns the row of a packed dataset without its padding, which is its last document."""
-    if (end := _num_real(sample)) == len(sample.tokens):
-        return sample
-    assert sample.sequences is not None
-    return sample._replace(
-        tokens=sample.tokens[:end],
-        labels=sample.labels[:end],
-        documents=sample.documents[:-1],
-        columns={name: column[:end] for name, column in sample.columns.items()},
-        sequences=(sample.sequences[0][:end], sample.sequences[1]),
-        positions=None if sample.positions is None else sample.positions[:end],
-    )

@@ -55,6 +55,26 @@ class TextSample(NamedTuple):
         """Returns True for a row of a packed dataset, whose documents stay in one row also if padded."""
         return "seq_lens" in self.others
 
+    @property
+    def num_real(self) -> int:
+        """Returns the positions that are not the padding of a packed dataset, its last document."""
+        is_padded = self.is_row and self.owners_and_ends()[0][-1] < 0
+        return len(self.tokens) - (length_of(self.documents[-1]) if is_padded else 0)
+
+    def without_padding(self) -> "TextSample":
+        """Returns the row of a packed dataset without its padding."""
+        if (end := self.num_real) == len(self.tokens):
+            return self
+        owners, ends = self.owners_and_ends()
+        return self._replace(
+            tokens=self.tokens[:end],
+            labels=self.labels[:end],
+            documents=self.documents[:-1],
+            columns={name: column[:end] for name, column in self.columns.items()},
+            sequences=(owners[:end], ends),
+            positions=None if self.positions is None else self.positions[:end],
+        )
+
     def owners_and_ends(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the sequence [t] of each position, -1 for padding, and the index [q] of each one's last token."""
         if self.sequences is not None:

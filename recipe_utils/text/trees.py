@@ -203,8 +203,8 @@ def _in_order(root: _Segment) -> tuple[np.ndarray, Document]:
 class Shared(NamedTuple):
     """Samples of a row, of which some leave their beginning to another one."""
 
-    order: Sequence[int]
-    """Samples in the order of the row."""
+    samples: Sequence[TextSample]
+    """In the order of the row."""
     starts: Sequence[int]
     """Positions at which each of them begins, in this order: 0, or behind what it shares."""
     documents: Sequence[Document]
@@ -240,13 +240,13 @@ def share_beginnings(samples: Sequence[TextSample], ignore_index: int) -> Shared
         starts[:0] = [0, *[num_common] * (len(of_tree) - 1)]
         documents[:0] = [_tree_of(of_tree, num_common)] if len(of_tree) > 1 else of_tree[0].documents
         end = first[end]
-    return Shared(order, starts, documents, saved[-1])
+    return Shared([samples[i] for i in order], starts, documents, saved[-1])
 
 
 def apart(samples: Sequence[TextSample]) -> Shared:
     """Returns samples as they are."""
     documents = [document for sample in samples for document in sample.documents]
-    return Shared(range(len(samples)), [0] * len(samples), documents)
+    return Shared(samples, [0] * len(samples), documents)
 
 
 def _beginning(sample: TextSample, ignore_index: int) -> np.ndarray:

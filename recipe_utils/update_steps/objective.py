@@ -38,11 +38,23 @@ NOTHING_DECLARED = Declaration()
 
 
 def declared_by(loss_fn: Any) -> Declaration:
-    """Returns what a loss module declares by its attributes. Raises ValueError for names that a sample has already."""
+    """Returns what a loss module, or its class, declares by its attributes.
+
+    Raises ValueError for attributes of other types, and names that a sample has already.
+    """
     given = {name: getattr(loss_fn, name) for name in vars(NOTHING_DECLARED) if hasattr(loss_fn, name)}
+    loss = f"loss: {getattr(loss_fn, '__name__', type(loss_fn).__name__)}"
+    kinds: dict[str, tuple[type | tuple[type, ...], str]] = {
+        "columns": (Mapping, "a mapping"),
+        "divisor": (str, "a name"),
+    }
+    for name, value in given.items():
+        kind, text = kinds.get(name, ((tuple, list), "a tuple of names"))
+        if not isinstance(value, kind):
+            raise ValueError(f"{loss}.{name} is {value!r}; set it to {text}")
     declared = Declaration(**given)
     if taken := {"tokens", "labels", "sequences", "input_pos", "seq_lens"} & {*declared.columns, *declared.of_samples}:
-        raise ValueError(f"loss: {type(loss_fn).__name__} takes {min(taken)} beside tokens and labels; rename it")
+        raise ValueError(f"{loss} takes {min(taken)} beside tokens and labels; rename it")
     return Declaration(**{**given, "totals": (*declared.totals, declared.divisor)})
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 from checkpoint_runs import flip_a_bit, resuming_in
 from distributed_runs import run_distributed
@@ -29,7 +28,6 @@ from recipe_runs import (
     slow,
     writing_to,
 )
-from torchtune.training import FullModelTorchTuneCheckpointer
 
 from recipe_utils.checkpoint.folder import check_whole
 from recipe_utils.settings.problems import ConfigError
@@ -269,28 +267,6 @@ def test_an_export_that_cannot_be_written_is_made_by_resuming(tiny_config, tmp_p
     resumed = run_distributed(run_recipe, 2, {**config, "resume_from_checkpoint": True})
     assert resumed[0] == []
     assert exported_model(config).read_bytes() == exported_model(uninterrupted).read_bytes()
-
-
-@pytest.mark.slow
-def test_an_export_within_an_epoch_is_the_model_after_its_step(tiny_config, tmp_path):
-    config = config_of(tiny_config, save_every_n_steps=..., export_every_n_steps=2, lr_scheduler=...)
-    run_distributed(run_recipe, 2, config)
-    # Step 10 ends an epoch, which is exported as such.
-    assert sorted(path.name for path in tmp_path.glob("out/e*")) == [
-        "epoch_0", "epoch_1", *(f"export_step_{n}" for n in (2, 4, 6, 8))
-    ]  # fmt: skip
-    short = writing_to(f"{tmp_path}/short", config) | {"max_steps_per_epoch": 4, "epochs": 1}
-    run_distributed(run_recipe, 2, short)
-
-    def load(folder):  # as stock recipes do
-        files = ["model-00001-of-00001.bin"]
-        checkpointer = FullModelTorchTuneCheckpointer(folder, files, "LLAMA3_2", f"{tmp_path}/none")
-        return checkpointer.load_checkpoint()["model"]
-
-    exported, expected = load(f"{tmp_path}/out/export_step_4"), load(f"{tmp_path}/short/epoch_0")
-    assert exported.keys() == expected.keys()
-    for name, weight in exported.items():
-        assert torch.equal(weight, expected[name]), name
 
 
 def test_without_a_checkpoint_it_starts_from_scratch_only_with_auto(tiny_config):

@@ -1,7 +1,6 @@
 """Policy gradients on given rollouts, and a head on last tokens, are exact with what the pages declare."""
 
 import random
-import sys
 from dataclasses import replace
 from functools import cache
 
@@ -11,9 +10,9 @@ import rollouts
 import tiny
 import torch
 from arrays import LAYOUTS
-from big_batch import TOLERANCE, error, metrics_and_gradients
+from big_batch import metrics_and_gradients
 from distributed_runs import run_distributed
-from gradient_rows import run_row, spanning
+from gradient_rows import assert_steps, run_row, run_row_in, spanning
 from recipe_runs import changed_recipe, recipe_of_page, slow, tiny_config
 
 from recipe_utils.checkpoint.own_modules import fresh_weights
@@ -43,21 +42,6 @@ from recipe_utils.models.frozen import frozen_copy
 
 class FullFinetuneRecipe:""",
 }
-
-
-def run_in(folder, *args):
-    sys.path.insert(0, folder)  # as that of the current folder
-    return run_row(*args)
-
-
-def assert_exact(ranks, expected, mutate=None):
-    logged, errors = [metrics for metrics in ranks[0][1] if "loss" in metrics], []
-    for step, (metrics, gradients) in enumerate(expected):
-        found = [each[step] for each, *_ in ranks]  # stages hold some parameters each
-        assert set().union(*found) == gradients.keys()
-        errors.append(max(error(each, gradients) for each in found))
-        assert mutate or {name: logged[step][name] for name in metrics} == pytest.approx(metrics, rel=1e-9, abs=1e-12)
-    assert max(errors) > 1e-2 if mutate else max(errors) < TOLERANCE
 
 
 @cache
@@ -137,8 +121,8 @@ def test_policy_gradients_are_those_of_single_answers(
     loss = {"loss": {"_component_": loss, "tokens_per_chunk": 7}}
     config = tiny_config(weights_folder, output_dir=str(tmp_path / "out"), **KEYS, **own, **loss, **dims, **changes)
     recipe = changed_recipe(tmp_path, OF_START if by_answers else {})
-    ranks = run_distributed(run_in, world_size, str(tmp_path), config, recipe, False, mutate)
-    assert_exact(ranks, expected_steps(by_answers), mutate)
+    ranks = run_distributed(run_row_in, world_size, str(tmp_path), config, recipe, False, mutate)
+    assert_steps(ranks, expected_steps(by_answers), mutate)
     assert ranks[0][2] == ({1, 2} if "max_ranks_per_row" in changes else ranks[0][2])
 
 
@@ -183,4 +167,4 @@ def test_a_head_on_last_tokens_is_that_of_single_samples(layout, changes, weight
         metrics, gradients = metrics_and_gradients(loss_of_grades, (model, head), graded(None, 12))
         gradients["output.weight"] = torch.zeros_like(model.output.weight)
         gradients |= {f"grades.{name}": p.grad for name, p in head.named_parameters()}
-    assert_exact(ranks, [(metrics, gradients)])
+    assert_steps(ranks, [(metrics, gradients)])

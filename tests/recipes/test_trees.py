@@ -111,12 +111,12 @@ def a_beginning_that_is_too_long(patches):
     tree_of, share = trees._tree_of, trees.share_beginnings
     patches.setattr(trees, "_tree_of", lambda samples, n: tree_of(samples, n + 1))
 
-    def one_more(*args):
-        row = share(*args)
+    def one_more(*args, **keys):
+        row = share(*args, **keys)
         starts = [start + (start > 0) for start in row.starts]
         return row._replace(starts=starts, num_saved=row.num_saved + sum(start > 0 for start in starts))
 
-    patches.setattr("recipe_utils.text.rows.share_beginnings", one_more)
+    patches.setattr("recipe_utils.text.collator.share_beginnings", one_more)
 
 
 MUTANTS = {

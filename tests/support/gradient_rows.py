@@ -4,6 +4,7 @@ A test file lists rows; the ranks that run them stay alive from row to row.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
@@ -362,12 +363,31 @@ def run_row(config, recipe, in_float64, mutate):
     return gradients, list(ListLogger.logged), {part.num_ranks for part in parts}, losses
 
 
+def run_row_in(folder, *args):
+    """As :func:`run_row`, with the modules of a folder, as those of the current one."""
+    sys.path.insert(0, folder)
+    return run_row(*args)
+
+
 # ---- Comparison ------------------------------------------------------------------------------------
 
 
 def case_of(row, weights_folder, folder):
     """Returns arguments of :func:`run_row`."""
     return config_of(row, weights_folder, folder), row.kind.recipe, row.is_folder
+
+
+def assert_steps(ranks, expected, mutate=None, tolerance=TOLERANCE):
+    """Compares results of :func:`run_row` with metrics and gradients of each update step; of a mutant some is wrong."""
+    logged, errors = [metrics for metrics in ranks[0][1] if "loss" in metrics], []
+    assert [len(gradients) for gradients, *_ in ranks] == [len(expected)] * len(ranks)
+    for step, (metrics, gradients) in enumerate(expected):
+        found = [each[step] for each, *_ in ranks]  # stages hold some parameters each
+        assert set().union(*found) == gradients.keys()
+        errors.append(max(error(each, gradients) for each in found))
+        close = pytest.approx(metrics, rel=10 * tolerance, abs=1e-12)
+        assert mutate or {name: logged[step][name] for name in metrics} == close
+    assert max(errors) > 1e-4 if mutate else max(errors) < tolerance
 
 
 def assert_exact(rows, weights_folder, folder):

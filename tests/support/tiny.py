@@ -31,6 +31,7 @@ from torchtune.modules.peft import LoRALinear, get_adapter_params, set_trainable
 
 from recipe_utils.text.reader import TextReader
 from recipe_utils.text.rows import packed
+from recipe_utils.text.trees import apart
 from recipe_utils.update_steps.order import StepIndex
 
 VOCAB_SIZE = 67
@@ -214,7 +215,12 @@ def read(samples, **keys):
 
 
 def packed_row(samples, **options):
-    return packed(read(samples), TextReader(IGNORE), **options)
+    return laid_out(read(samples), **options)
+
+
+def laid_out(samples, reader=None, **options):
+    """Returns one packed row of prepared samples."""
+    return packed(apart([sample.without_padding() for sample in samples]), reader or TextReader(IGNORE), **options)
 
 
 def make_samples(num_samples, num_without_targets=0, mask_prompts=True, seed=0, num_common=0, has_weights=False):

@@ -218,13 +218,6 @@ def test_only_the_answer_is_a_target_unless_train_on_input(built):
         assert num_ignored[1] < num_ignored[0] < len(masked["labels"])
 
 
-def test_packed_rows_have_max_seq_len_tokens(built):
-    tokenizer = docstring_tokenizer(str(built.tokenizer_path), max_seq_len=256)
-    rows = docstring_dataset(tokenizer, built.path, "validation", packed=True)
-    assert all(len(row["tokens"]) == 256 for row in rows)
-    assert len(rows) < 64
-
-
 def test_an_unknown_split_is_refused(built):
     with pytest.raises(ValueError, match="split=test: unknown"):
         docstring_dataset(built.tokenizer, built.path, "test")

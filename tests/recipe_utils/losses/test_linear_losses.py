@@ -32,6 +32,14 @@ def plain_cross_entropy(output, hidden, targets):
     return F.cross_entropy(logits, targets.labels.flatten(), reduction="sum")
 
 
+@pytest.fixture
+def hidden_and_targets():
+    """Returns hidden states and targets of [3, 11] positions, 21 of them targets."""
+    labels = torch.randint(V, (3, 11))
+    labels.view(-1)[torch.randperm(33)[:12]] = tiny.IGNORE
+    return torch.randn(3, 11, D, requires_grad=True), make_targets(labels)
+
+
 PLAIN = {LinearCrossEntropyLoss: plain_cross_entropy, LinearLogProbs: plain_log_probs}
 both_losses = pytest.mark.parametrize("make", PLAIN)
 all_outputs = pytest.mark.parametrize("kind", ["linear", "tied", "bias"])

@@ -17,7 +17,6 @@ from recipe_utils.text.collator import text_collator
 from recipe_utils.text.documents import chains, length_of, tree
 from recipe_utils.text.limits import ModelLimits, PackedAttention
 from recipe_utils.text.reader import TextReader
-from recipe_utils.text.rows import packed
 from recipe_utils.text.trees import merge, split_trees
 from recipe_utils.update_steps.samples import SampleError, SkippedSampleError
 from recipe_utils.update_steps.settings import DataSettings
@@ -42,7 +41,7 @@ def targets_of(sequences):
 
 
 def targets_in_row(sample):
-    row = packed([sample], TextReader(IGNORE))
+    row = tiny.laid_out([sample])
     inputs, (labels,) = row.inputs, row.targets.labels.tolist()
     (tokens,), (positions,) = (inputs[key][:, : len(sample.tokens)].tolist() for key in ("tokens", "input_pos"))
     found = Counter()
@@ -93,7 +92,7 @@ def test_columns_values_owners_and_ends_are_those_of_the_sequences(drawn, max_to
     for parts in ([sample], split_trees(sample)):
         found = []
         for part in parts:
-            row = packed([part], TextReader(IGNORE, columns={"number": None}))
+            row = tiny.laid_out([part], TextReader(IGNORE, columns={"number": None}))
             targets, inputs = row.targets, row.inputs
             labels, numbers = targets.labels.flatten()[targets.positions], targets.of_samples["sequence"]
             assert torch.equal(numbers[:, 0], -numbers[:, 1])
@@ -175,7 +174,7 @@ def test_a_dummy_is_one_token_with_padding_and_a_cut_sample_several_microbatches
     assert len(dummy.targets.positions) == 0
     assert max(len(each.documents) for each in samples) > 1
     for sample in samples:
-        made, whole = collator.collate([sample]), packed([sample], collator.reader)
+        made, whole = collator.collate([sample]), tiny.laid_out([sample], collator.reader)
         assert len(made) == len(sample.documents)
         for name, number in whole.counts.items():
             assert sum(each.counts[name] for each in made) == number

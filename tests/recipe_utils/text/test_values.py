@@ -174,9 +174,33 @@ def test_what_a_loss_declares_in_vain_is_refused(declared, ranks, text):
         text_collator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS, declared=declared)
 
 
-def test_a_loss_may_not_take_what_a_sample_has_already():
-    class Loss:
-        columns = {"labels": None}  # noqa: RUF012
+@pytest.mark.parametrize(
+    ("attribute", "value", "text"),
+    [
+        ("columns", {"labels": None}, "takes labels beside tokens and labels; rename it"),
+        ("columns", ("advantages",), r".columns is \('advantages',\); set it to a mapping"),
+        ("of_samples", "grades", ".of_samples is 'grades'; set it to a tuple of names"),
+        ("divisor", 3, ".divisor is 3; set it to a name"),
+    ],
+)
+def test_a_wrong_declaration_is_named(attribute, value, text):
+    with pytest.raises(ValueError, match=f"^loss: Loss ?{text}"):
+        declared_by(type("Loss", (), {attribute: value})())
 
-    with pytest.raises(ValueError, match="loss: Loss takes labels beside tokens and labels; rename it"):
-        declared_by(Loss())
+
+def test_other_columns_and_values_of_the_same_tokens_are_another_content():
+    def content(declared, has_tree, **values):
+        sample = {"tokens": [1, 2, 3], "labels": [-100, 2, 3], **values}
+        collator = collator_of("packed", declared, has_trees=has_tree)
+        (made,) = prepared(collator, [{"sequences": [sample, sample]} if has_tree else sample])
+        tokens, others = collator.content(made)
+        return [column.tolist() for column in tokens], {key: np.asarray(others[key]).tolist() for key in ("a",)}
+
+    for declared, values in (
+        (Declaration({"a": None}), ([0, 0, 1], [0, 0, 2])),
+        (Declaration(of_samples=["a"]), (1, 2)),
+    ):
+        for has_tree in (False, True):
+            (tokens, first), (same, second) = (content(declared, has_tree, a=value) for value in values)
+            assert tokens == same
+            assert first != second

@@ -38,16 +38,6 @@ def test_figures_are_those_of_all_update_steps_of_the_window(world_size, end_win
     }
 
 
-def test_other_work_than_training_takes_no_time_of_the_window(clock):
-    throughput = Throughput(world_size=1)
-    clock[0] += 1.0
-    with throughput.paused():
-        clock[0] += 7.0
-    clock[0] += 1.0
-    throughput.add(update_step(target_tokens=100), 0.0)
-    assert throughput.read_and_restart()["tokens_per_second_per_gpu"] == 50
-
-
 ONE, NAMED, UNNAMED = (
     [{"lr": 0.1}],
     [{"lr": 0.1, "name": "body"}, {"lr": 0.1, "name": "head"}],

@@ -39,8 +39,7 @@ from recipe_utils.examples.stdlib_docs import docstring_tokenizer
 from recipe_utils.files import CheckpointError
 from recipe_utils.preference import pair_dataset
 from recipe_utils.show_data.__main__ import report
-from recipe_utils.text import conversation_dataset, folder_tokenizer, rows, text_pieces_dataset
-from recipe_utils.text.reader import TextReader
+from recipe_utils.text import conversation_dataset, folder_tokenizer, text_pieces_dataset
 from recipe_utils.text.trees import merge
 from recipe_utils.update_steps.samples import CheckedDataset, SampleError
 
@@ -262,7 +261,7 @@ def test_shared_turns_have_the_targets_of_split_turns(name, max_seq_len, request
         merged = merge(tiny.read(turns), None, tiny.IGNORE)
         if name == "chatml":
             assert merged.documents == [max(len(each["tokens"]) for each in turns)]
-        row, found = rows.packed([merged], TextReader(tiny.IGNORE)), Counter()
+        row, found = tiny.laid_out([merged]), Counter()
         (tokens,), (labels,) = row.inputs["tokens"].tolist(), row.targets.labels.tolist()
         for q, seen in enumerate(mask_of(merged.documents)):
             if labels[q] != tiny.IGNORE:
