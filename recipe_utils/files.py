@@ -121,7 +121,7 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> FileFacts:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Writes renames and new files within a folder to the disk."""
+    """Writes renames and new files within a folder, or the content of a file, to the disk."""
     with if_supported("fsync"):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -147,12 +147,6 @@ def log_once(text: str, level: int = logging.INFO) -> None:
     """Logs a line on rank 0, also before process groups exist, once in a process."""
     if os.environ.get("RANK", "0") == "0":
         get_logger("INFO").log(level, text)
-
-
-def fsync_tree(folder: Path) -> None:
-    """Writes a folder, its subfolders and the content of all files to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        fsync_folder(path)
 
 
 class TensorFile:

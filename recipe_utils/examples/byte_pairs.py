@@ -1,6 +1,5 @@
-"""Byte-pair encoding as Llama 3's: training, and files for tiktoken and transformers."""
+"""Byte-pair encoding as Llama 3's: training, and files for transformers."""
 
-import base64
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -41,11 +40,6 @@ def train_byte_pairs(texts: Iterable[str], num_tokens: int) -> Ranks:
     byte_of = {char: byte for byte, char in enumerate(_printable_bytes())}
     vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return {bytes(byte_of[char] for char in token): rank for token, rank in vocab}
-
-
-def tiktoken_file(ranks: Ranks) -> str:
-    """Returns the content of a ``tokenizer.model`` in the format of Llama 3's."""
-    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
 
 
 def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[str, str]:

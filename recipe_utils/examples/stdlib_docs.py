@@ -4,6 +4,7 @@ Answers are docstrings and the texts of ``pydoc_data.topics``; their lengths var
 """
 
 import ast
+import base64
 import hashlib
 import inspect
 import json
@@ -14,7 +15,7 @@ from typing import Any
 from torchtune.models.llama3 import Llama3Tokenizer
 
 from recipe_utils.examples.build_once import WEIGHTS, build_once
-from recipe_utils.examples.byte_pairs import BEGIN, END, PAD, hugging_face_files, tiktoken_file, train_byte_pairs
+from recipe_utils.examples.byte_pairs import BEGIN, END, PAD, hugging_face_files, train_byte_pairs
 from recipe_utils.examples.question_answers import Pairs, dataset_of, pairs_in_file
 from recipe_utils.examples.stdlib_sources import LIBRARY_DIR, definitions, library_sources
 from recipe_utils.files import write_atomically
@@ -110,7 +111,7 @@ def docstring_tokenizer(
             special_tokens = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
             contents = hugging_face_files(ranks, special_tokens)
             contents[special_tokens_file.name] = json.dumps(special_tokens, indent=2)
-            tiktoken = tiktoken_file(ranks)
+            tiktoken = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
         write_atomically(record, json.dumps(made_from))
         for name, content in contents.items():
             write_atomically(file.with_name(name), content)
