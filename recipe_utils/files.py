@@ -59,8 +59,7 @@ def dtype_of(name: str) -> torch.dtype:
 def write_atomically(path: Path, content: bytes | str) -> FileFacts:
     """Writes a file that exists with all its content or not at all, also after a crash.
 
-    Raises:
-        OSError: contains the path. An existing file is unchanged.
+    Raises OSError with the path; an existing file is unchanged then.
     """
     return _write(path, [content.encode() if isinstance(content, str) else content])
 
@@ -122,7 +121,7 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> FileFacts:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Writes renames and new files within a folder to the disk."""
+    """Writes renames and new files within a folder, or the content of a file, to the disk."""
     with if_supported("fsync"):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -150,17 +149,10 @@ def log_once(text: str, level: int = logging.INFO) -> None:
         get_logger("INFO").log(level, text)
 
 
-def fsync_tree(folder: Path) -> None:
-    """Writes a folder, its subfolders and the content of all files to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        fsync_folder(path)
-
-
 class TensorFile:
     """Safetensors file whose tensors can be read in parts.
 
-    Raises:
-        CheckpointError: by all methods; the file (named) cannot be read or lacks the tensor.
+    All methods raise CheckpointError if the file, which it names, cannot be read or lacks the tensor.
     """
 
     def __init__(self, path: Path) -> None:

@@ -9,7 +9,6 @@ by the benchmark's clock. It includes logging and fetching data.
 """
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -119,12 +118,6 @@ class LossLogger(MetricLoggerInterface):
         """Does nothing."""
 
 
-def end_with_the_benchmark() -> None:
-    """Makes Linux kill this process when its parent ends, even while it is stopped."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Returns the peak of this process: allocated memory on CUDA, otherwise resident memory."""
     if device.type == "cuda":
@@ -173,10 +166,8 @@ class Processes:
     def take_turn(self) -> tuple[float, list[Any]]:
         """Runs the baseline until the end of its next optimizer step.
 
-        Returns the time on the slowest rank [s] and the message of each rank.
-
-        Raises:
-            BaselineDiedError: a rank ended without a message, or timed out.
+        Returns the time on the slowest rank [s] and the message of each rank. Raises BaselineDiedError if a rank ended
+        without a message, or timed out.
         """
         started = time.perf_counter()
         self._go(is_finishing=False)

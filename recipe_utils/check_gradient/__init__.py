@@ -3,7 +3,6 @@
 This module contains the components that replace those of the user's config.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchtune import config, training
 
-from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.nf4 import without_quantizing
 from recipe_utils.parallel.fsdp import local
 
@@ -77,14 +75,3 @@ def first_layers(model: dict[str, Any], num_layers: int) -> nn.Module:
     decoder: Any = config.instantiate(OmegaConf.create(model))
     decoder.layers = decoder.layers[:num_layers]
     return decoder
-
-
-def cut_component(component: Any, whole: Any, folder: Path) -> dict[str, Any]:
-    """Returns a component of few layers of a decoder; ``folder`` gets its config if it is of transformers."""
-    if transformers_decoder(whole) is None:
-        own = {"_component_": "recipe_utils.check_gradient.first_layers", "model": component}
-        return {**own, "num_layers": 2}
-    from recipe_utils.models.transformers.packing_check import with_few_layers
-
-    with_few_layers(whole.model.config).save_pretrained(folder)
-    return {k: v for k, v in component.items() if k != "config"} | {"path": str(folder)}

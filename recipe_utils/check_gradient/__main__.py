@@ -29,16 +29,16 @@ from torch.distributed.run import main as launch
 from torchtune import config
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
-from recipe_utils.check_gradient import cut_component, on_meta
+from recipe_utils.check_gradient import on_meta
 from recipe_utils.check_gradient.recipe_file import parser_of, paths_of
-from recipe_utils.check_gradient.single_samples import Recorded, SingleSamples, Weights
+from recipe_utils.check_gradient.single_samples import Recorded, SingleSamples, Weights, gathered
 from recipe_utils.cli.launcher import REPORTED_EXIT_CODE, wait_for_ranks
+from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.nf4 import is_quantized
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.double_precision import DoublePrecision
 from recipe_utils.models.pipeline.stages import local_stages
-from recipe_utils.models.weights import gather_weights
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.process_group import world_size_from_env
@@ -92,10 +92,6 @@ def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
         model.eval()  # without dropout
         optimizers: list[Any] = single_optimizers(recipe.optimizer)
 
-        def gather(only: Any = None) -> Weights:
-            weights = gather_weights(model, ranks.device, ranks.dp_rank == 0, ranks.cpu_group, only)
-            return {name: weight.clone() for name, weight in weights.items()}
-
         def update(step: UpdateStep, number: int) -> None:
             if 0 in (step.totals.get(name) for name in _COUNTED):
                 raise ConfigError(f"dataset: update step {step.index + 1} has no targets; set a larger --num_samples")
@@ -105,9 +101,9 @@ def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
 
         with loader.epoch(0) as steps:
             first, *more = islice(steps, 2)
-        start = gather()
+        start = gathered(model, ranks)
         update(first, 1)
-        moved = gather()
+        moved = gathered(model, ranks)
         for each in optimizers:
             each.records = True
         # The last one of an epoch may be small, or the only one.
@@ -124,11 +120,9 @@ def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
             how += [cfg.get("dtype") or "fp32", *["compiled"] * bool(cfg.get("compile"))]
             print(f"update step {step.index + 1} of {name}, after one: {', '.join(how)}")
         states = (stage.state_dict(keep_vars=True) for stage in local_stages(model))
-        gradients = gather({name for state in states for name, weight in state.items() if weight.requires_grad})
+        names = {name for state in states for name, weight in state.items() if weight.requires_grad}
+        gradients = gathered(model, ranks, names)
     return Recorded(start, moved, gradients, step)
-
-
-# ---- Config of the comparison --------------------------------------------------------------------
 
 
 def config_of(cfg: DictConfig, settings_class: type, folder: Path, num_samples: int) -> DictConfig:
@@ -186,7 +180,14 @@ def cut(cfg: DictConfig, folder: Path) -> bool:
         if not hasattr(whole, "layers"):
             text = f"{num_weights:,} weights, above {MOST_WEIGHTS:,}, and it cannot be cut; set a smaller model"
             raise ConfigError(f"{key}: {text}")
-        cut_one = cut_component(OmegaConf.to_container(cfg[key], resolve=True), whole, folder / key)
+        component: Any = OmegaConf.to_container(cfg[key], resolve=True)
+        if transformers_decoder(whole) is not None:
+            from recipe_utils.models.transformers.packing_check import with_few_layers
+
+            with_few_layers(whole.model.config).save_pretrained(folder / key)
+            cut_one = {k: v for k, v in component.items() if k != "config"} | {"path": str(folder / key)}
+        else:
+            cut_one = {"_component_": "recipe_utils.check_gradient.first_layers", "model": component, "num_layers": 2}
         cfg[key], prefixes = cut_one, ("", "ref_") if key == "model" else ("teacher_",)
         if os.environ.get("RANK", "0") == "0":
             print(f"{key}: the first {len(on_meta(cfg[key]).layers)} of {len(whole.layers)} layers, random weights")
@@ -195,9 +196,6 @@ def cut(cfg: DictConfig, folder: Path) -> bool:
                 random = {"_component_": "recipe_utils.check_gradient.RandomWeights", "model": cut_one}
                 cfg[name] = {**random, "seed": zlib.crc32(name.encode())}
     return True
-
-
-# ---- Comparison ----------------------------------------------------------------------------------
 
 
 def differences(found: Weights, expected: Weights) -> dict[str, float]:

@@ -11,7 +11,7 @@ backward, 0.0667 for 15 targets; a wrong sign of a frozen model's term in how th
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from math import isclose
@@ -27,6 +27,7 @@ from recipe_utils.models.frozen import FrozenModel
 from recipe_utils.models.weights import gather_weights
 from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.fsdp import local, reshard
+from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 Weights = Mapping[str, Tensor]
@@ -103,8 +104,7 @@ class SingleSamples:
         place(recipe.model, self._recorded.moved)
         with patch.object(FrozenModel, "outputs", outputs_of):
             self._metrics, _ = recipe.update(self._step)
-        device, group, names = recipe.ranks.device, recipe.ranks.cpu_group, self._recorded.gradients
-        return {n: w.clone() for n, w in gather_weights(recipe.model, device, True, group, names).items()}
+        return gathered(recipe.model, recipe.ranks, self._recorded.gradients)
 
     def _judge(self, asked: Mapping[str, float]) -> None:
         """Fills :attr:`wrong` and :attr:`not_judged`; ``asked`` are the totals that ``update`` has read."""
@@ -177,6 +177,12 @@ class SingleSamples:
         if frozen.model is not self._recipe.model:
             place(frozen.model, weights)
         return self._gradients()
+
+
+def gathered(model: nn.Module, ranks: Ranks, names: Collection[str] | None = None) -> Weights:
+    """Returns copies of weights, all or those of ``names``, on rank 0. All ranks together."""
+    weights = gather_weights(model, ranks.device, ranks.dp_rank == 0, ranks.cpu_group, names)
+    return {name: weight.clone() for name, weight in weights.items()}
 
 
 @torch.no_grad()

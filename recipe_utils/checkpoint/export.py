@@ -14,7 +14,7 @@ from torchtune import training
 
 from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, publish
 from recipe_utils.checkpoint.peft import DESCRIPTION, write_peft
-from recipe_utils.files import fsync_tree, if_supported, log_once
+from recipe_utils.files import fsync_folder, if_supported, log_once
 from recipe_utils.settings.components import component_at, taken_by
 
 _MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
@@ -78,7 +78,8 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mappi
             described = {"lora_alpha": contents[training.ADAPTER_CONFIG]["lora_alpha"], "frozen": dict(frozen)}
             (folder / ADAPTER_FOLDER / DESCRIPTION).write_text(json.dumps(described))
         _apply_umask(temporary)
-        fsync_tree(temporary)
+        for path in [*temporary.rglob("*"), temporary]:
+            fsync_folder(path)
         publish(folder, output_dir / name)
     except Exception as error:
         raise ExportError(f"{output_dir / name}: it could not be exported ({error})") from error

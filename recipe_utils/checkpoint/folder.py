@@ -141,11 +141,9 @@ def find_newest_whole(
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Finds the complete checkpoint (of ``recipe``, if given) with the most update steps.
 
-    Checks names and sizes of files only; :func:`check_checksums` reads every byte. ``folder`` may be missing. With
-    ``older_than``, a checkpoint in ``folder``, only those of fewer update steps are considered.
-
-    Returns:
-        Its path, or None; and the newer checkpoints that were skipped, each with a reason.
+    Returns its path, or None, and the newer ones that were skipped, each with a reason. Checks names and sizes of files
+    only; :func:`check_checksums` reads every byte. ``folder`` may be missing. With ``older_than``, a checkpoint in
+    ``folder``, only those of fewer update steps are considered.
     """
     skipped: list[tuple[Path, str]] = []
     paths = [path for _, path in _steps(folder)]

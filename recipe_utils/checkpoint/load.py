@@ -148,7 +148,8 @@ def load(
     # No content is used before every rank has checked its share of the bytes, and nothing is changed
     # before the content fits on all ranks: a run that fails here is as it was.
     marker = _on_all_ranks(group, _check_bytes, path, recipe, rank, world_size)
-    state, metadata = _on_all_ranks(group, _read_descriptions, path, marker)
+    state = _on_all_ranks(group, read_state, path)
+    metadata = _on_all_ranks(group, lambda: read_index(read_as(dict[str, Any], path / "tensors.json"), marker.files))
     _on_all_ranks(group, _check_data, path, state, data_fingerprint)
     _on_all_ranks(group, _check_parameters, path, state, _like(MODEL, metadata), trained, trained_on_any_rank, frozen)
     if not other_model:
@@ -184,21 +185,13 @@ def _check_bytes(path: Path, recipe: str, rank: int, world_size: int) -> Marker:
     return marker
 
 
-def _read_descriptions(path: Path, marker: Marker) -> tuple[TrainingState, Metadata]:
-    return read_state(path), read_index(read_as(dict[str, Any], path / "tensors.json"), marker.files)
-
-
 def _check_data(path: Path, state: TrainingState, data_fingerprint: Mapping[str, Any] | None) -> None:
     """Raises CheckpointError if update steps would contain other samples than at the save."""
     if data_fingerprint is None:
         return
-    changed = differences(state.data_fingerprint, data_fingerprint)
-    # Earlier checkpoints have no hashes of files, and of values besides tokens and labels.
-    problems = "; ".join(_texts({k: v for k, v in changed.items() if v[0] is not None or "content_hash" not in k}))
-    if problems:
+    if problems := "; ".join(_texts(differences(state.data_fingerprint, data_fingerprint))):
         cause = "; the file, tokenizer, chat template or max_seq_len has changed" if "hash" in problems else ""
-        text = "set what it was saved with, or resume_with_other_data=True"
-        raise CheckpointError(f"{problems} ({path}){cause}; {text}")
+        raise CheckpointError(f"{problems} ({path}){cause}; set what it was saved with, or resume_with_other_data=True")
 
 
 def _check_parameters(
@@ -245,11 +238,7 @@ def _check_parts(
 
 
 def _make_state(
-    path: Path,
-    metadata: Metadata,
-    model: nn.Module,
-    optimizer: AnyOptimizer,
-    names_of_other_stages: set[str],
+    path: Path, metadata: Metadata, model: nn.Module, optimizer: AnyOptimizer, names_of_other_stages: set[str]
 ) -> dict[str, Tensor]:
     """Returns the tensors of the optimizer's state by name, made as the checkpoint describes them and not yet read."""
     try:

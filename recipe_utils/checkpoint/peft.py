@@ -60,13 +60,21 @@ def write_peft(folder: Path, checkpointer: Any, adapters: Mapping[str, Tensor], 
     path = folder / "adapter_model.safetensors"
     if not isinstance(checkpointer, FullModelHFCheckpointer) or not path.is_file():
         return
-    hf_config = checkpointer._config
-    # torchtune rotates pairs of neighbors where Hugging Face rotates halves, except in Qwen 2.
-    has_other_rows = checkpointer._model_type is not ModelType.QWEN2
-    converted = {
-        _peft_name(name): (_rows_of_hugging_face(name, tensor, hf_config) if has_other_rows else tensor)
-        for name, tensor in adapters.items()
-    }
+    to_hf = {tune: hf for hf, tune in _FROM_HF.items() if tune is not None}
+    # torchtune rotates pairs of neighbors where Hugging Face rotates halves, except in Qwen 2. So the output rows of
+    # q_proj and k_proj are permuted, as the checkpointer permutes those of the weights.
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    if checkpointer._model_type is ModelType.QWEN2:
+        heads = {}
+    converted = {}
+    for name, tensor in adapters.items():
+        module, part = next((name.removesuffix(part), part) for part in _OF_PEFT if name.endswith(f".{part}"))
+        num_heads = checkpointer._config.get(heads.get(module.split(".")[-2]))
+        if num_heads is not None and part != "lora_a.weight":
+            pairs = tensor.view(num_heads, len(tensor) // num_heads // 2, 2, *tensor.shape[1:])
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+        weight = get_mapped_key(f"{module}weight", to_hf)
+        converted[f"{_OF_BASE}{weight.removesuffix('weight')}{_OF_PEFT[part]}"] = tensor
     # PEFT requires the name of the base model: that on the hub, or else a local folder.
     base = checkpointer.repo_id or str(checkpointer._checkpoint_dir.resolve())
     _write(folder, converted, tune_to_peft_adapter_config(dict(adapter_config), base))
@@ -128,20 +136,3 @@ def _renamed(name: str, parts: Mapping[str, str]) -> str:
     """Returns an adapter's name with its last part renamed; other names as they are."""
     part = next((part for part in parts if name.endswith(f".{part}")), "")
     return name.removesuffix(part) + parts.get(part, "")
-
-
-def _peft_name(name: str) -> str:
-    part = next(part for part in _OF_PEFT if name.endswith(f".{part}"))
-    to_hf = {tune: hf for hf, tune in _FROM_HF.items() if tune is not None}
-    weight = get_mapped_key(name.removesuffix(part) + "weight", to_hf)
-    return f"{_OF_BASE}{weight.removesuffix('weight')}{_OF_PEFT[part]}"
-
-
-def _rows_of_hugging_face(name: str, tensor: Tensor, hf_config: Mapping[str, Any]) -> Tensor:
-    """Permutes the output rows of q_proj and k_proj as the checkpointer permutes those of the weights."""
-    for projection, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-        if f".{projection}." in name and not name.endswith("lora_a.weight"):
-            num_heads = hf_config[key]
-            pairs = tensor.view(num_heads, len(tensor) // num_heads // 2, 2, *tensor.shape[1:])
-            return pairs.transpose(1, 2).reshape(tensor.shape)
-    return tensor

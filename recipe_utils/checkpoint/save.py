@@ -80,10 +80,8 @@ class CheckpointWriter:
         Does not change the model or the optimizer, whose state may still be empty, and draws no
         random numbers. The model is sharded, or the same on all ranks, or the pipeline stages of
         each rank; so are ``part_tensors``, the tensors of parts of the training. Returns the result of this
-        save; if asynchronous, the result of the previous save if it was in flight, else None.
-
-        Raises:
-            ValueError: the model, the optimizer or ``state`` contains something that cannot be saved.
+        save; if asynchronous, the result of the previous save if it was in flight, else None. Raises ValueError if the
+        model, the optimizer or ``state`` contains something that cannot be saved.
         """
         finished = self.wait()
         tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}

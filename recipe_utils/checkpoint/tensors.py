@@ -52,12 +52,9 @@ def note_options(optimizer: AnyOptimizer, **more: Any) -> None:
 def optimizer_contents(model: nn.Module, optimizer: AnyOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns an optimizer's state by parameter name. Initializes nothing and takes no step.
 
-    Returns:
-        ``PARAMETER.KEY`` -> tensor; and a description for JSON: ``state``, parameter -> key -> None for a tensor and
-        ``[value]`` for a plain value, and ``groups``, each with ``names`` and ``options``.
-
-    Raises:
-        ValueError: a state or an option, named in the message, cannot be saved.
+    It is ``PARAMETER.KEY`` -> tensor; and a description for JSON: ``state``, parameter -> key -> None for a tensor and
+    ``[value]`` for a plain value, and ``groups``, each with ``names`` and ``options``. Raises ValueError with the name of
+    a state or an option that cannot be saved.
     """
     names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
     tensors: dict[str, Tensor] = {}

@@ -78,8 +78,7 @@ class AverageTeacher:
         self._forward = FrozenModel(self.model, stages_of(self.model), ranks.device)
         self._student_forward = FrozenModel(student, pipeline, ranks.device)
         if self.gram_model is not None:
-            stages = stages_of(self.gram_model)
-            self._gram_forward = FrozenModel(self.gram_model, stages, ranks.device)
+            self._gram_forward = FrozenModel(self.gram_model, stages_of(self.gram_model), ranks.device)
 
     def beside(self, student: nn.Module) -> nn.ModuleDict:
         """Returns all modules of a checkpoint by name."""
@@ -158,16 +157,12 @@ def update_average(average: nn.Module, model: nn.Module, momentum: float, grad_n
     averages its own shards. If ``grad_norm`` [] is not finite, a fused optimizer has skipped the
     step on the device, and so does this; None if the step was taken.
     """
-    averages, followed = _local_weights(average), _local_weights(model)
+    reshard(average)
+    reshard(model)
+    averages, followed = ([local(p) for _, p in sorted(each.named_parameters())] for each in (average, model))
     if grad_norm is None:
         torch._foreach_lerp_(averages, followed, 1.0 - momentum)
         return
     is_taken = grad_norm.isfinite()
     weights = {dtype: is_taken.to(dtype) * (1.0 - momentum) for dtype in {shard.dtype for shard in averages}}
     torch._foreach_lerp_(averages, followed, [weights[shard.dtype] for shard in averages])
-
-
-def _local_weights(model: nn.Module) -> list[Tensor]:
-    """Returns this rank's shards of the parameters, in the order of their names."""
-    reshard(model)
-    return [local(parameter) for _, parameter in sorted(model.named_parameters())]

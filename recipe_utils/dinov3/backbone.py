@@ -152,7 +152,9 @@ class VisionTransformer(TransformerDecoder):
         """
         h = self.tok_embeddings(tokens)
         rotation = rotation_of(input_pos[..., :2], self.head_dim, self.rope_base, h.dtype)
-        branches = self._branches(input_pos[..., 2:], h.dtype)
+        branches, draws = None, input_pos[..., 2:]
+        if self.training and self.drop_path > 0 and draws.size(-1) > 0:
+            branches = (draws >= self.drop_path).to(h.dtype) / (1 - self.drop_path)  # factors of all, [b, s, 2 L]
         for index, layer in enumerate(self.layers):
             kept = None if branches is None else branches[..., 2 * index : 2 * index + 2]
             h = layer(h, mask=crop_groups, input_pos=rotation, branches=kept)
@@ -161,12 +163,6 @@ class VisionTransformer(TransformerDecoder):
     def unembed(self, h: Tensor) -> Any:
         """Applies norm and output; unlike torchtune's, keeps the dtype."""
         return self.output(self.norm(h))
-
-    def _branches(self, draws: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Returns the factors of all residual branches [b, s, 2 L]."""
-        if not self.training or self.drop_path == 0 or draws.size(-1) == 0:
-            return None
-        return (draws >= self.drop_path).to(dtype) / (1 - self.drop_path)
 
 
 def rotation_of(centers: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -249,11 +249,9 @@ class DINOv3Checkpointer:
         self._check(backbone)
         folder = self._output_dir / f"epoch_{epoch}"
         folder.mkdir(parents=True, exist_ok=True)
-        dtype = str(backbone["norm.weight"].dtype).removeprefix("torch.")
         described = {key: value for key, value in self._config.items() if key != "torch_dtype"}
-        described["dtype"] = dtype
-        converted = dinov3_tune_to_hf(backbone, self._num_channels)
-        write_tensors(folder / "model.safetensors", converted)
+        described["dtype"] = str(backbone["norm.weight"].dtype).removeprefix("torch.")
+        write_tensors(folder / "model.safetensors", dinov3_tune_to_hf(backbone, self._num_channels))
         if heads:
             write_tensors(folder / HEADS, heads)
         (folder / "config.json").write_text(json.dumps(described, indent=2))

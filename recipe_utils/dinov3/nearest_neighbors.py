@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -57,7 +56,11 @@ class NearestNeighbors:
             )
         numbers = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
         if self._ranks.has_last_stage:
-            bank, bank_labels = (gather_rows(rows, self._dp_group) for rows in (bank, bank_labels))
+            if self._dp_group is not None:  # their images vote, too; their number may differ. Blocks the device
+                bank, bank_labels = (
+                    torch.cat(gather_objects(rows.cpu(), self._dp_group)).to(rows.device)
+                    for rows in (bank, bank_labels)
+                )
             numbers[0] = num_voted_right(states, labels, bank, bank_labels, self._num_neighbors)
             numbers[1] = len(labels)
         num_right, num_images = mean_over_ranks(numbers)
@@ -110,10 +113,3 @@ def num_voted_right(
         votes.scatter_add_(1, bank_labels[nearest], (cosines / temperature).exp())
         num_right += (votes.argmax(1) == labels[chunk]).sum()
     return num_right
-
-
-def gather_rows(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Concatenates the rows [n, ...] of all ranks of a group; n may differ. Blocks the device."""
-    if group is None:
-        return rows
-    return torch.cat(gather_objects(rows.cpu(), group)).to(rows.device)

@@ -119,11 +119,9 @@ class ObjectiveSettings:
         """Yields problems between the keys."""
         weights = tuple(f"{term}_loss_weight" for term in ("dino", "ibot", "koleo", "gram"))
         if not any(getattr(self, name) for name in weights):
-            text = "all are 0, so nothing would be learned; set one above 0"
-            yield Problem(", ".join(weights), text)
+            yield Problem(", ".join(weights), "all are 0, so nothing would be learned; set one above 0")
         if self.gram_loss_weight and self.gram_teacher_every_n_steps is None:
-            key = "gram_teacher_every_n_steps"
-            text = f"there is no Gram teacher; set {key}, or gram_loss_weight=0"
+            text = "there is no Gram teacher; set gram_teacher_every_n_steps, or gram_loss_weight=0"
             yield Problem("gram_loss_weight", text, self.gram_loss_weight)
 
     def problems_of_objective(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:

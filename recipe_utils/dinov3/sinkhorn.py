@@ -50,7 +50,14 @@ def sinkhorn(
             if iteration:
                 logits -= (logits + dual).logsumexp(1, keepdim=True)
             log_total = torch.logaddexp(log_total, logits.logsumexp(0))
-        log_total = _log_sum_over_ranks(log_total, group)
+        if group is not None:  # over all ranks
+            largest = log_total.clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            # If all are minus infinity, their difference would be NaN.
+            shift = torch.where(largest.isfinite(), largest, 0)
+            total = (log_total - shift).exp_()
+            dist.all_reduce(total, group=group)
+            log_total = total.log_().add_(shift)
         dual = torch.where(log_total.isfinite(), -log_total, 0)
     return dual
 
@@ -85,16 +92,3 @@ def _scaled_logits(
         for chunk in chunks_of(len(bottlenecks), rows_per_chunk):
             logits = bottlenecks[chunk] @ weight.t()
             yield logits.to(sum_dtype(logits)).div_(temperature)
-
-
-def _log_sum_over_ranks(log_values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the elementwise log of the sum of exp over the ranks of a group."""
-    if group is None:
-        return log_values
-    largest = log_values.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    # If all are minus infinity, their difference would be NaN.
-    shift = torch.where(largest.isfinite(), largest, 0)
-    total = (log_values - shift).exp_()
-    dist.all_reduce(total, group=group)
-    return total.log_().add_(shift)

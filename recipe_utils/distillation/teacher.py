@@ -66,8 +66,7 @@ class TeacherSettings:
             yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
         for key, component in components.items():
             if self.kd_ratio > 0 and component is None:
-                text = "it is missing; set it to a component (_component_: ...), or kd_ratio=0"
-                yield Problem(key, text)
+                yield Problem(key, "it is missing; set it to a component (_component_: ...), or kd_ratio=0")
 
 
 class TeacherOnMeta(NamedTuple):

@@ -1,6 +1,5 @@
-"""Byte-pair encoding as Llama 3's: training, and files for tiktoken and transformers."""
+"""Byte-pair encoding as Llama 3's: training, and files for transformers."""
 
-import base64
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -43,11 +42,6 @@ def train_byte_pairs(texts: Iterable[str], num_tokens: int) -> Ranks:
     return {bytes(byte_of[char] for char in token): rank for token, rank in vocab}
 
 
-def tiktoken_file(ranks: Ranks) -> str:
-    """Returns the content of a ``tokenizer.model`` in the format of Llama 3's."""
-    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
-
-
 def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[str, str]:
     """Returns the files of transformers' ``AutoTokenizer``, content by name.
 
@@ -61,11 +55,12 @@ def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[
 
     # The format lists merges; tiktoken's implies them by the ids.
     vocab = {written(token): rank for token, rank in ranks.items()}
-    merges = [
-        (written(left), written(right))
-        for token in sorted(ranks, key=ranks.__getitem__)
-        for left, right in _pairs_of(token, ranks)
-    ]
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        # All pairs of tokens that form it, since tiktoken ranks a merge by its result.
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(written(left), written(right)) for left, right in pairs]
     # As in tiktoken, a piece of text that is a token is not split.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
     tokenizer.pre_tokenizer = _pre_tokenizer()
@@ -84,13 +79,6 @@ def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[
         "chat_template": CHAT_TEMPLATE,
     }
     return {"tokenizer_config.json": json.dumps(settings, indent=2), "tokenizer.json": tokenizer.to_str(pretty=True)}
-
-
-def _pairs_of(token: bytes, ranks: Ranks) -> list[tuple[bytes, bytes]]:
-    """Returns all pairs of tokens that form ``token``: tiktoken ranks a merge by its result."""
-    pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
-    known = [(left, right) for left, right in pairs if left in ranks and right in ranks]
-    return sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:

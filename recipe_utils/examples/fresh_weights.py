@@ -53,10 +53,8 @@ def fresh_llama_checkpointer(
     rebuilt if ``model`` or ``seed`` change. Weights of another origin are not replaced.
 
     ``model`` is ``torchtune.models.llama3_2.llama3_2`` with ``scale_factor: 1`` (plain RoPE). The
-    fresh checkpoint is in ``checkpoint_dir``. Other arguments are those of the checkpointer.
-
-    Raises:
-        ValueError: ``config.json`` cannot describe the model, or another model is in ``checkpoint_dir``.
+    fresh checkpoint is in ``checkpoint_dir``. Other arguments are those of the checkpointer. Raises ValueError if
+    ``config.json`` cannot describe the model, or another model is in ``checkpoint_dir``.
     """
     if not model["_component_"].endswith(".llama3_2") or model.get("scale_factor") != 1:
         raise ValueError(

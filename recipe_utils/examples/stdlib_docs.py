@@ -4,20 +4,20 @@ Answers are docstrings and the texts of ``pydoc_data.topics``; their lengths var
 """
 
 import ast
+import base64
 import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torchtune.models.llama3 import Llama3Tokenizer
 
 from recipe_utils.examples.build_once import WEIGHTS, build_once
-from recipe_utils.examples.byte_pairs import BEGIN, END, PAD, hugging_face_files, tiktoken_file, train_byte_pairs
+from recipe_utils.examples.byte_pairs import BEGIN, END, PAD, hugging_face_files, train_byte_pairs
 from recipe_utils.examples.question_answers import Pairs, dataset_of, pairs_in_file
-from recipe_utils.examples.stdlib_sources import definitions, library_dir, library_sources
+from recipe_utils.examples.stdlib_sources import LIBRARY_DIR, definitions, library_sources
 from recipe_utils.files import write_atomically
 
 SPECIAL_TOKENS = (
@@ -35,26 +35,19 @@ def docstring_pairs(path: str) -> Pairs:
 
 
 def _collect() -> Pairs:
-    pairs = [
-        (f"What does `{name}` do?", docstring)
-        for source in library_sources()
-        for name, docstring in _docstrings(source)
-    ]
-    topics = ast.parse((library_dir() / "pydoc_data" / "topics.py").read_text(encoding="utf-8"))
+    pairs = []
+    for source in library_sources():
+        for name, node in definitions(source):
+            docstring = ast.get_docstring(node)
+            if docstring and len(docstring) > 20:
+                pairs.append((f"What does `{name}` do?", inspect.cleandoc(docstring)))
+    topics = ast.parse((LIBRARY_DIR / "pydoc_data" / "topics.py").read_text(encoding="utf-8"))
     assignment = topics.body[-1]
     assert isinstance(assignment, ast.Assign | ast.AnnAssign)
     assert assignment.value is not None
     for topic, text in ast.literal_eval(assignment.value).items():
         pairs.append((f"Explain `{topic}` in Python.", text.strip()))
     return pairs
-
-
-def _docstrings(source: Path) -> Iterator[tuple[str, str]]:
-    """Yields (dotted name, docstring) of the definitions in a file."""
-    for name, node in definitions(source):
-        docstring = ast.get_docstring(node)
-        if docstring and len(docstring) > 20:
-            yield name, inspect.cleandoc(docstring)
 
 
 docstring_dataset = dataset_of("docstring_dataset", _collect)
@@ -118,7 +111,7 @@ def docstring_tokenizer(
             special_tokens = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
             contents = hugging_face_files(ranks, special_tokens)
             contents[special_tokens_file.name] = json.dumps(special_tokens, indent=2)
-            tiktoken = tiktoken_file(ranks)
+            tiktoken = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
         write_atomically(record, json.dumps(made_from))
         for name, content in contents.items():
             write_atomically(file.with_name(name), content)

@@ -9,17 +9,13 @@ from pathlib import Path
 SKIPPED_DIRS = {
     "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo",
 }  # fmt: skip
-
-
-def library_dir() -> Path:
-    """Returns the folder of the standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
+LIBRARY_DIR = Path(sysconfig.get_paths()["stdlib"])
 
 
 def library_sources() -> list[Path]:
     """Returns its modules without tests and demos, sorted by path."""
     paths = []
-    for folder, subfolders, files in os.walk(library_dir()):
+    for folder, subfolders, files in os.walk(LIBRARY_DIR):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_DIRS]
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     return sorted(paths)
@@ -32,7 +28,7 @@ def definitions(
 
     Yields nothing for a private module or a file that cannot be parsed.
     """
-    parts = source.relative_to(library_dir()).with_suffix("").parts
+    parts = source.relative_to(LIBRARY_DIR).with_suffix("").parts
     module = ".".join(part for part in parts if part != "__init__")
     if _is_private(module):
         return

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
@@ -77,9 +76,18 @@ def build_stages(meta_model: nn.Module, pipeline: PipelineSettings, ranks: Ranks
     if ranks.dims.pp == 1:
         return copy.deepcopy(meta_model)
 
+    model: Any = meta_model
     num_stages = pipeline.num_stages(ranks.dims.pp)
     layers = layers_of_stages(meta_model, num_stages, pipeline.pipeline_parallel_split_points)
-    _check_that_all_train(meta_model, layers)
+    for index, stage_layers in enumerate(layers):
+        parts = [model.layers[i] for i in stage_layers]
+        if stage_layers.stop == len(model.layers) and isinstance(model.output, nn.Module):  # not tied
+            parts.append(model.output)
+        if not any(p.requires_grad for part in parts for p in part.parameters()):
+            raise ValueError(
+                f"pipeline_parallel_dim: stage {index} of {num_stages} has nothing to train; set a smaller "
+                "pipeline_parallel_dim, or train some weights of all layers"
+            )
     stages = Stages(meta_model, num_stages)
     # Stages are dealt out in turns. Each is a copy, so that a frozen model can be cut from the same meta model.
     for index in range(ranks.pp_rank, num_stages, ranks.dims.pp):
@@ -93,31 +101,17 @@ def build_stages(meta_model: nn.Module, pipeline: PipelineSettings, ranks: Ranks
     return stages
 
 
-def _check_that_all_train(meta_model: Any, layers: list[range]) -> None:
-    for index, layers_of_stage in enumerate(layers):
-        parts = [meta_model.layers[i] for i in layers_of_stage]
-        if layers_of_stage.stop == len(meta_model.layers) and isinstance(meta_model.output, nn.Module):  # not tied
-            parts.append(meta_model.output)
-        if not any(p.requires_grad for part in parts for p in part.parameters()):
-            raise ValueError(
-                f"pipeline_parallel_dim: stage {index} of {len(layers)} has nothing to train; set a smaller "
-                "pipeline_parallel_dim, or train some weights of all layers"
-            )
+def describe_model(meta_model: nn.Module, model: nn.Module, cfg: DictConfig, ranks: Ranks) -> str:
+    """Returns a line with a model's name, parameters, precision and device. All ranks together.
 
-
-def count_trained(model: nn.Module, group: dist.ProcessGroup) -> int:
-    """Returns the trained parameters of a model that may be sharded, or in stages on several ranks of ``group``."""
-    numels = {name: p.numel() for name, p in parameters_by_name(model).items()}
-    merged: dict[str, int] = {}
-    for numels_of_rank in gather_objects(numels, group):
-        merged |= numels_of_rank
-    return sum(merged.values())
-
-
-def describe_model(meta_model: nn.Module, num_trained: int, cfg: DictConfig, device: torch.device) -> str:
-    """Returns a line with a model's name, parameters, precision and device; ``cfg`` is the recipe's."""
+    ``meta_model`` is whole, ``model`` may be sharded or this rank's stages; ``cfg`` is the recipe's.
+    """
     name, adapters = cfg.model["_component_"].rpartition(".")[2], find_adapters(meta_model)
-    num_all = sum(p.numel() for p in meta_model.parameters())
+    num_all, trained_numels = sum(p.numel() for p in meta_model.parameters()), dict[str, int]()
+    numels = {name: p.numel() for name, p in parameters_by_name(model).items()}
+    for numels_of_rank in gather_objects(numels, ranks.cpu_group):  # which may have other stages
+        trained_numels |= numels_of_rank
+    num_trained, device = sum(trained_numels.values()), ranks.device
     trained = "all trained" if num_trained == num_all else f"{num_trained:,} of them trained"
     if adapters.modules:
         trained += f" (adapters of {adapters_in_words(meta_model, adapters)})"

@@ -27,15 +27,25 @@ def parallelize(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> None
     ``model`` may be a pipeline stage. Raises ValueError if it cannot be split or sharded as configured.
     """
     # Refusals come first, while the modules still are what the config describes.
-    check_sharded_layers(model, settings)
+    names = [layer.rsplit(".")[-1] for layer in settings.custom_sharded_layers or ()]
+    if isinstance(text_decoder(model).output, TiedLinear) and "tok_embeddings" in names:
+        raise ValueError(
+            f"custom_sharded_layers={settings.custom_sharded_layers}: this model's output layer "
+            "shares the weight of tok_embeddings and could not read it; leave tok_embeddings out"
+        )
     check_tensor_parallel(model, ranks)
     check_nf4(model, find_adapters(model).frozen, ranks.dims.dp_shard if is_sharded(settings, ranks) else None)
-    # A parameter that tensor parallelism or FSDP2 has sharded could not change its precision.
-    cast_trained_weights(model, settings)
+    # FSDP2 casts trained weights back for each forward. Once sharded, they could not change their precision.
+    for parameter in model.parameters():
+        if parameter.requires_grad and settings.torch_weights_dtype != settings.torch_dtype:
+            parameter.data = parameter.data.to(settings.torch_weights_dtype)
     # Layers are compiled before they are wrapped: wrappers break the graph.
     apply_compile(model, settings)
     # Tensor parallelism needs plain parameters and the names of the plan, without wrappers.
-    apply_tensor_parallel(model, settings, ranks)
+    if ranks.dims.tp > 1:
+        training.prepare_mha_for_tp(model, ranks.mesh["tp"])
+        plan = dict(config.instantiate(OmegaConf.create(settings.tensor_parallel_plan)))
+        parallelize_module(model, ranks.mesh["tp"], parallelize_plan=plan)
     # The recomputation is inside of FSDP2's units, so that it finds gathered weights.
     apply_activation_checkpointing(model, settings)
     apply_fsdp(model, settings, ranks)
@@ -44,16 +54,6 @@ def parallelize(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> None
 def is_sharded(settings: ModelSettings, ranks: Ranks) -> bool:
     """Returns True if FSDP2 shards or offloads all parameters."""
     return ranks.dp_degree > 1 or settings.offloads_to_cpu(ranks.device)
-
-
-def check_sharded_layers(model: nn.Module, settings: ModelSettings) -> None:
-    """Raises ValueError if token embeddings are sharded alone whose weight the output layer reads."""
-    names = [layer.rsplit(".")[-1] for layer in settings.custom_sharded_layers or ()]
-    if isinstance(text_decoder(model).output, TiedLinear) and "tok_embeddings" in names:
-        raise ValueError(
-            f"custom_sharded_layers={settings.custom_sharded_layers}: this model's output layer "
-            "shares the weight of tok_embeddings and could not read it; leave tok_embeddings out"
-        )
 
 
 def check_tensor_parallel(model: nn.Module, ranks: Ranks) -> None:
@@ -71,15 +71,6 @@ def check_tensor_parallel(model: nn.Module, ranks: Ranks) -> None:
         raise ValueError(f"tensor_parallel_dim={ranks.dims.tp}: {reason}; set tensor_parallel_dim=1")
 
 
-def cast_trained_weights(model: nn.Module, settings: ModelSettings) -> None:
-    """Converts trained parameters to ``weights_dtype``; FSDP2 casts them back for each forward."""
-    if settings.torch_weights_dtype == settings.torch_dtype:
-        return
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(settings.torch_weights_dtype)
-
-
 def apply_compile(model: nn.Module, settings: ModelSettings) -> None:
     """Compiles each layer; without ``compile``, replaces norms and RoPE by faster ones."""
     if not settings.compile:
@@ -94,14 +85,6 @@ def apply_compile(model: nn.Module, settings: ModelSettings) -> None:
     # Dynamic from the start: by default, a second length of rows would be compiled in the middle of a training.
     for layer in layers:
         layer.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"), dynamic=True)
-
-
-def apply_tensor_parallel(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> None:
-    """Splits layers over ranks by ``tensor_parallel_plan``."""
-    if ranks.dims.tp > 1:
-        training.prepare_mha_for_tp(model, ranks.mesh["tp"])
-        plan = dict(config.instantiate(OmegaConf.create(settings.tensor_parallel_plan)))
-        parallelize_module(model, ranks.mesh["tp"], parallelize_plan=plan)
 
 
 def apply_activation_checkpointing(model: nn.Module, settings: ModelSettings) -> None:

@@ -121,7 +121,13 @@ def model_on_ranks(model: ModelSettings, ranks: RankSettings) -> Iterator[Proble
         device = resolve_device(ranks.device)
     except ValueError:  # a problem of ``device`` by itself
         return
-    yield from _kernels_on_device(model, device)
+    if model.packed_attention in ("varlen", "flex") and device.type != "cuda":
+        text = f"it needs device=cuda; on device={device.type} leave it out, or set packed_attention=by_document"
+        yield model.problem_of("packed_attention", text)
+    missing = missing_for_triton()
+    by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
+    if model.compile and device.type == "cuda" and by_triton and missing is not None:
+        yield model.problem_of("compile", f"Triton needs {missing}; install that, or set compile=False")
     offloading = "enable_activation_offloading"
     if model.enable_activation_offloading and ranks.pipeline_parallel_dim > 1:
         text = f"it does not support pipeline_parallel_dim={ranks.pipeline_parallel_dim}; set it to False"
@@ -139,13 +145,3 @@ def model_on_ranks(model: ModelSettings, ranks: RankSettings) -> Iterator[Proble
         yield Problem("tensor_parallel_dim", text, tp_degree)
     if tp_degree > 1 and model.quantizer is not None:
         yield Problem("tensor_parallel_dim", "a quantizer needs whole weights; set tensor_parallel_dim=1", tp_degree)
-
-
-def _kernels_on_device(model: ModelSettings, device: torch.device) -> Iterator[Problem]:
-    if model.packed_attention in ("varlen", "flex") and device.type != "cuda":
-        text = f"it needs device=cuda; on device={device.type} leave it out, or set packed_attention=by_document"
-        yield model.problem_of("packed_attention", text)
-    missing = missing_for_triton()
-    by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
-    if model.compile and device.type == "cuda" and by_triton and missing is not None:
-        yield model.problem_of("compile", f"Triton needs {missing}; install that, or set compile=False")

@@ -21,10 +21,7 @@ attention. Not measured."""
 
 
 def limits_of(
-    model: nn.Module,
-    device: torch.device,
-    tensor_parallel_dim: int = 1,
-    teacher: nn.Module | None = None,
+    model: nn.Module, device: torch.device, tensor_parallel_dim: int = 1, teacher: nn.Module | None = None
 ) -> ModelLimits:
     """Returns the limits of samples and rows of a whole model, on any device, and the cost of a microbatch.
 

@@ -35,10 +35,7 @@ class OverStages(Protocol):
 
 @record_function("clip")
 def clip_grad_norm_(
-    model: nn.Module,
-    max_norm: float | None = None,
-    pipeline: OverStages | None = None,
-    name_of: NameOf | None = None,
+    model: nn.Module, max_norm: float | None = None, pipeline: OverStages | None = None, name_of: NameOf | None = None
 ) -> Tensor | None:
     """Clips gradients in place. Returns their norm before clipping [], None without gradients.
 

@@ -31,8 +31,8 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _STAGE = re.compile(r"(^|(?<=\.))stage_\d+\.")  # also inside names: a teacher beside its student
 
 
-def _infinite_as_float(value: Any) -> Any:
-    return float("inf") if value == "inf" else value  # torchtune accepts the string, too
+# torchtune accepts the string, too.
+_INFINITE_AS_FLOAT = BeforeValidator(lambda value: math.inf if value == "inf" else value)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -48,7 +48,7 @@ class OptimizerSettings:
     weight_decay_of_vectors: bool | None = None
     """Weight decay also of tensors with fewer than two dimensions (norms, biases). Default: True; False in
     dinov3_update_step."""
-    clip_grad_norm: Annotated[Positive, BeforeValidator(_infinite_as_float)] | None = None
+    clip_grad_norm: Annotated[Positive, _INFINITE_AS_FLOAT] | None = None
     """Maximum norm of all gradients together; null or inf only measures it."""
     optimizer_in_bwd: bool = False
     """Steps each parameter within the backward. Needs one microbatch per update step and no clipping."""

@@ -35,13 +35,6 @@ def shard_model(
     layers = getattr(model, "layers", None)
     layers_of_transformers = set(map(id, layers)) if isinstance(layers, list) else ()
 
-    def is_unit(name: str, module: nn.Module) -> bool:
-        # Layers of other pipeline stages have no parameters.
-        return any(True for _ in module.parameters()) and (
-            id(module) in layers_of_transformers
-            or training.get_shard_conditions(name, module, names_to_match=custom_sharded_layers)
-        )
-
     options: dict[str, Any] = {
         "mesh": mesh["dp_replicate", "dp_shard"] if hsdp else mesh["dp_shard"],
         "reshard_after_forward": reshard_after_forward,
@@ -60,7 +53,11 @@ def shard_model(
         options["ignored_params"] = set(ignored)
     # From the leaves to the root, as torchtune.training.shard_model.
     for name, module in reversed(list(model.named_modules())):
-        if module is not model and is_unit(name, module):
+        is_unit = id(module) in layers_of_transformers or training.get_shard_conditions(
+            name, module, names_to_match=custom_sharded_layers
+        )
+        # Layers of other pipeline stages have no parameters.
+        if module is not model and is_unit and any(True for _ in module.parameters()):
             fully_shard(module, **options)
     fully_shard(model, **options)
 

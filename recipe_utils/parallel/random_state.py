@@ -39,8 +39,7 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
     """
     try:
         if "python" in states:
-            words = tuple(states["python"].tolist())
-            random.setstate((3, words, _value_of(states["python_gauss"])))
+            random.setstate((3, tuple(states["python"].tolist()), _value_of(states["python_gauss"])))
         if "numpy" in states:
             *key, position = states["numpy"].tolist()
             gauss = _value_of(states["numpy_gauss"])

@@ -4,7 +4,7 @@ Example: the row {"prompt": [user A], "chosen": [assistant B], "rejected": [assi
 A B and A C. What comes before the answers, earlier assistant turns included, is context on both sides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -78,14 +78,14 @@ class PairDataset(Dataset[dict[str, Any]]):
             return tokens.tolist(), owners < 0
         if side.tools:
             raise SampleError("torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer")
-        return self._tokenizer.tokenize_messages([*map(_torchtune_message, side.chat, side.weights)])
+        messages = []
+        for message, weight in zip(side.chat, side.weights, strict=True):
+            if lost := lost_keys(message):
+                raise SampleError(f"torchtune's tokenizers lose {', '.join(lost)}; set tokenizer to a folder_tokenizer")
+            content = content_as_text(message.get("content"))
+            messages.append(Message(role=message["role"], content=content, masked=not weight))
+        return self._tokenizer.tokenize_messages(messages)
 
 
 def _unread(row: tuple[Conversation, Conversation] | Texts) -> list[str]:
     return row.unread if isinstance(row, Texts) else row[0].unread
-
-
-def _torchtune_message(message: Mapping[str, Any], weight: float) -> Message:
-    if lost := lost_keys(message):
-        raise SampleError(f"torchtune's tokenizers lose {', '.join(lost)}; set tokenizer to a folder_tokenizer")
-    return Message(role=message["role"], content=content_as_text(message.get("content")), masked=not weight)

@@ -109,8 +109,7 @@ class SimPOLoss(nn.Module):
     def forward(self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Losses:
         """Returns losses and rewards, without the reference."""
         chosen, rejected = self.beta * chosen, self.beta * rejected
-        losses = -F.logsigmoid(chosen - rejected - self.gamma)
-        return losses, chosen.detach(), rejected.detach()
+        return -F.logsigmoid(chosen - rejected - self.gamma), chosen.detach(), rejected.detach()
 
 
 class ORPOLoss(nn.Module):
@@ -188,8 +187,7 @@ class PreferenceLoss(nn.Module):
             record(losses, targets.items[::2], targets.samples[::2])
         margins = chosen - rejected
         wins = (margins > 0).double()
-        metrics = torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]])
-        return metrics.sum(1)
+        return torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]]).sum(1)
 
 
 def make_preference_loss(make: Callable[[], Any]) -> Any:

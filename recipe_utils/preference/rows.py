@@ -11,7 +11,6 @@ from recipe_utils.text.conversations.messages import Chat, Conversation, content
 from recipe_utils.text.conversations.rows import (
     BEFORE,
     Texts,
-    Turns,
     after_system,
     answers_of,
     check_repeated,
@@ -56,19 +55,14 @@ def read_pair(row: Any, variable_names: Collection[str] = ()) -> tuple[Conversat
                 raise SampleError(f"{text}; let it begin with the whole prompt, or with the answer")
     check_repeated({**sources, **answers_of(keys)}, [*prompt, *sides[0][0], *sides[1][0]], name)
     most = min(len(turns) for turns, _ in sides) - 1
-    num_before = len(prompt) + num_common(sides[0][0][:most], sides[1][0])
+    num_shared = num_common(sides[0][0][:most], sides[1][0])
+    # What precedes the answers is not trained: the prompt, and the turns with which both sides begin.
     chosen, rejected = (
-        _conversation(keys.system, ([*prompt, *turns], [*(0.0 for _ in prompt), *weights]), num_before)
+        after_system(keys.system, [*prompt, *turns], [0.0] * (len(prompt) + num_shared) + weights[num_shared:])
         for turns, weights in sides
     )
     tools = read_tools(keys.tools)
     return Conversation(*chosen, tools, variables, unread), Conversation(*rejected, tools, variables, unread)
-
-
-def _conversation(system: str | None, turns: Turns, num_before: int) -> Turns:
-    """Returns the turns of a side after the system's; the first ``num_before`` are not trained."""
-    chat, weights = turns
-    return after_system(system, chat, [0.0] * num_before + weights[num_before:])
 
 
 def _without_answer(turns: Chat, answer: Chat) -> Chat:

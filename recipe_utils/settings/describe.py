@@ -1,7 +1,7 @@
 """Formats the config keys of recipes as tables, sorted by what a user wants to do."""
 
 import runpy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -78,31 +78,24 @@ def key_page(settings_of_recipes: Mapping[str, type]) -> str:
 
 def _row(name: str, keys_of_recipes: Mapping[str, Mapping[str, FieldInfo]]) -> str:
     specs = {recipe: keys[name] for recipe, keys in keys_of_recipes.items() if name in keys}
-    return f"| `{name}` | {_values(next(iter(specs.values())))} | {' '.join(_meanings(specs, list(keys_of_recipes)))} |"
-
-
-def _values(spec: FieldInfo) -> str:
-    """Returns the default, or "required", and what it does not show: other words, and types beside null."""
-    if spec.is_required():
-        return f"required {type_in_words(spec)}"
-    default = "null" if spec.default is None else str(spec.default)
-    others = type_in_words(spec).replace("bool", "False or True").split(" or ")
-    if isinstance(spec.default, int | float):  # a number shows that others are numbers
-        others = [words for words in others if not words.startswith(("int", "float"))]
-    return ", ".join(dict.fromkeys([default, *others]))
-
-
-def _meanings(specs: Mapping[str, FieldInfo], recipes: list[str]) -> Iterator[str]:
-    """Yields the description of a key in the first recipe that has it, then what differs in others."""
-    descriptions = {recipe: " ".join((spec.description or "").split()) for recipe, spec in specs.items()}
+    spec = next(iter(specs.values()))
+    # The default, or "required", and what it does not show: other words, and types beside null.
+    values = [f"required {type_in_words(spec)}"]
+    if not spec.is_required():
+        others = type_in_words(spec).replace("bool", "False or True").split(" or ")
+        if isinstance(spec.default, int | float):  # a number shows that others are numbers
+            others = [words for words in others if not words.startswith(("int", "float"))]
+        values = [*dict.fromkeys(["null" if spec.default is None else str(spec.default), *others])]
+    # The description in the first recipe that has the key, then what differs in others.
+    descriptions = {
+        recipe: " ".join((spec.description or "").split()).replace("``", "`") for recipe, spec in specs.items()
+    }
     first = next(iter(descriptions.values()))
-    yield first.replace("``", "`")
-    for recipe, description in descriptions.items():
-        if description != first:
-            yield f"*`{recipe}`*: {description.replace('``', '`')}"
-    missing = [f"`{recipe}`" for recipe in recipes if recipe not in specs]
+    meanings = [first, *(f"*`{recipe}`*: {text}" for recipe, text in descriptions.items() if text != first)]
+    missing = [f"`{recipe}`" for recipe in keys_of_recipes if recipe not in specs]
     if missing and len(specs) > 1:
-        yield f"*Not in {', '.join(missing)}.*"
+        meanings.append(f"*Not in {', '.join(missing)}.*")
+    return f"| `{name}` | {', '.join(values)} | {' '.join(meanings)} |"
 
 
 def type_in_words(spec: FieldInfo) -> str:

@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
@@ -54,24 +54,16 @@ class ConfigError(ValueError):
 
 def problems_with_folder(key: str, folder: Path) -> Iterator[Problem]:
     """Yields a problem if a folder, or the nearest one that exists above it, is not writable."""
-    nearest = folder
     try:
-        while not _exists(nearest):
-            nearest = nearest.parent
+        for nearest in (folder, *folder.parents):
+            with suppress(FileNotFoundError):  # other errors are of paths that cannot be created, as one below a file
+                nearest.stat()
+                break
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except (OSError, ValueError) as error:
         reason = os.strerror(getattr(error, "errno", 0) or 0)
         yield Problem(key, f"it cannot be written to ({reason}); set it to a directory of yours", folder)
-
-
-def _exists(path: Path) -> bool:
-    """Raises an error for paths that cannot be created, such as one below a file; ``Path.exists`` returns False."""
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 @contextmanager
@@ -95,18 +87,14 @@ def naming(key: str = "") -> Iterator[None]:
     except Exception as error:
         if not key:
             raise
-        if _is_of_libraries(error):
+        # PyTorch or torchtune may have rejected values of the config, without a user's code in between.
+        frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+        packages = [package for name in frames if (package := name.partition(".")[0])]
+        packages = [package for package in packages if package not in sys.stdlib_module_names]
+        if packages and packages[-1] in _LIBRARIES and {*packages} <= {*_LIBRARIES, "recipe_utils"}:
             raise ConfigError(Problem(key, f"{type(error).__name__}: {error}")) from error
         error.add_note(f"raised while {key} of the config was made")
         raise
-
-
-def _is_of_libraries(error: Exception) -> bool:
-    """Returns True if PyTorch or torchtune rejected values of the config, without a user's code in between."""
-    frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
-    packages = [name.partition(".")[0] for name in frames if name]
-    packages = [name for name in packages if name not in sys.stdlib_module_names]
-    return bool(packages) and packages[-1] in _LIBRARIES and {*packages} <= {*_LIBRARIES, "recipe_utils"}
 
 
 def build(key: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

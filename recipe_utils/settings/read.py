@@ -16,22 +16,33 @@ from recipe_utils.settings.components import MadeWith, check_component, componen
 from recipe_utils.settings.describe import type_in_words
 from recipe_utils.settings.keys import AS_WRITTEN, OnlyWith, alternatives_of, keys_of, metadata_of
 from recipe_utils.settings.problems import ConfigError, Problem
-from recipe_utils.settings.words import WITHOUT_EFFECT, problem_with_word
 
 T = TypeVar("T")
+
+_ROWS = (
+    "here a row spans ranks only where it is too long for one; set it to 1, microbatching=packed, "
+    "max_tokens_per_microbatch=<tokens that fit on one rank> and max_ranks_per_row=2 or more"
+)
+WITHOUT_EFFECT: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "context_parallel_dim": ((1,), _ROWS),
+    "low_cpu_ram": ((True, False), "take it out"),
+    "memory_efficient_fsdp_wrap": ((False,), "it must be False"),
+}
+"""Keys of torchtune's configs that are no keys of a recipe -> values that are accepted without effect, and what to do
+about any other."""
 
 
 def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
     """Builds a recipe's settings from its config. Expands ``~`` in paths of ``cfg`` in place.
 
-    Unknown keys are allowed if another value refers to them as ``${key}``.
-
-    Raises:
-        ConfigError: contains all unknown and missing keys, wrong types, values out of bounds, and
-            components that do not match their signatures; if there are none, all keys without
-            effect, and the results of ``problems()`` of the class and its bases.
+    Unknown keys are allowed if another value refers to them as ``${key}``. Raises ConfigError with all unknown and
+    missing keys, wrong types, values out of bounds, and components that do not match their signatures; if there are
+    none, with all keys without effect, and the results of ``problems()`` of the class and its bases.
     """
-    _drop_null_components(cfg)
+    parts: Any = OmegaConf.to_container(cfg, resolve=False)
+    for key, part in parts.items():
+        if isinstance(part, dict) and part.get("_component_", "") is None:
+            cfg[key] = None  # torchtune parses ``KEY=null`` of a component so
     values, problems = check_keys(cfg, settings_class)
     known = keys_of(settings_class)
     try:
@@ -40,8 +51,8 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
         problems += _problems_of_values(error, values, known, {p.root for p in problems})
     if not problems:
         problems = [*_without_effect(values, known)]
-        for part in reversed(settings_class.__mro__):
-            problems += vars(part)["problems"](settings) if "problems" in vars(part) else ()
+        for base in reversed(settings_class.__mro__):
+            problems += vars(base)["problems"](settings) if "problems" in vars(base) else ()
     if problems:
         raise ConfigError(*problems)
     return settings
@@ -50,9 +61,21 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
 def check_keys(cfg: DictConfig, settings_class: type) -> tuple[dict[str, Any], list[Problem]]:
     """Returns the resolved values by key, and problems of key names and components only."""
     known = keys_of(settings_class)
-    _expand_home(cfg, known)
+    for key, spec in known.items():  # expands ~ in keys of type Path and in path arguments of components
+        is_path = any(Path in (part, *get_args(part)) for part in alternatives_of(spec))
+        if key in cfg and (is_path or any(metadata_of(spec, MadeWith))):
+            _expand(cfg, key, is_path)
     of_model = list(_set_defaults_of_model(cfg, known))
-    values, problems = _resolve(cfg, known)
+    values, problems = dict[str, Any](), list[Problem]()
+    for key in map(str, cfg):
+        try:
+            value = cfg[key]
+            if OmegaConf.is_config(value):
+                is_resolved = key not in known or AS_WRITTEN not in metadata_of(known[key], object)
+                value = OmegaConf.to_container(value, resolve=is_resolved)
+            values[key] = value
+        except OmegaConfBaseException as error:
+            problems.append(Problem(key, str(error).splitlines()[0]))
     problems += of_model
     problems += _check_names(OmegaConf.to_container(cfg, resolve=False), known)
     for key, spec in known.items():
@@ -60,14 +83,6 @@ def check_keys(cfg: DictConfig, settings_class: type) -> tuple[dict[str, Any], l
         if made_with is not None and key in values:
             problems += check_component(key, values[key], made_with)
     return values, problems
-
-
-def _drop_null_components(cfg: DictConfig) -> None:
-    """Sets components with a null ``_component_`` to null: torchtune parses ``KEY=null`` so."""
-    parts: Any = OmegaConf.to_container(cfg, resolve=False)
-    for key, part in parts.items():
-        if isinstance(part, dict) and part.get("_component_", "") is None:
-            cfg[key] = None
 
 
 def _set_defaults_of_model(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> Iterator[Problem]:
@@ -86,19 +101,11 @@ def _set_defaults_of_model(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> I
             return  # one for all defaults
 
 
-def _expand_home(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> None:
-    """Expands ``~`` in keys of type Path and in path arguments of components."""
-    for key, spec in known.items():
-        is_path = any(Path in (part, *get_args(part)) for part in alternatives_of(spec))
-        if key in cfg and (is_path or any(metadata_of(spec, MadeWith))):
-            _expand(cfg, key, is_path)
-
-
 def _expand(parent: Any, key: Any, is_path: bool) -> None:
     """Expands a path and all values in it, or else only path arguments of components."""
     try:
         value = parent[key]
-    except OmegaConfBaseException:  # reported by _resolve
+    except OmegaConfBaseException:  # reported by check_keys
         return
     if isinstance(value, str) and is_path and value.startswith("~"):
         parent[key] = os.path.expanduser(value)
@@ -111,27 +118,14 @@ def _expand(parent: Any, key: Any, is_path: bool) -> None:
             _expand(value, name, is_path or name in paths)
 
 
-def _resolve(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> tuple[dict[str, Any], list[Problem]]:
-    values: dict[str, Any] = {}
-    problems = []
-    for key in map(str, cfg):
-        try:
-            value = cfg[key]
-            if OmegaConf.is_config(value):
-                is_resolved = key not in known or AS_WRITTEN not in metadata_of(known[key], object)
-                value = OmegaConf.to_container(value, resolve=is_resolved)
-            values[key] = value
-        except OmegaConfBaseException as error:
-            problems.append(Problem(key, str(error).splitlines()[0]))
-    return values, problems
-
-
 def _check_names(given: Any, known: Mapping[str, FieldInfo]) -> Iterator[Problem]:
     referred = set(re.findall(r"\$\{\s*([\w-]+)", str(given)))
     for key, value in given.items():
-        if (problem := problem_with_word(str(key), value)) is not None:
-            yield problem
-        elif (key := str(key)) not in {*known, *WITHOUT_EFFECT, *referred}:
+        key = str(key)
+        accepted, text = WITHOUT_EFFECT.get(key, ((value,), ""))
+        if value not in accepted:
+            yield Problem(key, text, value)
+        elif key not in {*known, *WITHOUT_EFFECT, *referred}:
             similar = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {similar[0]}?" if similar else "take it out"
             hint = "write it without the +" if key.startswith("+") else hint
@@ -148,26 +142,24 @@ def _problems_of_values(
 ) -> Iterator[Problem]:
     """Yields the first problem of each value that does not match type or bounds of its key."""
     for details in error.errors():
-        key = str(details["loc"][0])
-        if key not in reported and details["type"] != "missing":  # by name already
-            reported.add(key)
-            yield _problem_of_value(key, values[key], known[key], details.get("ctx", {}))
-
-
-def _problem_of_value(key: str, value: Any, spec: FieldInfo, bounds: Mapping[str, Any]) -> Problem:
-    shown = str(value) if len(str(value)) < 50 else f"{str(value)[:40]}..."
-    literals = [part for part in alternatives_of(spec) if get_origin(part) is Literal]
-    if literals and isinstance(value, str):
-        options = ", ".join(str(option) for part in literals for option in get_args(part))
-        return Problem(key, f"unknown; set it to one of {options}", shown)
-    wanted = type_in_words(spec).replace("bool", "True or False")
-    for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most")):
-        if name in bounds:
-            wanted = f"{words} {bounds[name]}".removesuffix(".0")
-    if value is None:
-        return Problem(key, f"it must be {wanted}; leave it out for {spec.default}", "null")
-    # repr distinguishes the strings 'False' and '3' from values
-    return Problem(key, f"it must be {wanted}", repr(value) if isinstance(value, str) else shown)
+        key, bounds = str(details["loc"][0]), details.get("ctx", {})
+        if key in reported or details["type"] == "missing":  # by name already
+            continue
+        reported.add(key)
+        value, spec = values[key], known[key]
+        wanted = type_in_words(spec).replace("bool", "True or False")
+        for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most")):
+            if name in bounds:
+                wanted = f"{words} {bounds[name]}".removesuffix(".0")
+        shown = str(value) if len(str(value)) < 50 else f"{str(value)[:40]}..."
+        literals = [part for part in alternatives_of(spec) if get_origin(part) is Literal]
+        if literals and isinstance(value, str):
+            options = ", ".join(str(option) for part in literals for option in get_args(part))
+            yield Problem(key, f"unknown; set it to one of {options}", shown)
+        elif value is None:
+            yield Problem(key, f"it must be {wanted}; leave it out for {spec.default}", "null")
+        else:  # repr distinguishes the strings 'False' and '3' from values
+            yield Problem(key, f"it must be {wanted}", repr(value) if isinstance(value, str) else shown)
 
 
 def _without_effect(values: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> Iterator[Problem]:

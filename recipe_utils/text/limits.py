@@ -4,16 +4,12 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Literal, NamedTuple
 
-from torchtune.utils import get_logger, log_rank_zero
-
+from recipe_utils.files import log_once
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.documents import Documents
-
-_log = get_logger("INFO")
 
 Kernel = Literal["varlen", "flex", "by_document", "dense"]
 Layout = Literal["packed", "trees", "over ranks"]
@@ -79,13 +75,8 @@ class PackedAttention:
         if has_trees and self.kernel_of_trees is not None:
             kernel, why = self.kernel_of_trees, f"rows contain trees, and {kernel} has no mask for them"
         if documents.cu_seqlens.device.type != "cpu":
-            _log_once(kernel, why)
+            log_once(f"Attention of packed rows: {kernel}, because {why}")
         return kernel
-
-
-@cache
-def _log_once(kernel: Kernel, why: str) -> None:
-    log_rank_zero(_log, f"Attention of packed rows: {kernel}, because {why}")
 
 
 class ModelLimits(NamedTuple):

@@ -56,15 +56,11 @@ class Mixture(ConcatDataset):
         """Returns the position in the list of the dataset that a sample is from."""
         return bisect_right(self.starts, index) - 1
 
-    def datasets_of(self, indices: np.ndarray) -> np.ndarray:
-        """Returns :meth:`dataset_of` of each index, [n] int64."""
-        return np.searchsorted(self.starts, indices, side="right") - 1
-
     def of_targets(self, targets: Targets) -> np.ndarray:
         """Returns the dataset of each target [n]. Raises ValueError if a ``collate_fn`` made other rows than samples."""
         if targets.items is None:
             raise ValueError(NO_DATASET)
-        return self.datasets_of(targets.of_targets(targets.items).numpy())
+        return np.searchsorted(self.starts, targets.of_targets(targets.items).numpy(), side="right") - 1
 
 
 def _weighted(sample: Any, weight: float) -> Any:
@@ -229,8 +225,7 @@ def problems_with_list(key: str, parts: Any) -> Iterator[Problem]:
     if number and key != "dataset":
         yield Problem(key, "validation takes each sample once; take the weights out")
     elif 0 < number < len(entries):
-        text = f"{number} of {len(entries)} datasets have a weight; give all of them one, or none"
-        yield Problem(key, text)
+        yield Problem(key, f"{number} of {len(entries)} datasets have a weight; give all of them one, or none")
     # Metrics and samples are named by the dataset.
     is_mixture = any(split_entry(part)[1] for part in parts)
     for name, number in Counter(str(entry["name"]) for entry in entries).items():

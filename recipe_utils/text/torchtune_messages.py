@@ -28,27 +28,22 @@ def lost_keys(message: Mapping[str, Any]) -> list[str]:
     return [*calls, *(key for key in (*THINKING, "tool_calls", "function_call") if message.get(key))]
 
 
-def check_message(message: Mapping[str, Any], remedy: str) -> None:
-    """Raises ValueError for a message without text, SampleError for one of which torchtune loses a part."""
-    if lost := lost_keys(message):
-        text = f"torchtune's messages lose tool calls and thinking (its {', '.join(lost)})"
-        raise SampleError(f"{text}; {remedy}")
-    marks = [key for key, field in Turn.names().items() if field == "weight" and key in message]
-    if (
-        marks
-        and Turn.of({key: message[key] for key in marks}).weight not in (None, 1)
-        and _role(message) == "assistant"
-    ):
-        raise SampleError(f"torchtune's messages lose its {', '.join(marks)}; {remedy}")
-    if not isinstance(_content(message), (str, list)):
-        raise ValueError(f"the content of a message is {_content(message)!r} instead of text")
-
-
 def check_row(transform: Any, row: Mapping[str, Any], columns: Sequence[str], remedy: str) -> None:
-    """Raises SampleError for a row of which torchtune loses a part beside ``columns``; names the keys that are not read."""
+    """Checks a row with messages in ``columns``, and names its keys that are not read.
+
+    Raises SampleError if torchtune loses a part of a message or of what is beside them, ValueError for one without text.
+    """
     messages = [message for column in columns for message in row[column]]
     for message in messages:
-        check_message(message, remedy)
+        if lost := lost_keys(message):
+            text = f"torchtune's messages lose tool calls and thinking (its {', '.join(lost)})"
+            raise SampleError(f"{text}; {remedy}")
+        marks = [key for key, field in Turn.names().items() if field == "weight" and key in message]
+        weight = Turn.of({key: message[key] for key in marks}).weight if marks else None
+        if weight not in (None, 1) and _role(message) == "assistant":
+            raise SampleError(f"torchtune's messages lose its {', '.join(marks)}; {remedy}")
+        if not isinstance(_content(message), (str, list)):
+            raise ValueError(f"the content of a message is {_content(message)!r} instead of text")
     keys, _ = read_row({key: value for key, value in row.items() if key not in (*columns, *MEDIA)})
     texts = [content if isinstance(content := _content(message), str) else "" for message in messages]
     chat = [{"role": _role(message), "content": text} for message, text in zip(messages, texts, strict=True)]

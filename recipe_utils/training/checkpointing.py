@@ -178,7 +178,7 @@ def remove_old_exports(folder: Path, keep_last_n: int, log: Log) -> None:
 def log_end(
     first: TrainingState, last: TrainingState, seconds: float, checkpointing: Checkpointing, most_spanning: int
 ) -> None:
-    """Logs what a complete training has done from state ``first`` to ``last``, and how to sample from the model.
+    """Logs what a complete training has done from ``first`` to ``last``: data, validation, and how to sample.
 
     ``most_spanning`` is the largest number of samples of an update step that several ranks computed together.
     """
@@ -194,24 +194,15 @@ def log_end(
     if checkpointing.num_failed:
         many = "1 checkpoint" if checkpointing.num_failed == 1 else f"{checkpointing.num_failed} checkpoints"
         log.warn(f"{many} could not be saved, see above")
-    if checkpointing.last_export is not None:  # on rank 0
-        log_model(
-            checkpointing.last_export,
-            checkpointing.settings.output_dir,
-            last.config,
-            checkpointing.ranks.device.type,
-            log,
-        )
-
-
-def log_model(folder: Path, output_dir: Path, config: Mapping[str, Any], device: str, log: Log) -> None:
-    """Logs validation results, the exported folder, and a command that samples from the model."""
+    if (folder := checkpointing.last_export) is None:  # on rank 0
+        return
+    output_dir, device = checkpointing.settings.output_dir, checkpointing.ranks.device.type
     path, metrics = output_dir / "generation.yaml", output_dir / "logs" / METRICS_FILE
     try:
         log.info(summary_of_validation(read_metrics(metrics) if metrics.exists() else []))
         log.info(f"Model: {folder}")
         # A decoder with modules beside it, as a reward model, may not be trained to answer.
-        if not (folder / own_modules.FOLDER).is_dir() and write_generation_config(config, folder, path, device):
+        if not (folder / own_modules.FOLDER).is_dir() and write_generation_config(last.config, folder, path, device):
             log.info(f"Sample from it: tune run generate --config {path} prompt.user='...'")
     except OSError as error:
         log.warn(f"output_dir: {error}")

@@ -71,8 +71,7 @@ class Log:
                 config.log_config(recipe, cfg)
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                text = OmegaConf.to_yaml(cfg, resolve=True)
-                write_atomically(self._folder / "config.yaml", text.encode())
+                write_atomically(self._folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True).encode())
             except OSError as error:
                 self._report("config.yaml", error)
         for name in self._writers:

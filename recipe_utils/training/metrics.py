@@ -150,10 +150,7 @@ class Metrics:
             logs_memory: also logs the peak memory of an accelerator.
         """
         self.write_held()
-        metrics: dict[str, Metric | None] = {
-            **({} if "lr" in more else self._rates),
-            **more,
-        }
+        metrics: dict[str, Metric | None] = {**({} if "lr" in more else self._rates), **more}
         if self.counted in _COUNTS:
             total = _COUNTS[self.counted]
             metrics[f"num_{total.removeprefix('target_')}"] = step.totals[total]

@@ -81,11 +81,29 @@ class Resume:
         if not self.settings.resume_from_checkpoint:
             return None
         path = self._find_checkpoint()
-        if path is None:
-            self._check_stock_state()
-            self._check_that_nothing_is_lost()
-            return None
-        return path
+        if path is not None:
+            return path
+        # Training would start from scratch, which a ``recipe_state.pt`` of torchtune's recipes is not meant for.
+        cfg, folder = self.config["checkpointer"], self.settings.output_dir
+        default = Path(str(cfg.get("output_dir")), "recipe_state", "recipe_state.pt")
+        if (name := cfg.get("recipe_checkpoint")) is not None or default.exists():
+            raise ConfigError(
+                f"checkpointer.recipe_checkpoint={name or default}: training cannot resume from torchtune's "
+                "recipe_state.pt; leave it out, set resume_from_checkpoint=False and another output_dir, and load "
+                "the weights saved beside it with checkpoint_dir and checkpoint_files"
+            )
+        key = f"resume_from_checkpoint={self.settings.resume_from_checkpoint}"
+        if self._skipped:  # checkpoints and the reasons
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in self._skipped[:3])
+            raise ConfigError(
+                f"{key}: none of the checkpoints in {folder} can be used ({reasons}; "
+                f"{len(self._skipped)} in all); resume_from_checkpoint=False starts from scratch"
+            )
+        if self.settings.resume_from_checkpoint is True:
+            raise ConfigError(
+                f"{key}: there is no checkpoint in {folder}; set resume_from_checkpoint=auto to start without one"
+            )
+        return None
 
     def restore(self, trained: Trained, seed: int) -> TrainingState:
         """Loads model, optimizer and the states of parts in place if training resumes. Returns the initial state.
@@ -97,7 +115,15 @@ class Resume:
         transform = self.config.get("transform") or {}
         fingerprint = {**trained.loader.dataset.fingerprint, **trained.loader.order.fingerprint()}
         fingerprint |= {f"transform.{key}": value for key, value in transform.items()}
-        self._check_that_ranks_have_the_same_data(fingerprint)
+        fingerprints = gather_objects(fingerprint, self.group)
+        if others := [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]:
+            changed = differences(fingerprints[0], fingerprints[others[0]])
+            key, (of_rank_zero, of_other) = next(iter(changed.items()))
+            raise ConfigError(
+                f"dataset: ranks {', '.join(map(str, others))} have other samples than rank 0 "
+                f"({key}: {of_other} instead of {of_rank_zero}); give all ranks the same files and "
+                "the same tokenizer"
+            )
         note_options(trained.optimizer, lr_scheduler=self.config.get("lr_scheduler"))
         folder = self.settings.output_dir
         state = TrainingState(
@@ -124,18 +150,6 @@ class Resume:
         with suppress(CheckpointError):
             return read_state(self.path) if self.path else None
         return None
-
-    def _check_that_ranks_have_the_same_data(self, fingerprint: Mapping[str, Any]) -> None:
-        fingerprints = gather_objects(fingerprint, self.group)
-        others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
-        if others:
-            changed = differences(fingerprints[0], fingerprints[others[0]])
-            key, (of_rank_zero, of_other) = next(iter(changed.items()))
-            raise ConfigError(
-                f"dataset: ranks {', '.join(map(str, others))} have other samples than rank 0 "
-                f"({key}: {of_other} instead of {of_rank_zero}); give all ranks the same files and "
-                "the same tokenizer"
-            )
 
     def _new_run(self) -> str:
         """Returns a new run id. Unless training resumes, moves old checkpoints to a backup."""
@@ -222,32 +236,6 @@ class Resume:
         for other, reason in self._skipped:
             self.log.warn(f"resume_from_checkpoint: {other} is skipped: {reason}")
         return path
-
-    def _check_stock_state(self) -> None:
-        """Raises ConfigError if training would resume from a ``recipe_state.pt`` of torchtune's recipes."""
-        cfg = self.config["checkpointer"]
-        default = Path(str(cfg.get("output_dir")), "recipe_state", "recipe_state.pt")
-        if (name := cfg.get("recipe_checkpoint")) is not None or default.exists():
-            raise ConfigError(
-                f"checkpointer.recipe_checkpoint={name or default}: training cannot resume from torchtune's "
-                "recipe_state.pt; leave it out, set resume_from_checkpoint=False and another output_dir, and load "
-                "the weights saved beside it with checkpoint_dir and checkpoint_files"
-            )
-
-    def _check_that_nothing_is_lost(self) -> None:
-        """Raises ConfigError if a complete checkpoint is required and there is none."""
-        key = f"resume_from_checkpoint={self.settings.resume_from_checkpoint}"
-        folder = self.settings.output_dir
-        if self._skipped:  # checkpoints and the reasons
-            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in self._skipped[:3])
-            raise ConfigError(
-                f"{key}: none of the checkpoints in {folder} can be used ({reasons}; "
-                f"{len(self._skipped)} in all); resume_from_checkpoint=False starts from scratch"
-            )
-        if self.settings.resume_from_checkpoint is True:
-            raise ConfigError(
-                f"{key}: there is no checkpoint in {folder}; set resume_from_checkpoint=auto to start without one"
-            )
 
 
 def _movable(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torchtune import training
 
 from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.load import TrainingState
-from recipe_utils.models.construct import count_trained, describe_model
+from recipe_utils.models.construct import describe_model
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.parallel.stop import Stop, all_reduce_any
@@ -106,8 +106,7 @@ class Run:
         with naming("profiler"):
             self.profiler = build_profiler(self.settings, self.ranks)
         self.log.open(self.checkpointing.resume.recipe, cfg, self.settings)
-        num_trained = count_trained(model, self.ranks.cpu_group)
-        self.log.info(describe_model(meta_model, num_trained, cfg, self.ranks.device))
+        self.log.info(describe_model(meta_model, model, cfg, self.ranks))
         log_data(loader, self.settings.epochs, cfg.get("microbatching", "in_order"))
 
     def resume(self, trained: Trained) -> tuple[int, int]:

@@ -94,18 +94,14 @@ class RunSettings:
         """Yields problems with the output folder, and between the keys."""
         yield from problems_with_folder("output_dir", self.output_dir)
         if (self.sample_prompts is None) != (self.sample_every_n_steps is None):
-            keys = ("sample_prompts", "sample_every_n_steps")
-            text = "one has no effect without the other; set both"
-            yield Problem(", ".join(keys), text)
+            yield Problem("sample_prompts, sample_every_n_steps", "one has no effect without the other; set both")
 
     def problems_without_text(self) -> Iterator[Problem]:
         """Yields problems of keys that need a language model or a ``val_loss``."""
         if self.sample_prompts is not None:
-            text = "a vision transformer generates no text; leave the key out"
-            yield Problem("sample_prompts", text)
+            yield Problem("sample_prompts", "a vision transformer generates no text; leave the key out")
         if self.keep_best_checkpoint:
-            text = "there is no val_loss here; set export_every_n_steps instead"
-            yield Problem("keep_best_checkpoint", text, True)
+            yield Problem("keep_best_checkpoint", "there is no val_loss here; set export_every_n_steps instead", True)
 
 
 class Components(Protocol):
@@ -145,8 +141,7 @@ def problems_between(
         yield Problem("run_val_every_n_steps", "set dataset_val, too", every)
     if run.sample_prompts is not None and ranks.pipeline_parallel_dim > 1:
         stages = f"pipeline_parallel_dim={ranks.pipeline_parallel_dim}"
-        text = f"{stages} cannot generate; leave the key out, and sample from exported models"
-        yield Problem("sample_prompts", text)
+        yield Problem("sample_prompts", f"{stages} cannot generate; leave the key out, and sample from exported models")
     for name in ("should_load_recipe_state", "resume_from_checkpoint"):
         if components.checkpointer.get(name):
             text = "training does not resume from torchtune's recipe_state.pt; take it out"

@@ -122,8 +122,7 @@ class BareModel:
         hidden = self.model(tokens, input_pos=positions)[0]
         # Logits [n, v] instead of [t, v]: targets are often a fraction of the tokens.
         hidden = self.model.norm(hidden.index_select(0, target_positions))
-        logits = self.model.output(hidden).float()
-        return F.cross_entropy(logits, labels, reduction="sum")
+        return F.cross_entropy(self.model.output(hidden).float(), labels, reduction="sum")
 
     def _attend_per_sample(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         # The backward of each slice, unlike that of split, would allocate a row of zeros.

@@ -1,7 +1,6 @@
 """torchtune's recipes as baselines. They ignore other keys of the config."""
 
 import runpy
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +49,19 @@ def train_distillation(config: DictConfig) -> None:
     recipe = _recipe("knowledge_distillation_single_device", "KDRecipeSingleDevice", config)
     has_adapters = bool(adapters_in(config).modules)
     if not has_adapters:
-        recipe._setup_model = partial(_whole_student, config)
+
+        def whole_student(*, base_model_state_dict: dict[str, Any], **_: Any) -> nn.Module:
+            device = get_device(config.device)
+            with training.set_default_dtype(training.get_dtype(config.dtype, device=device)), device:
+                model: nn.Module = torchtune_config.instantiate(config.model)
+            if config.compile:
+                training.compile_model(model)
+            if config.enable_activation_checkpointing:
+                training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+            model.load_state_dict(base_model_state_dict)
+            return model
+
+        recipe._setup_model = whole_student
     _run(recipe, config, has_adapters)
 
 
@@ -83,16 +94,3 @@ def _init_process_group(config: DictConfig, **options: Any) -> None:
     device = get_device(config.device)
     backend = training.get_distributed_backend(device.type, offload_ops_to_cpu=device.type != "cpu")
     dist.init_process_group(backend, **options)
-
-
-def _whole_student(config: DictConfig, *, base_model_state_dict: dict[str, Any], **_: Any) -> nn.Module:
-    """Builds a fully trained student, wrapped as by the recipe."""
-    device = get_device(config.device)
-    with training.set_default_dtype(training.get_dtype(config.dtype, device=device)), device:
-        model: nn.Module = torchtune_config.instantiate(config.model)
-    if config.compile:
-        training.compile_model(model)
-    if config.enable_activation_checkpointing:
-        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
-    model.load_state_dict(base_model_state_dict)
-    return model

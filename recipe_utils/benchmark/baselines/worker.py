@@ -3,7 +3,9 @@
 ``SPEC`` is a file of :func:`write_spec`, ``PIPE`` the inherited descriptor of a connection to the benchmark.
 """
 
+import ctypes
 import json
+import signal
 import sys
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -14,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe_utils.benchmark.baselines.kinds import KINDS
-from recipe_utils.benchmark.interleave import Gate, end_with_the_benchmark
+from recipe_utils.benchmark.interleave import Gate
 from recipe_utils.benchmark.lineup import Baseline
 from recipe_utils.benchmark.token_audit import FedTokens
 
@@ -29,7 +31,8 @@ def write_spec(path: Path, baseline: Baseline, pad_id: int) -> Path:
 
 def main() -> None:
     """Waits for the first turn and runs until the benchmark ends the process."""
-    end_with_the_benchmark()
+    if sys.platform == "linux":  # which kills this process when the benchmark ends, even while it is stopped
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
     sys.path.append(str(Path.cwd()))  # as `tune run` does, for the user's modules there
     spec = json.loads(Path(sys.argv[1]).read_text())
     pipe = Connection(int(sys.argv[2]))

@@ -39,12 +39,22 @@ class ImageDataset(Dataset[dict[str, Any]]):
 
         Raises SampleError with the path if the file cannot be decoded.
         """
+        from PIL import Image
+
         row = self.rows[int(index)]
         file = row[self.image_column]
         if file is None:
             raise SampleError("it has no image")
-        path = file["path"] or ""
-        sample: dict[str, Any] = {"image": _decode(file["bytes"], path), "name": path}
+        path, content = file["path"] or "", file["bytes"]
+        try:
+            if content is None:
+                content = Path(path).read_bytes()
+            image = Image.open(io.BytesIO(content))
+            image.load()
+        except Exception as error:  # decoders raise various types
+            problem = "its file is empty" if content == b"" else f"it cannot be decoded ({error})"
+            raise SampleError(f"image {path or 'without a path'}: {problem}") from None
+        sample: dict[str, Any] = {"image": image, "name": path}
         if self.label_column is not None and row[self.label_column] is not None:
             sample["label"] = row[self.label_column]
         return sample
@@ -132,20 +142,6 @@ def _as_mapping(sample: Any) -> Any:
     if isinstance(sample, tuple) and len(sample) == 2:
         return {"image": sample[0], "label": sample[1]}
     return sample
-
-
-def _decode(content: bytes | None, path: str) -> Any:
-    from PIL import Image
-
-    try:
-        if content is None:
-            content = Path(path).read_bytes()
-        image = Image.open(io.BytesIO(content))
-        image.load()
-    except Exception as error:  # decoders raise various types
-        problem = "its file is empty" if content == b"" else f"it cannot be decoded ({error})"
-        raise SampleError(f"image {path or 'without a path'}: {problem}") from None
-    return image
 
 
 def checked_image(sample: Any, num_channels: int, with_label: bool = True) -> tuple[np.ndarray, int | None]:

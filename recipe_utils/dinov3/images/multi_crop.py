@@ -115,7 +115,16 @@ class MultiCrop:
         """Returns global and local crops [n, c, h, h], normalized, of an image [c, h, w] of floats in [0, 1]."""
         draws = torch.rand(3 + self.num_local_crops, _NUM_DRAWS, generator=generator, dtype=torch.float64).numpy()
         if self._transform is not None:
-            image = self._transformed(image, seed=int(draws[-1, 0] * 2**53))
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(int(draws[-1, 0] * 2**53))
+                transformed = self._transform(torch.from_numpy(image.copy()))
+            array = np.asarray(transformed, dtype=image.dtype)
+            if array.ndim != 3 or len(array) != len(image) or 0 in array.shape:
+                raise ValueError(
+                    f"transform.image_transform made {list(array.shape)} of an image {list(image.shape)}; it must "
+                    "return an image [c, h, w]"
+                )
+            image = _bounded(array)
         global_crops = self._crops(image, draws[:2], is_local=False)
         return global_crops, self._crops(image, draws[2:-1], is_local=True)
 
@@ -126,18 +135,6 @@ class MultiCrop:
         box = ((height - side) / 2, (width - side) / 2, float(side), float(side))
         (crop,) = resized_boxes(image, [box], self.global_crop_size, self.interpolation)
         return self._normalized(_bounded(crop))
-
-    def _transformed(self, image: np.ndarray, seed: int) -> np.ndarray:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            transformed = self._transform(torch.from_numpy(image.copy()))
-        array = np.asarray(transformed, dtype=image.dtype)
-        if array.ndim != 3 or len(array) != len(image) or 0 in array.shape:
-            raise ValueError(
-                f"transform.image_transform made {list(array.shape)} of an image {list(image.shape)}; it must "
-                "return an image [c, h, w]"
-            )
-        return _bounded(array)
 
     def _crops(self, image: np.ndarray, draws: np.ndarray, is_local: bool) -> np.ndarray:
         """Returns the crops of one size; draws are [crops, _NUM_DRAWS]."""
@@ -155,7 +152,16 @@ class MultiCrop:
         if drawn.flip < self.flip_probability:
             crop = np.ascontiguousarray(crop[:, :, ::-1])
         if drawn.jitter < self.jitter_probability:
-            crop = self._jittered(crop, drawn)
+            factors, is_color = 2 * drawn.factors - 1, len(crop) == 3
+            for change in np.argsort(drawn.order, kind="stable"):
+                if change == 0:
+                    crop = with_brightness(crop, 1 + self.brightness * factors[0])
+                elif change == 1:
+                    crop = with_contrast(crop, 1 + self.contrast * factors[1])
+                elif change == 2 and is_color:
+                    crop = with_saturation(crop, 1 + self.saturation * factors[2])
+                elif change == 3 and is_color and self.hue:
+                    crop = with_hue(crop, self.hue * factors[3])
         if drawn.grey < self.grey_probability and len(crop) == 3:
             crop = np.repeat(grey_of(crop), 3, axis=0)
         if drawn.blur < self.blur_probability[kind]:
@@ -163,20 +169,6 @@ class MultiCrop:
             crop = blurred(crop, low + (high - low) * drawn.sigma)
         if drawn.solarize < self.solarize_probability[kind]:
             crop = np.where(crop >= self.solarize_threshold, 1 - crop, crop)
-        return crop
-
-    def _jittered(self, crop: np.ndarray, drawn: "_Draws") -> np.ndarray:
-        factors = 2 * drawn.factors - 1
-        is_color = len(crop) == 3
-        for change in np.argsort(drawn.order, kind="stable"):
-            if change == 0:
-                crop = with_brightness(crop, 1 + self.brightness * factors[0])
-            elif change == 1:
-                crop = with_contrast(crop, 1 + self.contrast * factors[1])
-            elif change == 2 and is_color:
-                crop = with_saturation(crop, 1 + self.saturation * factors[2])
-            elif change == 3 and is_color and self.hue:
-                crop = with_hue(crop, self.hue * factors[3])
         return crop
 
     def _normalized(self, crop: np.ndarray) -> np.ndarray:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipe_utils.dinov3.images.crop_rows import CropsOfOneSize, TokenLayout, ViewTargets, row_of, without_targets
@@ -205,7 +204,14 @@ class ViewCollator(Collator):
         inputs, ((global_cls, patches), (local_cls, _)) = row_of(parts, self._layout, samples[0]["position_factor"])
         # The masked patches of a crop have a total weight of 1, however many there are.
         num_masked = masks.sum(axis=1)
-        groups, num_neighbors = self._groups_of(samples)
+        # KoLeo's groups, from 0, and the number of images that are not alone in theirs.
+        if (size := self._group_size) is None:  # the group is the update step, with images in other microbatches
+            groups = torch.zeros(len(samples), dtype=torch.int64)
+            num_neighbors = len(samples) * (samples[0]["step_size"] > 1)
+        else:
+            numbers = torch.tensor([sample["position"] // size for sample in samples])
+            _, groups, num_images = numbers.unique_consecutive(return_inverse=True, return_counts=True)
+            num_neighbors = int(num_images[num_images > 1].sum())
         targets: Any = ViewTargets(
             cls_positions=torch.cat([global_cls, local_cls]),
             num_images=len(samples),
@@ -222,16 +228,6 @@ class ViewCollator(Collator):
             "crop_tokens": inputs["tokens"].size(1),
         }
         return [Microbatch(inputs, targets, counts)]
-
-    def _groups_of(self, samples: Sequence[Sample]) -> tuple[Tensor, int]:
-        """Returns each image's group, from 0, and the number of images that are not alone in theirs."""
-        size = self._group_size
-        if size is None:  # the group is the update step, with images in other microbatches
-            has_neighbors = samples[0]["step_size"] > 1
-            return torch.zeros(len(samples), dtype=torch.int64), len(samples) * has_neighbors
-        numbers = torch.tensor([sample["position"] // size for sample in samples])
-        _, groups, num_images = numbers.unique_consecutive(return_inverse=True, return_counts=True)
-        return groups, int(num_images[num_images > 1].sum())
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Returns a microbatch with zero loss, which keeps collectives matched."""

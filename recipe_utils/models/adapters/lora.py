@@ -18,7 +18,7 @@ from torchao.dtypes.nf4tensor import to_nf4
 from torchtune.modules.peft import DoRALinear, LoRALinear, get_adapter_params, set_trainable_params
 
 from recipe_utils.checkpoint.tensors import describe_mismatch
-from recipe_utils.models.adapters.nf4 import scaler_block_size_of
+from recipe_utils.models.adapters.nf4 import SCALER_BLOCK_SIZE, is_quantized
 
 _NUM_SAMPLED = 64
 
@@ -49,8 +49,7 @@ class Adapters:
 def freeze_base(model: nn.Module) -> None:
     """Freezes all parameters but adapters, if the model has any; call it before the model is cut or wrapped.
 
-    Raises:
-        ValueError: an adapter that cannot learn, because of its rank, alpha or dropout.
+    Raises ValueError for an adapter that cannot learn, because of its rank, alpha or dropout.
     """
     parameters = get_adapter_params(model)
     if not parameters:
@@ -68,8 +67,7 @@ def check_adapter(rank_key: str, rank: int, alpha: float, dropout: float) -> Non
         ("lora_dropout", dropout, 0 <= dropout < 1, "at least 0 and below 1"),
     ):
         if not trains:
-            text = f"no adapter can be trained so; set it to {instead}"
-            raise ValueError(f"model.{key}={value}: {text}")
+            raise ValueError(f"model.{key}={value}: no adapter can be trained so; set it to {instead}")
 
 
 def find_adapters(model: nn.Module) -> Adapters:
@@ -82,8 +80,12 @@ def find_adapters(model: nn.Module) -> Adapters:
     modules, scaler_block_sizes = {}, {}
     for module in model.modules():
         if isinstance(module, (LoRALinear, DoRALinear)):
-            modules[names[id(module.weight)].removesuffix(".weight")] = _describe(module)
-        if size := scaler_block_size_of(module):
+            rank, is_dora = module.lora_a.out_features, isinstance(module, DoRALinear)
+            alpha = module.scaling * rank if is_dora else module.alpha
+            adapter = Adapter(rank, alpha, is_dora, getattr(module.dropout, "p", 0.0))
+            modules[names[id(module.weight)].removesuffix(".weight")] = adapter
+        if is_quantized(module):
+            size = getattr(module, "scaler_block_size", None) or SCALER_BLOCK_SIZE
             scaler_block_sizes[names[id(module.weight)]] = size
     trained = frozenset(name for name, p in parameters.items() if p.requires_grad)
     frozen = {
@@ -106,23 +108,14 @@ def adapters_in_words(model: nn.Module, adapters: Adapters) -> str:
     return f"{len(adapters.modules)} modules: {names}{text}"
 
 
-def _describe(module: Any) -> Adapter:
-    rank = module.lora_a.out_features
-    is_dora = isinstance(module, DoRALinear)
-    alpha = module.scaling * rank if is_dora else module.alpha
-    return Adapter(rank, alpha, is_dora, getattr(module.dropout, "p", 0.0))
-
-
 def initial_adapters(
     adapters: Adapters, base: Mapping[str, Tensor], given: Mapping[str, Tensor] | None, seed: int, dtype: torch.dtype
 ) -> Mapping[str, Tensor]:
     """Returns the initial adapters: those of ``checkpointer.adapter_checkpoint``, or fresh ones.
 
     ``base`` and ``given`` are full (unsharded), on every rank; ``dtype`` is that of matrix products with the base.
-
-    Raises:
-        ValueError: given adapters are of another rank or of other modules; or none are given for
-            adapters other than LoRA and DoRA.
+    Raises ValueError if given adapters are of another rank or of other modules, or none are given for adapters other
+    than LoRA and DoRA.
     """
     fresh = fresh_adapters(adapters, base, seed, dtype)
     unknown = sorted(adapters.trained - fresh.keys() - base.keys()) if adapters.modules else []

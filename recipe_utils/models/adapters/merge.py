@@ -20,17 +20,25 @@ def contents_of_export(
 ) -> tuple[dict[str, Any], float]:
     """Returns the contents of a torchtune checkpoint: the merged model if all weights are given, and the adapters.
 
-    ``weights`` are full, of the whole model or its adapters only, and merged in place; ``dtype`` None keeps their own.
-
-    Returns:
-        Contents by torchtune's keys; and the fraction of the adapters' change that is lost by rounding.
+    Also returns the fraction of the adapters' change that is lost by rounding. ``weights`` are full, of the whole model
+    or its adapters only, and merged in place; ``dtype`` None keeps their own.
     """
     contents: dict[str, Any] = {}
     lost = 0.0
     if adapters.modules:
         trained = {name: weights.pop(name) for name in sorted(adapters.trained) if name in weights}
         contents[training.ADAPTER_KEY] = trained
-        contents[training.ADAPTER_CONFIG] = _adapter_config(adapters)
+        first = next(iter(adapters.modules.values()))
+        contents[training.ADAPTER_CONFIG] = {  # PEFT's ``adapter_config.json``, with torchtune's module names
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": first.rank,
+            "lora_alpha": first.alpha,
+            "lora_dropout": first.dropout,
+            "use_dora": first.has_magnitude,
+            "bias": "none",
+            "target_modules": sorted({name.rsplit(".", 1)[-1] for name in adapters.modules}),
+        }
         if weights:
             lost = merge(weights, trained, adapters, dtype)
     if weights:
@@ -39,21 +47,6 @@ def contents_of_export(
             for name, weight in weights.items()
         }
     return contents, lost
-
-
-def _adapter_config(adapters: Adapters) -> dict[str, Any]:
-    """Returns PEFT's ``adapter_config.json``, with torchtune's module names."""
-    first = next(iter(adapters.modules.values()))
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": first.rank,
-        "lora_alpha": first.alpha,
-        "lora_dropout": first.dropout,
-        "use_dora": first.has_magnitude,
-        "bias": "none",
-        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in adapters.modules}),
-    }
 
 
 def merge(

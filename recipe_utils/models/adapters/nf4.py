@@ -19,19 +19,13 @@ from torchtune.modules.low_precision import FrozenNF4Linear, nf4_linear
 from torchtune.modules.peft import DoRALinear, LoRALinear, dora, lora
 
 _UPCAST_HOOKS = (reparametrize_as_dtype_state_dict_post_hook, _low_ram_reparametrize_as_dtype_state_dict_post_hook)
-_BLOCK_SIZE, _SCALER_BLOCK_SIZE = 64, 256
+_BLOCK_SIZE, SCALER_BLOCK_SIZE = 64, 256
 """64 elements share a factor, and by default 256 factors share another."""
 
 
 def is_quantized(module: nn.Module) -> bool:
     """Returns True if a module's ``weight`` is, or will be, in NF4."""
     return isinstance(module, FrozenNF4Linear) or bool(getattr(module, "_quantize_base", False))
-
-
-def scaler_block_size_of(module: Any) -> int:
-    """Returns the ``scaler_block_size`` of a module's NF4 weight; 0 for a plain weight."""
-    given = getattr(module, "scaler_block_size", None)
-    return (given or _SCALER_BLOCK_SIZE) if is_quantized(module) else 0
 
 
 @contextmanager
@@ -80,10 +74,8 @@ def check_nf4(model: nn.Module, frozen: Mapping[str, int], num_shards: int | Non
     """Checks that NF4 weights divide into whole blocks, and that FSDP2 can gather them.
 
     ``frozen`` is the ``scaler_block_size`` of weights in NF4, 0 of others. FSDP2 splits rows over
-    ``num_shards`` ranks; None without FSDP2.
-
-    Raises:
-        ValueError: parts that are not whole blocks, or a single part, which FSDP2 would treat as a plain tensor.
+    ``num_shards`` ranks; None without FSDP2. Raises ValueError for parts that are not whole blocks, and for a single
+    part, which FSDP2 would treat as a plain tensor.
     """
     if num_shards == 1 and any(frozen.values()):
         raise ValueError(

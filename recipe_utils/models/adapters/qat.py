@@ -24,11 +24,8 @@ def simulate_quantization(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
     Replaces torchtune's ``QATLoRALinear``, which does not run with torchao 0.17, and computes what
     torchao's ``prepare`` does, whose layers would have to be allocated.
 
-    The model is on the meta device; ``quantizer`` is one of torchtune's QAT quantizers.
-
-    Raises:
-        recipe_utils.settings.problems.ConfigError: the model has other adapters or a quantized base;
-            or the quantizer is not for training, or its group size does not divide a weight.
+    The model is on the meta device; ``quantizer`` is one of torchtune's QAT quantizers. Raises ConfigError if the model
+    has other adapters or a quantized base; or the quantizer is not for training, or its group size does not fit.
     """
     path = quantizer["_component_"]
     kind = LoRALinear if get_adapter_params(model) else nn.Linear
@@ -51,8 +48,7 @@ def simulate_quantization(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
     for layer in layers:
         width = layer.weight.shape[1]
         if cfg_weights is not None and ((size := cfg_weights.group_size) < 1 or width % size):
-            text = f"it does not divide {width}, a layer's width; set a divisor"
-            raise ConfigError(f"quantizer.groupsize={size}: {text}")
+            raise ConfigError(f"quantizer.groupsize={size}: it does not divide {width}, a layer's width; set a divisor")
         layer.activation_fake_quantizer = _fake_quantizer(cfg_inputs)
         layer.weight_fake_quantizer = _fake_quantizer(cfg_weights)
         layer.forward = MethodType(_forward_fake_quantized, layer)

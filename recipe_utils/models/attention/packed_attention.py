@@ -131,23 +131,36 @@ def choose_kernel(needs: AttentionNeeds, device: torch.device, configured: Kerne
     # The fastest kernel that supports the model, or the configured one.
     against_varlen = _reason_against("varlen", needs, device)
     against_flex = _reason_against("flex", needs, device)
-    kernel, why = _default_kernel(against_varlen, against_flex)
+    kernel: Kernel
     if configured is not None:
         kernel, why = configured, "packed_attention is set to it"
+    elif against_varlen is None and not torch.are_deterministic_algorithms_enabled():
+        kernel, why = "varlen", "FlashAttention supports the model"
+    elif against_flex is not None:
+        kernel, why = "by_document", against_flex
+    else:
+        # FlashAttention has a deterministic backward for "error", not for "warn" (attention_backward.cu).
+        mode = "cudnn_deterministic_mode is set, and FlashAttention's backward adds in any order"
+        kernel, why = "flex", against_varlen or mode
 
     # Layouts that it cannot compute here, with the reason: an error only once rows are packed.
     key = f"packed_attention={configured or 'null'}: "
     kernel_of_trees: Kernel | None = None
-    refused = dict[Layout, str | None]()
+    refused = dict[Layout, str]()
+    missing = missing_for_triton()
     if kernel == "flex":
-        reason = "" if configured else f"{why}, and "
-        refused["packed"] = _problem_of_flex(key + reason, against_flex)
+        obstacle, remedy = against_flex, "set packed_attention=by_document"
+        if obstacle is None and missing is not None:
+            obstacle = f"flex attention compiles with Triton, which needs {missing}"
+            remedy = f"install that, or {remedy}"
+        if obstacle is not None:
+            reason = "" if configured else f"{why}, and "
+            refused["packed"] = f"{key}{reason}{obstacle}; {remedy}"
     elif kernel == "varlen":
-        kernel_of_trees = "by_document" if against_flex or missing_for_triton() else "flex"
-    if kernel == "varlen" and against_varlen is not None:
-        refused["packed"] = f"{key}{against_varlen}; set packed_attention=flex, or remove the key"
-    reasons = {layout: text for layout, text in refused.items() if text is not None}
-    return PackedAttention(kernel, why, kernel_of_trees, reasons)
+        kernel_of_trees = "by_document" if against_flex or missing else "flex"
+        if against_varlen is not None:
+            refused["packed"] = f"{key}{against_varlen}; set packed_attention=flex, or remove the key"
+    return PackedAttention(kernel, why, kernel_of_trees, refused)
 
 
 def _reason_against(kernel: Literal["varlen", "flex"], needs: AttentionNeeds, device: torch.device) -> str | None:
@@ -169,29 +182,6 @@ def _reason_against(kernel: Literal["varlen", "flex"], needs: AttentionNeeds, de
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{name} needs a GPU of compute capability 8.0"
     return None
-
-
-def _default_kernel(against_varlen: str | None, against_flex: str | None) -> tuple[Kernel, str]:
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    if against_varlen is None and not is_deterministic:
-        return "varlen", "FlashAttention supports the model"
-    if against_flex is not None:
-        return "by_document", against_flex
-    # FlashAttention has a deterministic backward for "error", not for "warn" (attention_backward.cu).
-    why = "cudnn_deterministic_mode is set, and FlashAttention's backward adds in any order"
-    return "flex", against_varlen or why
-
-
-def _problem_of_flex(beginning: str, obstacle: str | None) -> str | None:
-    """Returns the reason that flex attention is unavailable on this machine or for a model, if any."""
-    instead = "set packed_attention=by_document"
-    if obstacle is not None:
-        return f"{beginning}{obstacle}; {instead}"
-    missing = missing_for_triton()
-    if missing is None:
-        return None
-    text = f"flex attention compiles with Triton, which needs {missing}"
-    return f"{beginning}{text}; install that, or {instead}"
 
 
 def missing_for_triton() -> str | None:

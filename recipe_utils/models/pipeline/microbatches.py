@@ -155,8 +155,24 @@ class Pipeline:
         self._take = take
         for stage in self._stages:
             stage.expect(microbatches, has_backward)
-        num_microbatches = len(microbatches)
-        _run_schedule(self._schedule_of(num_microbatches, has_backward), list(range(num_microbatches)), has_backward)
+        indices = list(range(len(microbatches)))
+        key = len(microbatches), has_backward
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule_class(
+                self._stages[0] if self._takes_one_stage else self._stages,
+                len(microbatches),
+                loss_fn=self._take_output,
+                scale_grads=False,  # the default divides by the number of microbatches
+            )
+        schedule = self._schedules[key]
+        # Always with the same ``has_backward``: a change synchronizes ranks.
+        if TorchVersion(torch.__version__) >= "2.14":
+            run = schedule.step if has_backward else schedule.eval
+            run(target_mbs=indices, return_outputs=False)
+        else:
+            # step() would split one large batch into microbatches of one shape.
+            schedule._has_backward = has_backward
+            schedule._step_microbatches(target_mbs=indices, return_outputs=False)
         del self._take  # it may refer to all outputs
         for stage in self._stages:
             stage.clear_runtime_states()
@@ -167,28 +183,6 @@ class Pipeline:
         last = next(stage for stage in self._stages if stage.is_last)
         with last.naming("objective", index):
             return self._take(index, output)
-
-    def _schedule_of(self, num_microbatches: int, has_backward: bool) -> Any:
-        key = num_microbatches, has_backward
-        if key not in self._schedules:
-            self._schedules[key] = self._schedule_class(
-                self._stages[0] if self._takes_one_stage else self._stages,
-                num_microbatches,
-                loss_fn=self._take_output,
-                scale_grads=False,  # the default divides by the number of microbatches
-            )
-        return self._schedules[key]
-
-
-def _run_schedule(schedule: Any, indices: list[int], has_backward: bool) -> None:
-    """Runs a schedule once, always with the same ``has_backward``: a change synchronizes ranks."""
-    if TorchVersion(torch.__version__) >= "2.14":
-        run = schedule.step if has_backward else schedule.eval
-        run(target_mbs=indices, return_outputs=False)
-    else:
-        # step() would split one large batch into microbatches of one shape.
-        schedule._has_backward = has_backward
-        schedule._step_microbatches(target_mbs=indices, return_outputs=False)
 
 
 class _Stage(PipelineStage):
@@ -229,16 +223,13 @@ class _Stage(PipelineStage):
         self.chunks = len(microbatches)
         self._shapes = [microbatch.inputs["tokens"].shape[:2] for microbatch in microbatches]
         # In the order of their forwards: all schedules forward microbatches in order.
-        inputs = ((i, self._inputs_of(microbatch)) for i, microbatch in enumerate(microbatches))
-        self._inputs = to_device_ahead(inputs, self.device)
-
-    def _inputs_of(self, microbatch: Microbatch) -> dict[str, Any]:
-        inputs = dict(microbatch.inputs)
-        if not self.is_first:
-            del inputs["tokens"]
-        if self.is_last:
-            inputs["targets"] = microbatch.targets
-        return inputs
+        inputs = [dict(microbatch.inputs) for microbatch in microbatches]
+        for microbatch_inputs, microbatch in zip(inputs, microbatches, strict=True):
+            if not self.is_first:
+                del microbatch_inputs["tokens"]
+            if self.is_last:
+                microbatch_inputs["targets"] = microbatch.targets
+        self._inputs = to_device_ahead(enumerate(inputs), self.device)
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
@@ -339,7 +330,7 @@ def build_pipeline(
     group = ranks.pp_group
     assert group is not None
     return Pipeline(
-        model.by_index(),
+        {int(name.removeprefix("stage_")): stage for name, stage in model.items()},
         num_stages=model.num_stages,
         schedule=settings.pipeline_parallel_schedule,
         embed_dim=model.embed_dim,

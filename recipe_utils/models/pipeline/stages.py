@@ -36,10 +36,6 @@ class Stages(nn.ModuleDict):
         self.output_is_tied = ties_output(meta_model)
         self.adapters = find_adapters(meta_model)
 
-    def by_index(self) -> dict[int, nn.Module]:
-        """Returns the stages by index."""
-        return {int(name.removeprefix("stage_")): stage for name, stage in self.items()}
-
 
 def local_stages(model: nn.Module) -> list[nn.Module]:
     """Returns the pipeline stages on this rank; a model without a pipeline is the only one."""

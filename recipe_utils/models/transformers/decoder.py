@@ -93,10 +93,12 @@ class Decoder(nn.Module):
         self.error_on: Callable[[torch.device, Kernel], str | None] = lambda *_: None
         self.calls: set[str | tuple[int, int]] | None = None
         attention = model.config._attn_implementation
+        # The largest probability with which attention drops a key, under any name of transformers.
+        rates = [value for name, value in vars(text).items() if "att" in name and "drop" in name]
         self.attention_needs = AttentionNeeds(
             next(model.parameters()).dtype,
             frozenset(proof.head_dims),
-            _attention_dropout(text),
+            float(max((rate for rate in rates if isinstance(rate, (int, float))), default=0.0)),
             frozenset(proof.attention_needs),
             proof.splits_attention,
             has_flex=model._supports_flex_attn,
@@ -300,12 +302,6 @@ class _Output(BaseModelOutputWithPast):
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-def _attention_dropout(config: Any) -> float:
-    """Returns the largest probability with which attention drops a key, under any name of transformers."""
-    rates = [value for name, value in vars(config).items() if "att" in name and "drop" in name]
-    return float(max((rate for rate in rates if isinstance(rate, (int, float))), default=0.0))
 
 
 def max_seq_len_of(config: Any) -> int:

@@ -52,8 +52,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         if not isinstance(tokenizer, FolderTokenizer):
             raise ValueError("dataset: set tokenizer to a folder_tokenizer, which takes tool calls")
         if split_turns not in (True, False, "shared"):
-            text = "set it to True, False or shared"
-            raise ValueError(f"dataset.split_turns={split_turns}: {text}")
+            raise ValueError(f"dataset.split_turns={split_turns}: set it to True, False or shared")
         self.makes_trees = split_turns == "shared"
         self._tokenizer = tokenizer
         self._rows = rows = PathRows(path, split, validation_fraction)
@@ -197,7 +196,11 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
                 except Exception:  # any: raised again for the piece without tokens
                     tokens = []
                 np.asarray(tokens, dtype=np.uint32).tofile(file)
-                ends = _ends_of_pieces(len(tokens), tokenizer.max_seq_len)
+                # Where its pieces end; the last one has two tokens at least, if it can.
+                most = tokenizer.max_seq_len or max(len(tokens), 1)
+                ends = [*range(most, len(tokens), most), len(tokens)]
+                if len(tokens) % most == 1 and len(ends) > 1 and most > 2:
+                    ends[-2] -= 1
                 bounds.extend(end + piece_end for piece_end in ends)
                 end += len(tokens)
         self._bounds, self._first_pieces = bounds, first_pieces
@@ -234,12 +237,3 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
         name_unread(self, f"{self._rows.path}", others)
         tokens: list[int] = self._tokenizer.encode(text=text, add_bos=True, add_eos=self._add_eos)
         return tokens
-
-
-def _ends_of_pieces(num_tokens: int, most: int | None) -> list[int]:
-    """Returns where the pieces of a document end; the last one has two tokens at least, if it can."""
-    most = most or max(num_tokens, 1)
-    ends = [*range(most, num_tokens, most), num_tokens]
-    if num_tokens % most == 1 and len(ends) > 1 and most > 2:
-        ends[-2] -= 1
-    return ends

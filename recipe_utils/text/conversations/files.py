@@ -134,8 +134,7 @@ class FileRows:
                 return self._row_of_csv(text)
             row = {self._text_key: text} if self._text_key else json.loads(text)
         except UnicodeDecodeError as error:
-            text = f"byte {error.start} is not UTF-8; convert the file, such as with iconv"
-            raise SampleError(text) from error
+            raise SampleError(f"byte {error.start} is not UTF-8; convert the file, such as with iconv") from error
         except csv.Error as error:
             raise SampleError(f"it is not CSV ({error})") from error
         except json.JSONDecodeError as error:

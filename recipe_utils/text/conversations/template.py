@@ -198,8 +198,7 @@ class ChatTemplate:
                     remedy = "change chat_template.jinja"
                     if len(trained) > 1 and limit < len(alone):
                         remedy = "use a conversation_dataset with split_turns, or set tokenizer.train_on_last"
-                    problem = f"the chat template renders {changed} otherwise once more follows"
-                    _refuse(chat, index, f"{problem}; {remedy}")
+                    _refuse(chat, index, f"the chat template renders {changed} otherwise once more follows; {remedy}")
                 self._report_empty_thinking(conversation, index, text, start, printed)
             if frame:
                 conversation.alike[frame] = num_alike + 1, begin - start, limit - end

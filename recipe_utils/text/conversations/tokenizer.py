@@ -243,7 +243,19 @@ class FolderTokenizer:
             texts[f"tools[{i}] ({tool.get('function', tool)['name']})"] = tool
         for owner, value in {**texts, **given.variables}.items():
             self._check(json.dumps(value, ensure_ascii=False, default=str), f"{owner}: ")
-        return self._template.fitted(self._as_templates_get(given))
+        # What apply_chat_template makes of it, by a template that prints what it is given.
+        if given.tools or given.variables or any(m.keys() - {"role", "content"} for m in given.chat):
+            printer = f"{{{{ [{', '.join(['messages', 'tools', *given.variables])}] | tojson }}}}"
+            options = {"chat_template": printer, "tokenize": False, **given.variables}
+            new_chat, tools, *values = json.loads(
+                self.tokenizer.apply_chat_template(given.chat, given.tools, **options)
+            )
+            # Of one value under several names, the row's name comes first.
+            chat = [
+                {**{k: new[k] for k in old if k in new}, **new} for old, new in zip(given.chat, new_chat, strict=True)
+            ]
+            given = replace(given, chat=chat, tools=tools, variables=dict(zip(given.variables, values, strict=True)))
+        return self._template.fitted(given)
 
     def _check(self, text: str, owner: str = "") -> None:
         """Raises SampleError for a text that contains a special token, which would be trained, or half a character."""
@@ -276,21 +288,6 @@ class FolderTokenizer:
             return np.append(tokens[:cut], new_tokens), np.append(ends[:cut], new_ends + start)
 
         return encode
-
-    def _as_templates_get(self, given: Conversation) -> Conversation:
-        """Returns what ``apply_chat_template`` makes of it, by a template that prints what it is given."""
-        if not given.tools and not given.variables and all(m.keys() <= {"role", "content"} for m in given.chat):
-            return given
-        names = ", ".join(["messages", "tools", *given.variables])
-        shown = self.tokenizer.apply_chat_template(
-            given.chat, given.tools, chat_template=f"{{{{ [{names}] | tojson }}}}", tokenize=False, **given.variables
-        )
-        chat, tools, *values = json.loads(shown)
-        # Of one value under several names, the row's name comes first.
-        chat = [
-            {**{key: new[key] for key in old if key in new}, **new} for old, new in zip(given.chat, chat, strict=True)
-        ]
-        return replace(given, chat=chat, tools=tools, variables=dict(zip(given.variables, values, strict=True)))
 
     def _render(self, given: Conversation, num: int, prompt: bool = False) -> str:
         """Returns the text of the first messages, as ``apply_chat_template``, which copies all each time."""

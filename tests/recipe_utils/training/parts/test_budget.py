@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import live_meter
 import pytest
 import tiny
 import torch
@@ -56,15 +55,6 @@ def test_a_row_of_several_samples_and_padding_is_not_taken_for_one_sample(max_to
     memory.before(step)
     with pytest.raises(RowsDoNotFitError, match=text):
         memory.close(torch.OutOfMemoryError())
-
-
-def test_budgets_of_version_0_5_resume(one_process):
-    for is_settled in (False, True):
-        with live_meter.pretended(1000):
-            loader = make_loader(one_process, "auto")
-            memory = StepMemory(at_start(one_process), loader, None)
-            memory.load({**memory.state(), "tokens": 512, "is_settled": is_settled})
-        assert loader.budget.tokens == loader.budget.proposal() == 512
 
 
 def test_the_longest_part_of_a_row_is_that_of_the_rank(one_process):
