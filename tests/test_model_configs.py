@@ -182,7 +182,7 @@ def test_a_config_is_short_accepted_and_names_its_commands(name, tmp_path, monke
     assert not [key for key in given if key in defaults and given[key] == defaults[key]]
 
 
-@pytest.mark.parametrize("name", [*PARAMETERS, *(name for name in ADAPTERS if "_dpo_" not in name)])
+@pytest.mark.parametrize("name", [*PARAMETERS, *sorted(name for name in ADAPTERS if "_dpo_" not in name)])
 def test_model_data_and_optimizer_are_those_of_the_stock_config(name):
     ours = plain(name)
     stock_name = name.removesuffix("_update_step").replace("_qlora", "_qlora_single_device")
@@ -202,7 +202,7 @@ def test_model_data_and_optimizer_are_those_of_the_stock_config(name):
         assert ours["lr_scheduler"] == {**stock["lr_scheduler"], "num_warmup_steps": warm_up}
 
 
-@pytest.mark.parametrize("name", [name for name in TEXT if name not in PARAMETERS])
+@pytest.mark.parametrize("name", sorted(name for name in TEXT if name not in PARAMETERS))
 def test_a_config_has_the_model_and_the_settings_of_the_full_one(name):
     ours, full = plain(name, resolve=False), plain(full_name(name), resolve=False)
     for key in (
@@ -214,7 +214,7 @@ def test_a_config_has_the_model_and_the_settings_of_the_full_one(name):
     assert ours["output_dir"].endswith(own.replace("_full", ""))
 
 
-@pytest.mark.parametrize("name", [name for name in TEXT if "_dpo_" in name])
+@pytest.mark.parametrize("name", sorted(name for name in TEXT if "_dpo_" in name))
 def test_preferences_have_data_loss_and_schedule_of_the_stock_configs(name):
     ours = plain(name)
     kind = "8B_lora_dpo" if "_lora_" in name else "8B_full_dpo"
