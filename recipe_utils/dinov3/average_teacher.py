@@ -49,7 +49,8 @@ class AverageTeacher:
         self._objective = objective
         self._modules, self._pipeline = modules, pipeline
         self._ranks = ranks
-        self._dp_group = ranks.dp_group  # made by all ranks, used on the last stage
+        # Made by all ranks, used on the last stage.
+        self._dp_group = ranks.dp_group if ranks.dp_degree > 1 else None
         self.model = self._copy(meta_model, TeacherBottlenecks())
         """The average, with heads."""
         states_of_patches = HiddenAtTargets("patch_positions")

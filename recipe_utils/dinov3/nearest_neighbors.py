@@ -40,7 +40,7 @@ class NearestNeighbors:
         self._loaders = bank, images
         self._num_neighbors = num_neighbors
         self._ranks = ranks
-        self._dp_group = ranks.dp_group
+        self._dp_group = ranks.dp_group if ranks.dp_degree > 1 else None
 
     def accuracy(self, states_of: StatesOf) -> Tensor:
         """Returns the fraction of correctly classified images [], equal on all ranks.

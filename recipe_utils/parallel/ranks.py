@@ -180,9 +180,9 @@ class Ranks:
         return process_group.new_cpu_group(self.timeout_seconds)
 
     @cached_property
-    def dp_group(self) -> dist.ProcessGroup | None:
-        """Returns the group of :attr:`dp_peers`, None if alone; its first use is collective."""
-        return self.new_subgroup(self.dp_degree) if self.dp_degree > 1 else None
+    def dp_group(self) -> dist.ProcessGroup:
+        """Returns the group of :attr:`dp_peers`, also of one alone; its first use is collective."""
+        return self.new_subgroup(self.dp_degree)
 
     def new_subgroup(self, size: int) -> dist.ProcessGroup:
         """Returns a new group of so many neighboring :attr:`dp_peers`; collective."""

@@ -56,8 +56,7 @@ class BalancedLoss(LinearCrossEntropyLoss):
         yield step.microbatches
 
     def over_ranks(self, counts):
-        if self.ranks.dp_group is not None:
-            dist.all_reduce(counts, group=self.ranks.dp_group)
+        dist.all_reduce(counts, group=self.ranks.dp_group)
         return counts
 
     def forward(self, output, hidden, targets, *parts):

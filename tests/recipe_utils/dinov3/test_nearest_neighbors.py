@@ -74,7 +74,7 @@ def loader_of(num_images, num_skipped):
 
 
 def test_too_few_images_that_can_be_used_are_named():
-    ranks = SimpleNamespace(dp_group=None, device=torch.device("cpu"), has_last_stage=True)
+    ranks = SimpleNamespace(dp_degree=1, device=torch.device("cpu"), has_last_stage=True)
     neighbors = NearestNeighbors(loader_of(20, 9), loader_of(5, 0), 12, ranks)
     with pytest.raises(SampleError, match="knn_neighbors=12: only 11 of 20 images of dataset_knn"):
         neighbors.accuracy(lambda microbatches: {0: microbatches[0].states})
