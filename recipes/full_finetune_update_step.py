@@ -93,8 +93,7 @@ class Settings(
     checkpointer: Component
     """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
     loss: Component
-    """``recipe_utils.losses.LinearCrossEntropyLoss`` (target positions only, in chunks), or a stock
-    loss."""
+    """``recipe_utils.losses.LinearCrossEntropyLoss`` (target positions only, in chunks), a stock loss, or yours."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """Validation dataset; requires ``run_val_every_n_steps``."""
 

@@ -88,8 +88,7 @@ class Settings(
     checkpointer: Component
     """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
     loss: Component
-    """``recipe_utils.losses.LinearCrossEntropyLoss`` (target positions only, in chunks), or a stock
-    loss."""
+    """``recipe_utils.losses.LinearCrossEntropyLoss``, or a stock cross-entropy."""
     kd_loss: Component | None = None
     """Divergence: ``recipe_utils.distillation.LinearDistillationLoss`` (null) or one of torchtune's six."""
     teacher_model: Component | None = None
