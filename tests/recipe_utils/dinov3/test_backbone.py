@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from recipe_utils.dinov3 import backbone as vision_transformer
 from recipe_utils.dinov3.backbone import dinov3_vit, fresh_vit_weights, layer_of
 from recipe_utils.models.pipeline.stages import layers_of_stages
-from recipe_utils.settings.components import MadeWith, check_component
 
 DIM, NUM_LAYERS = SIZES["embed_dim"], SIZES["num_layers"]
 NUM_PREFIX = 1 + SIZES["num_registers"]
@@ -175,15 +174,6 @@ def test_a_branch_is_dropped_for_its_crop_alone_and_others_are_scaled(branch):
         assert relative(crop, other[index]) > 1e-3
 
 
-def test_a_draw_at_the_rate_keeps_the_branch():
-    model = tiny_vit.tiny_vit(dtype=torch.float64, drop_path=0.1)
-    row = with_draws(model)
-    row["input_pos"][..., 2:] = 0.1
-    expected = crops_of(scaled_branches(model, 1 / 0.9), row)
-    found = crops_of(model, row)
-    assert all(relative(*pair) < 1e-12 for pair in zip(found, expected, strict=True))
-
-
 def test_nothing_is_dropped_without_draws_in_evaluation_or_at_rate_0():
     model = tiny_vit.tiny_vit(dtype=torch.float64, drop_path=0.25)
     row = with_draws(model, low=[(0, 0), (4, 3)])
@@ -207,18 +197,6 @@ def test_nothing_is_dropped_without_draws_in_evaluation_or_at_rate_0():
 def test_sizes_that_do_not_fit_are_refused_by_name(changed, message):
     with pytest.raises(ValueError, match=message):
         dinov3_vit(**{**SIZES, **changed})
-
-
-def test_arguments_of_published_sizes_are_checked_as_a_config_s_are():
-    path = "recipe_utils.dinov3.dinov3_vit_s16"
-    wrong = {"_component_": path, "drop_pth": 0.1, "num_layers": "many"}
-    problems = list(check_component("model", wrong, MadeWith()))
-    assert list(map(str, problems)) == [
-        "model.drop_pth: dinov3_vit_s16 has no such argument; did you mean drop_path?",
-        "model.num_layers='many': dinov3_vit_s16 takes int",
-    ]
-    right = {"_component_": path, "drop_path": 0.1, "num_layers": 2}
-    assert not list(check_component("model", right, MadeWith()))
 
 
 # ---- Stages and weights -------------------------------------------------------------------------

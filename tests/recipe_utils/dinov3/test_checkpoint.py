@@ -64,16 +64,12 @@ def test_what_transformers_saves_is_loaded_and_computes_the_same(transformers, t
 
 
 @pytest.mark.parametrize("changed", [{}, GATED], ids=["plain", "gated"])
-def test_conversion_there_and_back_gives_each_weight_and_every_name_of_both_versions(changed):
-    model = tiny_vit.tiny_vit(**changed)
-    weights = model.state_dict()
-    published = dinov3_tune_to_hf(weights, model.arguments["num_channels"])
-    assert equal(dinov3_hf_to_tune(published), weights)
+def test_names_of_either_version_are_read(changed):
+    weights = tiny_vit.tiny_vit(**changed).state_dict()
+    published = dinov3_tune_to_hf(weights, changed.get("num_channels", 3))
     newer = {n.replace("layer.", "model.layer.", 1): weight for n, weight in published.items()}
+    assert equal(dinov3_hf_to_tune(published), weights)
     assert equal(dinov3_hf_to_tune(newer), weights)
-    assert published["embeddings.patch_embeddings.weight"].shape[2:] == (4, 4)
-    assert published["embeddings.register_tokens"].shape == (1, 0 if changed else 2, 32)
-    assert "layer.2.attention.k_proj.bias" not in published
 
 
 @pytest.mark.parametrize("convert", [dinov3_hf_to_tune, dinov3_tune_to_hf])

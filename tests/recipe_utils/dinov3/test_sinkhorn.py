@@ -60,13 +60,6 @@ def test_fp32_neither_overflows_nor_loses_a_row_at_usual_temperatures(temperatur
     torch.testing.assert_close(targets.sum(1), torch.ones(64))
 
 
-@pytest.mark.parametrize("rows", [[], [torch.zeros(0, DIM)], [torch.zeros(0, DIM)] * 3])
-def test_without_rows_it_is_zero(rows):
-    dual = sinkhorn(rows, drawn(NUM_PROTOTYPES, DIM, dtype=torch.float32), 0.1)
-    assert dual.dtype == torch.float32
-    assert torch.equal(dual, torch.zeros(NUM_PROTOTYPES))
-
-
 def over_ranks(cases):
     """Returns for each case the results of each rank, whose rows are cut as given."""
     rows, weight = drawn(23, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
