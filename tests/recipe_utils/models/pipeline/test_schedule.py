@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from distributed_runs import run_distributed
 from torch.torch_version import TorchVersion
 
-from recipe_utils.models.pipeline.schedule import SCHEDULES, PipelineSettings, num_to_run, pipeline_on_ranks
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.models.pipeline.schedule import SCHEDULES, PipelineSettings, pipeline_on_ranks
+from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.update_steps.settings import DataSettings
 
@@ -52,19 +51,6 @@ def test_split_points_of_another_number_of_stages_are_refused(schedule, split_po
     for part in parts:
         assert part in str(raised.value)
     assert problems(pipeline, monkeypatch, num_ranks=4) == [str(problem) for problem in raised.value.problems]
-
-
-def fill_on_two_ranks():
-    ranks = join_ranks(RankSettings(device="cpu", pipeline_parallel_dim=2))
-    return [num_to_run(settings(schedule), ranks)(5) for schedule in ("1F1B", "Interleaved1F1B")]
-
-
-def test_every_rank_fills_an_update_step_up_to_an_accepted_number():
-    assert run_distributed(fill_on_two_ranks, 2) == [[5, 6]] * 2
-
-
-def test_without_a_pipeline_nothing_is_a_problem(monkeypatch):
-    assert problems(settings("Interleaved1F1B", [5]), monkeypatch, num_ranks=1) == []
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

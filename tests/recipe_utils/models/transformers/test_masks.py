@@ -124,18 +124,6 @@ def test_documents_are_not_inferred_from_positions():
     torch.testing.assert_close(logits[11:], alone.logits[0])
 
 
-def test_rows_are_computed_without_a_number_from_the_device():
-    """Padded and packed rows run on the meta device, where reading a number raises."""
-    with torch.device("meta"):
-        decoder = Decoder(
-            build(tiny_config_of("gemma3_text")), packing_check.cached_packing_check(tiny_config_of("gemma3_text"))
-        )
-        tokens = torch.empty(1, 57, dtype=torch.long)
-        positions = torch.empty(1, 57, dtype=torch.long)
-    for rows in ({}, {"input_pos": positions, "document_lengths": Documents([LENGTHS])}):
-        assert decoder(tokens, **rows).is_meta
-
-
 def test_a_tensor_is_not_cut_because_its_size_is_that_of_the_row():
     """A mixing module has a learned matrix as argument, and the row is as long as the matrix is wide."""
 
