@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from distributed_runs import run_distributed
-from recipe_runs import DPO, KD, refusal, run_recipe, run_recipe_keeping_warnings, set_up, slow, writing_to
+from recipe_runs import refusal, run_recipe, run_recipe_keeping_warnings, set_up, slow, writing_to
 from safetensors.torch import load_file, save_file
 from tiny_transformers import FILES, OLD_WEIGHTS, keys_of_folder, save_published, save_tiny, tensors_of
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -129,18 +129,6 @@ def test_what_adapters_do_not_change_keeps_its_bits(tiny_config, tmp_path):
         for file, content in FILES.items():
             assert (tmp_path / "out" / name / file).read_text() == content
         assert not (tmp_path / "out" / name / OLD_WEIGHTS[0]).exists()
-
-
-@pytest.mark.slow
-def test_a_trained_policy_and_a_student_keep_the_files_beside_the_weights(tiny_dpo_config, tiny_kd_config, tmp_path):
-    keys = save_published(tmp_path / "in", "qwen3")
-    weights = keys["checkpointer"]
-    teacher = {"teacher_sizes": keys["model"], "teacher_checkpointer": weights}
-    dpo = tiny_dpo_config(**keys, ref_checkpointer=weights, dtype="bf16")
-    for recipe, config in ((DPO, dpo), (KD, tiny_kd_config(**keys, **teacher, dtype="bf16"))):
-        run_recipe({**writing_to(tmp_path / recipe, config), "max_steps_per_epoch": 1}, recipe)
-        for name in ("config.json", *FILES):
-            assert (tmp_path / recipe / "epoch_0" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
 
 
 def test_names_and_ties_of_the_files_stay(tiny_config, tmp_path):
