@@ -28,11 +28,6 @@ def relative(found, expected):
 # ---- transformers -------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    return pytest.importorskip("transformers", minversion="4.56")
-
-
 GATED = {"use_gated_mlp": True, "num_registers": 0}
 
 
@@ -46,9 +41,9 @@ GATED = {"use_gated_mlp": True, "num_registers": 0}
     ],
     ids=str,
 )
-def test_it_is_transformers_model_with_and_without_masked_patches(transformers, changed, size, dtype):
+def test_it_is_transformers_model_with_and_without_masked_patches(changed, size, dtype):
     model = tiny_vit.tiny_vit(dtype=dtype, **changed)
-    theirs = tiny_vit.of_transformers(transformers, model)
+    theirs = tiny_vit.of_transformers(model)
     images = images_of(3, *size, dtype=dtype)
     num_patches = size[0] * size[1] // 16
     masks = torch.rand(3, num_patches, generator=torch.Generator().manual_seed(1)) < 0.4
@@ -60,9 +55,9 @@ def test_it_is_transformers_model_with_and_without_masked_patches(transformers, 
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_transformers(transformers):
+def test_gradients_are_those_of_transformers():
     model = tiny_vit.tiny_vit(dtype=torch.float64)
-    theirs = tiny_vit.of_transformers(transformers, model)
+    theirs = tiny_vit.of_transformers(model)
     images = images_of(2, 16, 12, dtype=torch.float64)
     masks = torch.arange(24).view(2, 12) % 3 == 0
     model(**row_of(model, images, masks=masks)).square().sum().backward()
