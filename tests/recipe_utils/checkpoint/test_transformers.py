@@ -204,15 +204,11 @@ def test_a_config_json_that_changed_or_is_another_is_refused(tiny_config, tmp_pa
     assert "its config.json has rms_norm_eps=1e-06, and that of model.path" in text
 
 
-def test_files_beside_the_weights_are_not_read(tiny_config, tmp_path):
+def test_other_weights_beside_them_are_not_read_and_adapters_refused(tiny_config, tmp_path):
     config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
     weights = load_file(tmp_path / "in" / "model.safetensors")
     save_file({n: t + 1 for n, t in weights.items()}, tmp_path / "in" / "zz_average.safetensors")
     assert all((tensor < 0.9).any() for tensor in read(config)[0].values() if tensor.ndim > 1)
-
-
-def test_adapters_beside_the_weights_are_refused(tiny_config, tmp_path):
-    config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
     (tmp_path / "in" / "adapter_config.json").write_text("{}")
     assert "transformers would apply its adapter_config.json" in refusal(config)
 

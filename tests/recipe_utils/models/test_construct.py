@@ -106,10 +106,3 @@ def test_only_the_last_stage_has_the_output_and_own_modules_and_frozen_layers_st
     assert first[0] == second[0] == [([0, 1, 2, 3], True, [0, 3])]
     assert first[1:] == [[([0, 1], False, [0])], [([0], False, [0]), ([2], False, [])]]
     assert second[1:] == [[([2, 3], True, [3])], [([1], False, []), ([3], True, [3])]]
-
-
-def test_weights_stay_on_the_cpu_only_where_the_device_is_another():
-    settings = ModelSettings(fsdp_cpu_offload=True)
-    assert settings.offloads_to_cpu(torch.device("cuda"))
-    assert not settings.offloads_to_cpu(CPU)
-    assert not ModelSettings().offloads_to_cpu(torch.device("cuda"))
