@@ -392,7 +392,6 @@ def test_pairs_are_those_of_trl(kind, qwen3, write):
     [
         PAIRS["messages"],
         {"prompt": "2 + 2?", "chosen": TWO[1:2], "rejected": [WRONG]},
-        {"prompt": "2 + 2?", "chosen": TWO[:2], "rejected": [TWO[0], WRONG]},
         {"prompt": TWO[:1], "chosen": TWO[:2], "rejected": [TWO[0], WRONG]},
         {"prompt": TWO[0], "chosen": TWO[1], "rejected": WRONG},
         {"prompt": TWO[:1], "chosen": "It is 4.", "rejected": "It is 5.", "tools": None},
@@ -410,7 +409,6 @@ def test_a_pair_with_its_own_prompt_is_the_joined_pair(row, chatml, torchtunes, 
     ("row", "text"),
     [
         ({"prompt": TWO[:1], "chosen": TWO[:2]}, r"it has no rejected \(its keys: prompt, chosen\)"),
-        ({"prompt": "3?", "chosen": TWO[:2], "rejected": TWO[:2]}, "chosen begins with a turn of the user"),
         ({"chosen": 4, "rejected": TWO[:2]}, "chosen: its messages are no list of objects with role and content: 4"),
         ({"prompt": TWO[:1], "chosen": "4", "rejected": USE[1]}, "torchtune's tokenizers lose tool_calls"),
         (PAIRS["tools"], "take no tools; set tokenizer to a folder_tokenizer"),
