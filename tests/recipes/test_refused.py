@@ -181,6 +181,7 @@ REFUSED = {
     # ---- Models and runs
     (DINO, "model._component_=tiny.normalized_by_batch"): "model: its norm is a BatchNorm1d, .*LayerNorm",
     (DINO, "model.drop_path=3"): r"1 problem .*\n.*model.drop_path=3: it must be at least 0 and below 1",
+    (DINO, "model={_component_: recipe_utils.dinov3.dinov3_vit_s16, num_layers: many}"): "model.num_layers='many': dinov3_vit_s16 takes int",
     (DINO, "tensor_parallel_dim=2"): "tensor_parallel_dim=2: not with images; set it to 1",
     (DINO, "optimizer_in_bwd=True"): "optimizer_in_bwd=True: .* set it to False",
     (DINO, "sample_prompts=[Hi] sample_every_n_steps=1"): "sample_prompts: .* leave the key out",

@@ -312,6 +312,8 @@ def test_whole_images_are_one_crop_each_with_their_labels(one_process):
             assert global_crops(microbatch).inputs["crop_groups"] == ((number, G),)
             labels += targets.labels.tolist()
     assert labels == [index % 10 for index in range(NUM_IMAGES)]
+    with pytest.raises(SampleError, match="it has no label"):
+        WholeImages(Pictures(has_labels=False), MultiCrop(**CROPS), LAYOUT)[0]
 
 
 # ---- Workers, fingerprints, settings --------------------------------------------------------------

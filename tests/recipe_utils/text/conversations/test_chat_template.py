@@ -592,7 +592,8 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
         for index, text in enumerate(texts):
             with pytest.raises(SampleError, match=f"^line {index + 2} of .*: {text}") as error:
                 dataset[index]
-            assert error.value.__suppress_context__, "the screen would show a traceback"
+            causes = error.value.__cause__, error.value.__suppress_context__
+            assert causes == (None, True), "the screen would show a traceback"
 
 
 @pytest.mark.parametrize(
