@@ -82,6 +82,7 @@ def test_over_ranks_it_is_that_of_all_rows():
             rows = rows[: sum(map(sum, case))]
             expected = sinkhorn([rows], weight, 0.3)
             torch.testing.assert_close(dual, expected, rtol=0, atol=1e-12, msg=f"{rank} {case}")
+            assert dual.any() == (len(rows) > 0)
             targets = targets_of(rows, weight, 0.3, dual)
             assert used == targets.argmax(1).unique().numel()
 
