@@ -134,8 +134,8 @@ def test_it_computes_in_the_dtype_of_its_weights_and_rotates_by_exact_angles(dty
 
 
 def with_draws(model, low=()):
-    """Returns 2 + 3 crops; branches ``low``, (crop, branch), have draws below any rate, others above."""
-    draws = torch.full((5, 2 * NUM_LAYERS), 0.9)
+    """Returns 2 + 3 crops; branches ``low``, (crop, branch), have draws below the rate of 0.25, others at it."""
+    draws = torch.full((5, 2 * NUM_LAYERS), 0.25)
     for crop, branch in low:
         draws[crop, branch] = 0.1
     groups = images_of(2, 16, 16).double(), images_of(3, 8, 8, seed=1).double()
