@@ -134,33 +134,23 @@ OF_TEXT = {
 }
 
 
-@pytest.fixture(scope="module")
-def of_text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("benchmark")
-    changed_recipe(folder, {"\nimport torch\n": "\nimport beside_my_recipe\nimport torch\n"})
-    (folder / "beside_my_recipe.py").touch()
-    with pytest.MonkeyPatch.context() as patches:
-        patches.chdir(folder)
-        return run_here(folder, OF_TEXT)
-
-
 @pytest.mark.slow
-def test_all_baselines_train_the_same_update_steps_with_the_same_losses(of_text):
-    screen, markdown, results = of_text
+def test_baselines_train_the_same_update_steps_and_have_their_speed_padding_and_memory_over_the_reference(tmp_path):
+    changed_recipe(tmp_path, {"\nimport torch\n": "\nimport beside_my_recipe\nimport torch\n"})
+    (tmp_path / "beside_my_recipe.py").touch()
+    with pytest.MonkeyPatch.context() as patches:
+        patches.chdir(tmp_path)
+        screen, markdown, results = run_here(tmp_path, OF_TEXT)
     assert markdown in screen
-    assert list(by_name(results)) == [name for name in OF_TEXT if name != "broken"]
+    summaries = by_name(results)
+    assert list(summaries) == [name for name in OF_TEXT if name != "broken"]
     assert max(deviations(results).values()) < 1e-4
     assert all(len(of_round[0]) == 2 for of_round in results["losses"].values() if of_round[0])
     assert results["command"].startswith(f"tune run {RECIPE} --config")
     assert results["versions"]["torchtune"] == "0.6.1"
     assert results["machine"]
 
-
-@pytest.mark.slow
-def test_every_baseline_has_its_speed_padding_and_memory_over_the_reference(of_text):
-    _, markdown, results = of_text
     assert "| over stock (quartiles) |" in markdown
-    summaries = by_name(results)
     assert summaries["stock"]["ratio"] == [1, 1, 1]
     for summary in summaries.values():
         assert summary["num_steps"] == 1
@@ -171,10 +161,6 @@ def test_every_baseline_has_its_speed_padding_and_memory_over_the_reference(of_t
     slots = {name: summary["positions_per_target"] for name, summary in summaries.items()}
     assert slots["in_order"] == slots["stock"]
 
-
-@pytest.mark.slow
-def test_a_baseline_that_fails_is_reported_and_the_others_continue(of_text):
-    screen, markdown, _ = of_text
     assert "broken: rank 0 ended with exit code 1; the last lines of" in screen
     assert "max_tokens_per_microbatch=8: microbatching=in_order counts samples" in screen
     assert "| broken | failed, see the log |" in markdown

@@ -57,6 +57,15 @@ REFUSED = {
     (SFT, "run_val_every_n_steps=2"): "run_val_every_n_steps=2: set dataset_val, too",
     (SFT, "pipeline_parallel_schedule=GPipe"): "=GPipe: it has no effect with pipeline_parallel_dim=1; .* more than 1",
     (SFT, "sample_losses=True loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"): "sample_losses=True: .* does not sum by sample; set loss._component_",
+    (SFT, "batch_size_val=3"): "batch_size_val=3: it has no effect with run_val_every_n_steps=",
+    (SFT, "keep_best_checkpoint=True"): "keep_best_checkpoint=True: it has no effect with run_val_every_n_steps=",
+    (SFT, "sample_max_new_tokens=7"): "sample_max_new_tokens=7: it has no effect with sample_prompts=",
+    (SFT, "enable_activation_offloading=True"): "enable_activation_offloading=True: it needs enable_activation_checkpointing",
+    (SFT, "enable_activation_offloading=True enable_activation_checkpointing=True"): "enable_activation_offloading=True: it needs device=cuda",
+    (SFT, "enable_activation_checkpointing=True ac_mode=full"): "ac_mode=full: ",
+    (SFT, "ac_mode=selective"): "ac_mode=selective: set ac_option, too",
+    (SFT, "tensor_parallel_dim=2"): "tensor_parallel_dim=2: set tensor_parallel_plan, too",
+    (SFT, "microbatching=packed packed_attention=flex"): "packed_attention=flex: it needs device=cuda",
     (SFT, "sample_prompts=[Hi]"): "sample_prompts, sample_every_n_steps: one has no effect without the other; set both",
     (SFT, "pipeline_parallel_dim=2 sample_prompts=[Hi] sample_every_n_steps=1"): "sample_prompts: pipeline_parallel_dim=2 cannot generate",
     (DINO, "sample_losses=True"): "sample_losses=True: losses of views are not by image; leave it out",
@@ -172,6 +181,7 @@ REFUSED = {
     # ---- Models and runs
     (DINO, "model._component_=tiny.normalized_by_batch"): "model: its norm is a BatchNorm1d, .*LayerNorm",
     (DINO, "model.drop_path=3"): r"1 problem .*\n.*model.drop_path=3: it must be at least 0 and below 1",
+    (DINO, "model={_component_: recipe_utils.dinov3.dinov3_vit_s16, num_layers: many}"): "model.num_layers='many': dinov3_vit_s16 takes int",
     (DINO, "tensor_parallel_dim=2"): "tensor_parallel_dim=2: not with images; set it to 1",
     (DINO, "optimizer_in_bwd=True"): "optimizer_in_bwd=True: .* set it to False",
     (DINO, "sample_prompts=[Hi] sample_every_n_steps=1"): "sample_prompts: .* leave the key out",
@@ -183,7 +193,7 @@ REFUSED = {
     (DINO, HELD_OUT.format("unlabeled_images") + " dataset_val.label=-1"): "dataset_val: its images have labels such as -1, not",
     (DINO, HELD_OUT.format("tiny_images") + " knn_neighbors=38"): "knn_neighbors=38: dataset_knn has 37 images; set it to fewer",
 }  # fmt: skip
-SEVERAL = ("tensor_parallel_dim=", "pipeline_parallel_dim=")
+SEVERAL = ("tensor_parallel_dim=", "pipeline_parallel_dim=", "enable_activation_offloading=")
 """Values that prevent other components from being built, or that are wrong in two ways."""
 
 

@@ -193,14 +193,11 @@ def save_and_die_at(operation: int, folder: Path) -> None:
 
 def save_until_killed(folder: Path, delay_seconds: float, killed_rank: int) -> str | None:
     """Saves in the background until a rank is killed. Returns the error of the others."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    group = new_cpu_group(20) if dist.is_initialized() else None
-    model, optimizer = build(shard=world_size, extra_numel=1 << 20)
-    writer = CheckpointWriter(folder, keep_last_n=1, group=group, asynchronous=True)
+    model, optimizer = build(shard=dist.get_world_size(), extra_numel=1 << 20)
+    writer = CheckpointWriter(folder, keep_last_n=1, group=new_cpu_group(20), asynchronous=True)
     writer.save(model, optimizer, state(1))
     writer.wait()
-    if rank == killed_rank:
+    if dist.get_rank() == killed_rank:
         threading.Timer(delay_seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
     for step in itertools.count(2):
         train(model, optimizer, [step])

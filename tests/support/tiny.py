@@ -63,17 +63,8 @@ TEACHER_MODEL = {**MODEL, **_OF_TEACHER}
 UNTIED_TEACHER_MODEL = {**UNTIED_MODEL, **_OF_TEACHER, "vocab_size": VOCAB_SIZE + 13}
 """A wider, deeper model, cut at other layers, with tokens that the others do not have."""
 
-GEMMA2_MODEL = {
-    "_component_": "torchtune.models.gemma2.gemma2",
-    "vocab_size": VOCAB_SIZE,
-    "num_layers": 2,
-    "num_heads": 2,
-    "head_dim": 16,
-    "num_kv_heads": 1,
-    "embed_dim": 32,
-    "intermediate_dim": 48,
-    "max_seq_len": 64,
-}
+_OF_GEMMA2 = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+GEMMA2_MODEL = {**UNTIED_MODEL, **_OF_GEMMA2, "_component_": "torchtune.models.gemma2.gemma2"}
 """A model with another attention class, a sliding window and tied embeddings."""
 
 
@@ -445,17 +436,9 @@ def tiny_fusion_model():
     """Returns a decoder that attends to images, built from the parts of torchtune's vision models."""
     decoder = tiny_model(UNTIED_MODEL)
     dim, heads = UNTIED_MODEL["embed_dim"], UNTIED_MODEL["num_heads"]
-    attention = MultiHeadAttention(
-        embed_dim=dim,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=dim // heads,
-        q_proj=nn.Linear(dim, dim, bias=False),
-        k_proj=nn.Linear(dim, dim, bias=False),
-        v_proj=nn.Linear(dim, dim, bias=False),
-        output_proj=nn.Linear(dim, dim, bias=False),
-        is_causal=False,
-    )
+    projections = {f"{name}_proj": nn.Linear(dim, dim, bias=False) for name in ("q", "k", "v", "output")}
+    sizes = {"embed_dim": dim, "num_heads": heads, "num_kv_heads": heads, "head_dim": dim // heads}
+    attention = MultiHeadAttention(**sizes, **projections, is_causal=False)
     cross_attention = TransformerCrossAttentionLayer(attn=attention, mlp=nn.Linear(dim, dim))
     decoder.layers[1] = FusionLayer(layer=decoder.layers[1], fusion_layer=cross_attention)
     return DeepFusionModel(

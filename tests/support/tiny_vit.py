@@ -3,6 +3,7 @@
 import math
 
 import torch
+import transformers
 
 from recipe_utils.dinov3.backbone import dinov3_vit
 from recipe_utils.dinov3.checkpoint import dinov3_hf_config, dinov3_tune_to_hf
@@ -70,7 +71,7 @@ def row_of(model, *groups, masks=None, draws=None):
     }
 
 
-def of_transformers(transformers, model):
+def of_transformers(model):
     """Returns DINOv3ViTModel with the weights of ``model``, converted."""
     config = transformers.DINOv3ViTConfig(**dinov3_hf_config(model.arguments))
     dtype = model.norm.weight.dtype

@@ -157,14 +157,6 @@ def test_transformers_trainer_without_a_folder_builds_a_llama_only(read):
     assert problem.startswith("baselines.hf: model=torchtune.models.gemma2.gemma2: without checkpointer.checkpoint_dir")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("batch_size", 0), ("batch_size", "2"), ("global_batch_size", 3), ("dataset", {"num": 1})]
-)
-def test_a_problem_of_a_baseline_names_it_and_its_key(read, key, value):
-    (problem,) = problems(read, baselines={"ours": {**OURS, key: value}})
-    assert problem.startswith(f"baselines.ours: {key}")
-
-
 def test_pairs_have_kinds_and_keys_of_their_own(read):
     baselines = {"hf": {"kind": "hf_trainer"}, "stock": {"kind": "stock", "train_sampling_strategy": 9}}
     (found,) = problems(read, {"ref_checkpointer": None, "sft_loss_weight": 1.0}, "pairs", baselines=baselines)

@@ -32,11 +32,15 @@ def test_quartiles_are_interpolated_between_the_values():
     assert quartiles([3]) == (3, 3, 3)
 
 
-def test_ratios_are_paired_by_round_and_update_step():
+def test_ratios_are_paired_by_update_step_padding_is_of_all_and_memory_of_a_round():
     stock, fast = summarize(STEPS, LOSSES, "stock")
     assert stock.ratio == (1, 1, 1)
     assert fast.ratio.median == 2.5  # 2 in step 2, 3 in step 3
     assert fast.target_tokens_per_second.median == 200
+    assert stock.padding_fraction == 0.5
+    assert fast.padding_fraction == pytest.approx(0.2)
+    assert fast.positions_per_target == 500 / 400
+    assert summarize(STEPS[:2], LOSSES, "stock")[1].memory_ratio == 0.5
 
 
 def test_the_share_of_a_product_is_that_of_flops_per_second():
@@ -51,14 +55,6 @@ def test_losses_of_another_model_are_not_compared():
     assert fast.loss_deviation is None
     assert fast.ratio.median == 2.5
     assert "| another model |" in report.throughput_table([stock, fast], "stock", {})
-
-
-def test_padding_and_positions_are_of_all_steps_and_memory_of_a_round():
-    stock, fast = summarize(STEPS, LOSSES, "stock")
-    assert stock.padding_fraction == 0.5
-    assert fast.padding_fraction == pytest.approx(0.2)
-    assert fast.positions_per_target == 500 / 400
-    assert summarize(STEPS[:2], LOSSES, "stock")[1].memory_ratio == 0.5
 
 
 def test_losses_are_compared_only_where_the_samples_are_the_same():

@@ -53,20 +53,6 @@ def test_an_export_replaces_the_one_before_whole(tmp_path):
     assert torch.equal(embeddings, doubled["tok_embeddings.weight"])
 
 
-def test_torchtune_s_exports_have_the_same_files_beside_the_weights(tmp_path):
-    checkpointer, weights = make_checkpointer(tmp_path)
-    for name in ("generation_config.json", "additional_chat_templates/tool_use.jinja"):
-        (tmp_path / "fresh" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "fresh" / name).write_text("[not JSON")
-    before = files_of(tmp_path / "fresh")
-    for name in ("tf_model.h5", "flax_model.msgpack", "onnx/model.onnx", "model.gguf"):
-        (tmp_path / "fresh" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "fresh" / name).write_text("old weights")
-    exported = files_of(export(checkpointer, {"model": weights}, "epoch_0"))
-    del exported["model-00001-of-00001.safetensors"], exported["model.safetensors.index.json"]
-    assert exported == {n: c for n, c in before.items() if not n.endswith((".safetensors", ".lock"))}
-
-
 def names_that_transformers_reads():
     """Returns the names of files of all its tokenizers, configs, processors and templates."""
     constants = {name for name in vars(transformers_utils) if re.fullmatch(r"[A-Z_]+(?<!WEIGHTS)_(NAME|FILE)", name)}

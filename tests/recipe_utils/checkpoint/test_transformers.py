@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from distributed_runs import run_distributed
-from recipe_runs import DPO, KD, refusal, run_recipe, run_recipe_keeping_warnings, set_up, slow, writing_to
+from recipe_runs import refusal, run_recipe, run_recipe_keeping_warnings, set_up, slow, writing_to
 from safetensors.torch import load_file, save_file
 from tiny_transformers import FILES, OLD_WEIGHTS, keys_of_folder, save_published, save_tiny, tensors_of
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -131,18 +131,6 @@ def test_what_adapters_do_not_change_keeps_its_bits(tiny_config, tmp_path):
         assert not (tmp_path / "out" / name / OLD_WEIGHTS[0]).exists()
 
 
-@pytest.mark.slow
-def test_a_trained_policy_and_a_student_keep_the_files_beside_the_weights(tiny_dpo_config, tiny_kd_config, tmp_path):
-    keys = save_published(tmp_path / "in", "qwen3")
-    weights = keys["checkpointer"]
-    teacher = {"teacher_sizes": keys["model"], "teacher_checkpointer": weights}
-    dpo = tiny_dpo_config(**keys, ref_checkpointer=weights, dtype="bf16")
-    for recipe, config in ((DPO, dpo), (KD, tiny_kd_config(**keys, **teacher, dtype="bf16"))):
-        run_recipe({**writing_to(tmp_path / recipe, config), "max_steps_per_epoch": 1}, recipe)
-        for name in ("config.json", *FILES):
-            assert (tmp_path / recipe / "epoch_0" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
-
-
 def test_names_and_ties_of_the_files_stay(tiny_config, tmp_path):
     """Files of a model without its output layer lack a prefix, and may contain a tied weight twice."""
     for name, change in {
@@ -216,15 +204,11 @@ def test_a_config_json_that_changed_or_is_another_is_refused(tiny_config, tmp_pa
     assert "its config.json has rms_norm_eps=1e-06, and that of model.path" in text
 
 
-def test_files_beside_the_weights_are_not_read(tiny_config, tmp_path):
+def test_other_weights_beside_them_are_not_read_and_adapters_refused(tiny_config, tmp_path):
     config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
     weights = load_file(tmp_path / "in" / "model.safetensors")
     save_file({n: t + 1 for n, t in weights.items()}, tmp_path / "in" / "zz_average.safetensors")
     assert all((tensor < 0.9).any() for tensor in read(config)[0].values() if tensor.ndim > 1)
-
-
-def test_adapters_beside_the_weights_are_refused(tiny_config, tmp_path):
-    config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
     (tmp_path / "in" / "adapter_config.json").write_text("{}")
     assert "transformers would apply its adapter_config.json" in refusal(config)
 

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from recipe_utils.dinov3.average_teacher import update_average
-from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import OptimizerSettings
 
 
 def model(seed, dtype=torch.float64):
@@ -36,21 +34,3 @@ def test_momentum_is_the_weight_of_the_average(grad_norm, momentum):
     assert addresses == [p.data_ptr() for p in average.parameters()]
     if momentum == 0:
         assert all(map(torch.equal, average.parameters(), followed.parameters()))
-
-
-def test_a_step_that_a_fused_optimizer_skips_does_not_change_the_average():
-    average, followed = model(0, torch.float32), model(1, torch.float32)
-    optimizer = torch.optim.AdamW(followed.parameters(), lr=0.1, fused=True)
-    settings = OptimizerSettings(optimizer={}, on_nonfinite="skip")
-    guard = NonfiniteGuard(optimizer, torch.device("cpu"), settings)
-    before = weights_of(average), weights_of(followed)
-    for value in (float("nan"), float("inf"), 1.0):
-        for parameter in followed.parameters():
-            parameter.grad = torch.full_like(parameter, value)
-        grad_norm = torch.tensor(value)
-        assert guard.should_step(grad_norm)  # skipped on the device
-        optimizer.step()
-        update_average(average, followed, 0.5, grad_norm)
-        for each, of in zip((average, followed), before, strict=True):
-            is_equal = [torch.equal(weight, of[n]) for n, weight in weights_of(each).items()]
-            assert all(is_equal) == (value != 1.0)

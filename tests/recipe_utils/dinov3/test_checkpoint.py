@@ -6,6 +6,7 @@ import shutil
 import pytest
 import tiny_vit
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny_vit import MODEL, images_of, row_of
 
@@ -14,11 +15,6 @@ from recipe_utils.dinov3.checkpoint import HEADS, DINOv3Checkpointer, dinov3_hf_
 
 GATED = {"use_gated_mlp": True, "num_registers": 0, "num_channels": 1}
 OF_HEADS = {"output.cls.weight": torch.randn(8, 32), "output.patch.0.bias": torch.randn(8)}
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    return pytest.importorskip("transformers", minversion="4.56")
 
 
 def checkpointer_of(tmp_path, checkpoint_dir=None, changed=(), **options):
@@ -43,7 +39,7 @@ def assert_equal_states(model, theirs):
 
 
 @pytest.mark.parametrize("changed", [{}, GATED], ids=["plain", "gated"])
-def test_transformers_loads_the_exported_folder_and_computes_the_same(transformers, tmp_path, changed):
+def test_transformers_loads_the_exported_folder_and_computes_the_same(tmp_path, changed):
     model = tiny_vit.tiny_vit(**changed)
     folder = exported(tmp_path, model, changed, OF_HEADS)
     theirs, report = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
@@ -53,8 +49,8 @@ def test_transformers_loads_the_exported_folder_and_computes_the_same(transforme
 
 
 @pytest.mark.parametrize("changed", [{}, GATED], ids=["plain", "gated"])
-def test_what_transformers_saves_is_loaded_and_computes_the_same(transformers, tmp_path, changed):
-    theirs = tiny_vit.of_transformers(transformers, tiny_vit.tiny_vit(seed=3, **changed))
+def test_what_transformers_saves_is_loaded_and_computes_the_same(tmp_path, changed):
+    theirs = tiny_vit.of_transformers(tiny_vit.tiny_vit(seed=3, **changed))
     theirs.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     assert (tmp_path / "saved/model.safetensors.index.json").exists()
     model = tiny_vit.tiny_vit(seed=0, **changed)
@@ -64,16 +60,12 @@ def test_what_transformers_saves_is_loaded_and_computes_the_same(transformers, t
 
 
 @pytest.mark.parametrize("changed", [{}, GATED], ids=["plain", "gated"])
-def test_conversion_there_and_back_gives_each_weight_and_every_name_of_both_versions(changed):
-    model = tiny_vit.tiny_vit(**changed)
-    weights = model.state_dict()
-    published = dinov3_tune_to_hf(weights, model.arguments["num_channels"])
-    assert equal(dinov3_hf_to_tune(published), weights)
+def test_names_of_either_version_are_read(changed):
+    weights = tiny_vit.tiny_vit(**changed).state_dict()
+    published = dinov3_tune_to_hf(weights, changed.get("num_channels", 3))
     newer = {n.replace("layer.", "model.layer.", 1): weight for n, weight in published.items()}
+    assert equal(dinov3_hf_to_tune(published), weights)
     assert equal(dinov3_hf_to_tune(newer), weights)
-    assert published["embeddings.patch_embeddings.weight"].shape[2:] == (4, 4)
-    assert published["embeddings.register_tokens"].shape == (1, 0 if changed else 2, 32)
-    assert "layer.2.attention.k_proj.bias" not in published
 
 
 @pytest.mark.parametrize("convert", [dinov3_hf_to_tune, dinov3_tune_to_hf])
@@ -124,33 +116,22 @@ def test_images_are_described_by_the_config_or_the_given_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "described", "message"),
     [
-        ({"num_heads": 4}, r"model\.num_heads=4: .* has num_attention_heads 2; set model\.num_heads=2"),
-        ({"rope_base": 10.0}, r"model\.rope_base=10\.0: .* has rope_theta 100\.0"),
-        ({"use_gated_mlp": True}, r"model\.use_gated_mlp=True: .* has use_gated_mlp False"),
+        ({"num_heads": 4}, {}, r"model\.num_heads=4: .* has num_attention_heads 2; set model\.num_heads=2"),
+        ({"rope_base": 10.0}, {}, r"model\.rope_base=10\.0: .* has rope_theta 100\.0"),
+        ({"use_gated_mlp": True}, {}, r"model\.use_gated_mlp=True: .* has use_gated_mlp False"),
+        ({}, {"model_type": "dinov2"}, "its model_type is dinov2, not dinov3_vit"),
+        ({}, {"key_bias": True}, "its key_bias is True, the model here has False only"),
+        ({}, {"hidden_act": "relu"}, "its hidden_act is relu, the model here has gelu only"),
     ],
 )  # fmt: skip
-def test_a_folder_of_another_model_is_refused_before_it_is_read(tmp_path, changed, message):
-    folder = exported(tmp_path, tiny_vit.tiny_vit())
-    (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=message):
-        checkpointer_of(tmp_path, folder, changed)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"model_type": "dinov2"}, "its model_type is dinov2, not dinov3_vit"),
-        ({"key_bias": True}, "its key_bias is True, the model here has False only"),
-        ({"hidden_act": "relu"}, "its hidden_act is relu, the model here has gelu only"),
-    ],
-)
-def test_a_folder_of_another_kind_is_refused(tmp_path, changed, message):
+def test_a_folder_of_another_model_is_refused_before_it_is_read(tmp_path, changed, described, message):
     path = exported(tmp_path, tiny_vit.tiny_vit()) / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **described}))
+    path.with_name("model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=message):
-        checkpointer_of(tmp_path, path.parent)
+        checkpointer_of(tmp_path, path.parent, changed)
 
 
 def test_files_that_are_missing_broken_or_incomplete_are_named(tmp_path):

@@ -54,15 +54,6 @@ def test_loss_and_gradient_are_those_of_a_distance_matrix(case):
         torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
 
 
-def test_a_lone_image_adds_zero_with_a_finite_gradient():
-    loss, gradient = loss_and_gradient(koleo_loss, drawn(1, 2, 4), torch.tensor([0]))
-    assert loss == 0
-    assert not gradient.any()
-    loss, gradient = loss_and_gradient(koleo_loss, drawn(0, 2, 4), torch.zeros(0).long())
-    assert loss == 0
-    assert gradient.shape == (0, 2, 4)
-
-
 def test_the_gradient_of_an_image_that_is_nearest_to_many_is_no_sum_by_index():
     """On CUDA such a sum adds in any order."""
     waiting, names = [koleo_loss(drawn(9, 2, 4).requires_grad_(), torch.zeros(9).long()).grad_fn], set()

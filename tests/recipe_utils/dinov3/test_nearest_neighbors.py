@@ -46,14 +46,6 @@ def test_votes_are_those_of_a_plain_loop(num_neighbors, temperature):
         assert found == expected
 
 
-def test_neighbors_are_weighed_by_how_near_they_are():
-    bank = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-0.2, 1.0]])
-    labels = torch.tensor([0, 1, 1])
-    states = torch.tensor([[1.0, 0.1]])
-    assert num_voted_right(states, labels[:1], bank, labels, 3) == 1  # two of three say 1
-    assert num_voted_right(states, labels[:1], bank, labels, 3, temperature=1e3) == 0
-
-
 def test_unknown_classes_are_wrong_and_no_images_are_no_error():
     states, labels = drawn(5, seed=0)
     bank, bank_labels = drawn(9, seed=1)

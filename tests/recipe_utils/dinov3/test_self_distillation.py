@@ -128,18 +128,6 @@ def test_a_dummy_is_zero_with_a_graph_for_every_weight(two_passes):
     assert not any(gradient.any() for gradient in gradients)
 
 
-def test_value_and_gradient_of_two_passes_are_those_of_the_first():
-    gradient, mean = torch.randn(NUM_IMAGES, 2, DIM), torch.tensor(0.3)
-    loss, student, states, targets = case(dino_loss_weight=0.0, ibot_loss_weight=0.0, gram_loss_weight=0.0)
-    targets = targets._replace(outputs={"teacher": targets.outputs["teacher"]._replace(koleo=(gradient, mean))})
-    found = sums(loss, student, states, targets)
-    assert found["koleo_loss"].item() == pytest.approx(0.3 * NUM_IMAGES)
-    (of_states,) = torch.autograd.grad(found["loss"], states)
-    of_cls = of_states[0, targets.cls_positions[: 2 * NUM_IMAGES]].unflatten(0, (NUM_IMAGES, 2))
-    torch.testing.assert_close(of_cls, 0.2 * gradient)
-    assert of_states.count_nonzero() == gradient.numel()
-
-
 def test_bf16_states_are_summed_in_fp32():
     loss, student, states, targets = case()
     views = targets.outputs["teacher"]

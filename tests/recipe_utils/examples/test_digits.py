@@ -17,6 +17,8 @@ def test_the_splits_hold_every_digit_once_and_never_change():
     assert {*names[0], *names[1]} == {f"digits/{number}" for number in range(1797)}
     digest = hashlib.sha256(" ".join(names[1]).encode()).hexdigest()[:16]
     assert digest == "42ac2db71b4f708e"
+    with pytest.raises(ValueError, match="split=validation: set it to train or test"):
+        digits_dataset("validation")
 
 
 def test_an_image_is_the_digit_in_twice_its_size():
@@ -29,8 +31,3 @@ def test_an_image_is_the_digit_in_twice_its_size():
         image = F.interpolate(small, scale_factor=2, mode="bilinear")[0].float()
         np.testing.assert_array_equal(sample["image"], image.numpy())
     assert {sample["label"] for sample in dataset} == set(range(10))
-
-
-def test_an_unknown_split_is_refused():
-    with pytest.raises(ValueError, match="split=validation: set it to train or test"):
-        digits_dataset("validation")

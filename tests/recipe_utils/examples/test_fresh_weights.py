@@ -6,6 +6,7 @@ import re
 import pytest
 import tiny
 import torch
+import transformers
 from distributed_runs import fork_context
 from omegaconf import OmegaConf
 from recipe_runs import keep_messages
@@ -46,7 +47,6 @@ def test_transformers_and_torchtune_compute_the_same_logits_from_the_folder(tmp_
     assert_equal(weights, fresh_state_dict(make_model(), seed=3))
     model = make_model()
     model.load_state_dict(weights, strict=True)
-    transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fresh")
     assert theirs.config.max_position_embeddings == model.max_seq_len
     tokens = torch.randint(tiny.VOCAB_SIZE, (2, 50))

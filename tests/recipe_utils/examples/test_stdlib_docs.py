@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import tiny
+import transformers
 from recipe_runs import keep_messages
 from torchtune.data import Message
 
@@ -65,7 +66,6 @@ def test_a_missing_tokenizer_is_reported_with_the_command_that_makes_one(argumen
 
 @pytest.fixture(scope="module")
 def hugging_face(built):
-    transformers = pytest.importorskip("transformers")
     # What AutoTokenizer goes by in an export.
     built.tokenizer_path.with_name("config.json").write_text('{"model_type": "llama"}')
     return transformers.AutoTokenizer.from_pretrained(built.tokenizer_path.parent)
@@ -198,6 +198,8 @@ def test_train_and_validation_share_no_sample_and_are_all_pairs(built):
     train, validation = splits(built, num_validation_samples=500)
     assert len(validation) == 500
     assert len(train) + len(validation) == len(built.pairs)
+    with pytest.raises(ValueError, match="split=test: unknown"):
+        docstring_dataset(built.tokenizer, built.path, "test")
     texts = [{built.text_of(sample["tokens"]) for sample in each} for each in (train, validation)]
     assert not texts[0] & texts[1]
     first, second = splits(built)[1], splits(built)[1]
@@ -216,8 +218,3 @@ def test_only_the_answer_is_a_target_unless_train_on_input(built):
         assert answer[1].strip() in answers
         num_ignored = [list(s["labels"]).count(tiny.IGNORE) for s in (masked, unmasked)]
         assert num_ignored[1] < num_ignored[0] < len(masked["labels"])
-
-
-def test_an_unknown_split_is_refused(built):
-    with pytest.raises(ValueError, match="split=test: unknown"):
-        docstring_dataset(built.tokenizer, built.path, "test")

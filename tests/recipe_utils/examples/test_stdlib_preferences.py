@@ -6,8 +6,6 @@ from collections import Counter
 
 import pytest
 import tiny
-from torchtune.data import Message
-from torchtune.datasets import PreferenceDataset
 
 from recipe_utils.examples.stdlib_docs import docstring_tokenizer
 from recipe_utils.examples.stdlib_preferences import MIN_WORDS, exchange_neighbors, first_paragraphs, word_order_dataset
@@ -78,28 +76,6 @@ def test_rejected_is_chosen_with_two_different_neighbors_exchanged(validation_te
         places[first] += 1
     assert len(places) > 5
     assert max(places.values()) < len(validation_texts) / 2
-
-
-def test_samples_are_those_of_torchtune_s_preference_dataset(built, train, tmp_path):
-    pytest.importorskip("datasets")
-    names = ("question", *SIDES)
-    rows = [dict(zip(names, texts_of(built, train[i]), strict=True)) for i in range(20)]
-    path = tmp_path / "pairs.json"
-    path.write_text(json.dumps(rows))
-
-    def messages(row):
-        return {
-            side: [
-                Message(role="user", content=row["question"], masked=True),
-                Message(role="assistant", content=row[side], masked=False),
-            ]
-            for side in SIDES
-        }
-
-    expected = PreferenceDataset(
-        source="json", data_files=str(path), split="train", message_transform=messages, tokenizer=built.tokenizer
-    )
-    assert [train[i] for i in range(20)] == list(expected)
 
 
 def test_no_answer_of_the_validation_split_is_trained_on(built, train, validation_texts):

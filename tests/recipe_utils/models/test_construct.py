@@ -11,7 +11,7 @@ from recipe_utils.models.construct import build_stages
 from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import NotOnThisStage, Stages, has_output, local_stages
-from recipe_utils.models.settings import ModelSettings, model_on_ranks
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import load_weights
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
@@ -106,33 +106,3 @@ def test_only_the_last_stage_has_the_output_and_own_modules_and_frozen_layers_st
     assert first[0] == second[0] == [([0, 1, 2, 3], True, [0, 3])]
     assert first[1:] == [[([0, 1], False, [0])], [([0], False, [0]), ([2], False, [])]]
     assert second[1:] == [[([2, 3], True, [3])], [([1], False, []), ([3], True, [3])]]
-
-
-# ---- Settings -----------------------------------------------------------------------------------
-
-
-OFFLOADING, RECOMPUTING = ({"enable_activation_offloading": True}, {"enable_activation_checkpointing": True})
-
-
-@pytest.mark.parametrize(
-    ("settings", "ranks", "problem"),
-    [
-        (OFFLOADING, {}, "enable_activation_offloading=True: it needs enable_activation_checkpointing"),
-        ({**OFFLOADING, **RECOMPUTING}, {}, "enable_activation_offloading=True: it needs device=cuda"),
-        ({**RECOMPUTING, "ac_mode": "full"}, {}, "ac_mode=full: "),
-        ({"ac_mode": "selective"}, {}, "ac_mode=selective: set ac_option, too"),
-        ({}, {"tensor_parallel_dim": 2}, "tensor_parallel_dim=2: set tensor_parallel_plan, too"),
-        ({"packed_attention": "flex"}, {}, "packed_attention=flex: it needs device=cuda"),
-    ],
-)  # fmt: skip
-def test_keys_that_do_not_go_together_are_problems_by_name(settings, ranks, problem):
-    model, ranks = ModelSettings(**settings), RankSettings(device="cpu", **ranks)
-    assert any(str(each).startswith(problem) for each in [*model.problems(), *model_on_ranks(model, ranks)])
-    assert not [*model_on_ranks(ModelSettings(packed_attention="by_document"), RankSettings(device="cpu"))]
-
-
-def test_weights_stay_on_the_cpu_only_where_the_device_is_another():
-    settings = ModelSettings(fsdp_cpu_offload=True)
-    assert settings.offloads_to_cpu(torch.device("cuda"))
-    assert not settings.offloads_to_cpu(CPU)
-    assert not ModelSettings().offloads_to_cpu(torch.device("cuda"))

@@ -47,19 +47,11 @@ def test_only_other_tokens_are_differences_on_either_side(vocabulary, is_same, t
         if is_same:
             assert check_same_tokens(own, other, NAMES)
             continue
-        with pytest.raises(ValueError, match=r"token (5|13) is '.*' in the student's and '.*' in t"):
+        with pytest.raises(
+            ValueError,
+            match=r"^.*(one|other)/tokenizer.json: token (5|13) is '.*' in the student's and '.*' in the teacher's; both must share",
+        ):
             check_same_tokens(own, other, NAMES)
-
-
-def test_the_first_token_that_differs_and_its_file_are_named(tmp_path):
-    swapped = {**VOCABULARY, "token 5": 6, "token 6": 5}
-    own, other = beside_weights(tmp_path / "a"), beside_weights(tmp_path / "b", swapped)
-    with pytest.raises(ValueError, match="teacher's") as error:
-        check_same_tokens(own, other, NAMES)
-    assert str(error.value) == (
-        f"{tmp_path}/b/tokenizer.json: token 5 is 'token 5' in the student's and 'token 6' in the teacher's; "
-        "both must share one tokenizer, since they are compared token by token"
-    )
 
 
 def test_without_both_files_nothing_is_compared(tmp_path):

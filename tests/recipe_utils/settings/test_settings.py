@@ -163,6 +163,15 @@ def test_an_unknown_key_is_accepted_if_another_refers_to_it():
     assert len(problems_of(width=3, names=["width"])) == 1
 
 
+def test_a_key_without_effect_may_have_its_default_and_each_packed_dataset_has_a_packed_attention(tiny_config):
+    packed = {"_component_": "tiny.tiny_dataset", "num_samples": 8, "packed": True}
+    for changes in (
+        {"sample_max_new_tokens": 64},
+        *({"dataset": of, "packed_attention": "by_document"} for of in (packed, [packed])),
+    ):
+        read_settings(OmegaConf.create(tiny_config(**changes)), settings_of("full_finetune_update_step"))
+
+
 def test_settings_are_found_by_a_recipe_s_name_or_path(tmp_path):
     assert settings_of("full_finetune_update_step").__name__ == "Settings"
     with pytest.raises(ValueError, match="no recipe of this name or path"):

@@ -68,6 +68,13 @@ def gradients_of(model, logits):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def gradients_of_row_and_documents(decoder, plain):
+    documents_, tokens, row = row_of(LENGTHS)
+    with packing_check.DoublePrecision():
+        alone = [plain(input_ids=d[None], use_cache=False).logits for d in documents_]
+        return gradients_of(decoder.model, [decoder(tokens, **row)]), gradients_of(plain, alone)
+
+
 def models_of(model_type):
     """Returns a decoder, and the same model as transformers computes it, in float64."""
     config = tiny_config_of(model_type)
@@ -103,11 +110,8 @@ def test_each_kernel_gives_the_gradients_of_single_documents(
     decoder.attention_needs = decoder.attention_needs._replace(dtype=torch.bfloat16)
     attend_within_documents(decoder, CUDA if kernel != "by_document" else CPU, 64)
     assert decoder.attention.kernel == kernel
-    documents_, tokens, row = row_of(LENGTHS)
-    with torch.compiler.set_stance("force_eager"), packing_check.DoublePrecision():
-        found = gradients_of(decoder.model, [decoder(tokens, **row)])
-        alone = [plain(input_ids=d[None], use_cache=False).logits for d in documents_]
-        expected = gradients_of(plain, alone)
+    with torch.compiler.set_stance("force_eager"):
+        found, expected = gradients_of_row_and_documents(decoder, plain)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
@@ -122,18 +126,6 @@ def test_documents_are_not_inferred_from_positions():
         logits = decoder(tokens, **row)[0]
         alone = plain(input_ids=second[None], position_ids=torch.arange(11, 24)[None], use_cache=False)
     torch.testing.assert_close(logits[11:], alone.logits[0])
-
-
-def test_rows_are_computed_without_a_number_from_the_device():
-    """Padded and packed rows run on the meta device, where reading a number raises."""
-    with torch.device("meta"):
-        decoder = Decoder(
-            build(tiny_config_of("gemma3_text")), packing_check.cached_packing_check(tiny_config_of("gemma3_text"))
-        )
-        tokens = torch.empty(1, 57, dtype=torch.long)
-        positions = torch.empty(1, 57, dtype=torch.long)
-    for rows in ({}, {"input_pos": positions, "document_lengths": Documents([LENGTHS])}):
-        assert decoder(tokens, **rows).is_meta
 
 
 def test_a_tensor_is_not_cut_because_its_size_is_that_of_the_row():
@@ -192,16 +184,11 @@ def test_a_kernel_that_is_not_exact_on_the_device_is_replaced_or_rows_are_refuse
 
 def test_rows_may_be_longer_than_the_positions_of_mpt():
     decoder, plain = models_of("mpt")
-    documents_, tokens, row = row_of(LENGTHS)
     config = decoder.model.config
     config.max_seq_len = decoder.max_seq_len = max(LENGTHS)
-    assert max_seq_len_of(config) < tokens.numel()
-    attend_within_documents(decoder, CPU, tokens.numel())
-    with packing_check.DoublePrecision():
-        found = gradients_of(decoder.model, [decoder(tokens, **row)])
-        alone = [plain(input_ids=d[None], use_cache=False).logits for d in documents_]
-        expected = gradients_of(plain, alone)
-    assert packing_check.difference(found, expected) < 1e-8
+    assert max_seq_len_of(config) < sum(LENGTHS)
+    attend_within_documents(decoder, CPU, sum(LENGTHS))
+    assert packing_check.difference(*gradients_of_row_and_documents(decoder, plain)) < 1e-8
 
 
 def test_modules_that_run_by_document_take_one_row(tmp_path):

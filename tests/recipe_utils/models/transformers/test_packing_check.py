@@ -1,6 +1,5 @@
 """Start-up check of a decoder: it computes packed rows in the first way that is exact, or in none."""
 
-import copy
 import errno
 import logging
 import os
@@ -19,9 +18,7 @@ from tiny_transformers import save_tiny
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.transformers import decoder, packing_check
 from recipe_utils.models.transformers.causal_lm import causal_lm, config_of
-from recipe_utils.models.transformers.decoder import Decoder, build
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.text.documents import Documents
 
 ALL = {"trees", "stages", "ranks"}
 PROVED = {
@@ -159,24 +156,6 @@ def test_rope_that_depends_on_other_samples_limits_them(model_type, rope_type, t
     config.save_pretrained(tmp_path)
     assert config_of(str(tmp_path)).max_position_embeddings == 128
     assert causal_lm(str(tmp_path)).max_seq_len == 32
-
-
-def test_rows_as_long_as_the_model_is_wide_are_cut_along_their_positions():
-    """So are documents of equal lengths, of one token, or as long as the model is wide."""
-    config = tiny_config_of("lfm2")
-    check = packing_check.check_packing(config, "sdpa")
-    torch.manual_seed(0)
-    model = build(config, "sdpa").eval()
-    packing = Decoder(copy.deepcopy(model), check)
-    for lengths in ([40, 24], [1, 1], [64, 64], [32, 32], [16] * 4):
-        documents = [torch.randint(3, 200, (n,)) for n in lengths]
-        expected = [model(input_ids=d[None], use_cache=False).logits[0] for d in documents]
-        found = packing(
-            torch.cat(documents)[None],
-            input_pos=torch.cat([torch.arange(n) for n in lengths])[None],
-            document_lengths=Documents([lengths]),
-        )
-        torch.testing.assert_close(found[0], torch.cat(expected))
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,7 @@ def folder_of(tmp_path_factory):
     def make(model_type):
         folder = tmp_path_factory.mktemp(model_type)
         with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(tiny_config_of(model_type))
-            for parameter in model.parameters():
-                torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-        model.double().save_pretrained(folder)
+            save_tiny(folder, model_type)
         return folder
 
     return make
@@ -111,7 +107,7 @@ def gradients_of_peft(config):
     """Returns gradients of the mean over all target tokens, one sample after the other."""
     checkpointer = config["checkpointer"]
     with float64_throughout():
-        base = AutoModelForCausalLM.from_pretrained(checkpointer["checkpoint_dir"])
+        base = AutoModelForCausalLM.from_pretrained(checkpointer["checkpoint_dir"], dtype=torch.float64)
         path = Path(checkpointer["adapter_checkpoint"]).parent
         model = peft.PeftModel.from_pretrained(base, path, is_trainable=True).double()
         sums, num_targets = [], 0

@@ -164,24 +164,6 @@ def chatml(tmp_path):
     return tokenizer_of(tmp_path / "chatml", CHATML)
 
 
-def test_tools_and_thinking_are_trained_as_they_are_rendered(qwen3):
-    assert trained(qwen3, CHATS[8][0], TOOLS) == [
-        '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n'
-        "</tool_call><|im_end|>",
-        "<think>\n\n</think>\n\nIt is sunny.<|im_end|>",
-    ]
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(*rows, name="rows.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        return str(path)
-
-    return write
-
-
 @pytest.mark.parametrize("split_turns", [False, True, "shared"])
 def test_a_weight_of_a_message_is_that_of_its_targets(split_turns, chatml, write):
     chat = [TWO[0], {**TWO[1], "weight": 0.5}, *TWO[2:]]
@@ -410,7 +392,6 @@ def test_pairs_are_those_of_trl(kind, qwen3, write):
     [
         PAIRS["messages"],
         {"prompt": "2 + 2?", "chosen": TWO[1:2], "rejected": [WRONG]},
-        {"prompt": "2 + 2?", "chosen": TWO[:2], "rejected": [TWO[0], WRONG]},
         {"prompt": TWO[:1], "chosen": TWO[:2], "rejected": [TWO[0], WRONG]},
         {"prompt": TWO[0], "chosen": TWO[1], "rejected": WRONG},
         {"prompt": TWO[:1], "chosen": "It is 4.", "rejected": "It is 5.", "tools": None},
@@ -428,7 +409,6 @@ def test_a_pair_with_its_own_prompt_is_the_joined_pair(row, chatml, torchtunes, 
     ("row", "text"),
     [
         ({"prompt": TWO[:1], "chosen": TWO[:2]}, r"it has no rejected \(its keys: prompt, chosen\)"),
-        ({"prompt": "3?", "chosen": TWO[:2], "rejected": TWO[:2]}, "chosen begins with a turn of the user"),
         ({"chosen": 4, "rejected": TWO[:2]}, "chosen: its messages are no list of objects with role and content: 4"),
         ({"prompt": TWO[:1], "chosen": "4", "rejected": USE[1]}, "torchtune's tokenizers lose tool_calls"),
         (PAIRS["tools"], "take no tools; set tokenizer to a folder_tokenizer"),
@@ -439,12 +419,16 @@ def test_a_pair_that_is_not_certain_is_named(row, text, torchtunes, write):
         pair_of(torchtunes, write, row)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PAIRS if kind != "turns"])
-def test_a_pair_that_torchtune_would_train_in_part_is_refused(kind, chatml, write):
-    data = preference_dataset(chatml, source="json", data_files=write(PAIRS[kind], name="a.json"))
-    with pytest.raises(SampleError, match=r"set dataset to a recipe_utils.*pair_dataset$"):
+ALONE = {"chosen": TWO[:2], "rejected": [TWO[0], WRONG]}
+ALSO = [{"system": "Be brief."}, {"question": "3 + 3?"}, {"tools": TOOLS}, {"weight": 2}]
+
+
+@pytest.mark.parametrize("row", [*(PAIRS[kind] for kind in PAIRS if kind != "turns"), *(ALONE | more for more in ALSO)])
+def test_a_pair_that_torchtune_would_train_in_part_is_refused(row, chatml, write):
+    data = preference_dataset(chatml, source="json", data_files=write(row, name="a.json"))
+    with pytest.raises(SampleError, match=r"set dataset to a recipe_utils.*pair_dataset$|weight=2: it would be lost"):
         data[0]
-    whole = {"prompt": "2 + 2?", "chosen": TWO[:2], "rejected": [TWO[0], WRONG], "tools": None}
+    whole = {"prompt": "2 + 2?", **ALONE, "tools": None}
     (pair,) = preference_dataset(chatml, source="json", data_files=write(whole, name="b.json"))
     assert targets(chatml, pair, ("rejected_input_ids", "rejected_labels")) == ["It is 5.<|im_end|>"]
 
@@ -601,12 +585,15 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
         tokenizer_of(tmp_path / "thinks", thinks, template_variables={"tokenize": True})
     with pytest.raises(ValueError, match="set tokenizer to a folder_tokenizer"):
         conversation_dataset(object(), write())
-    Path(write()).write_text('\n{"messages": 3}\n{"mess')
-    for split_turns in (False, True):
+    texts = "its messages are no list of objects", "it is not one JSON object per line", "byte 14 is not UTF-8"
+    Path(write()).write_bytes(b'\n{"messages": 3}\n{"mess\n{"messages": "\xe9"}')
+    for split_turns in (False, True, "shared"):
         dataset = conversation_dataset(base, str(tmp_path / "rows.jsonl"), split_turns)
-        for index, line in enumerate((2, 3)):
-            with pytest.raises(SampleError, match=f"^line {line} of .*: "):
+        for index, text in enumerate(texts):
+            with pytest.raises(SampleError, match=f"^line {index + 2} of .*: {text}") as error:
                 dataset[index]
+            causes = error.value.__cause__, error.value.__suppress_context__
+            assert causes == (None, True), "the screen would show a traceback"
 
 
 @pytest.mark.parametrize(
@@ -623,26 +610,6 @@ def test_a_generation_prompt_that_training_does_not_show_is_reported_once(prompt
     for _ in range(2):
         tokenizer({"messages": TWO[:2]})
     assert [text in line for line in caplog.messages] == [True] * (text is not None)
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b'{"prompt": "Who?", "id": 3}', r"it has no messages \(its keys: prompt, id\)"),
-        (b'{"conversations": []}', "conversations is empty; remove the line"),
-        (b"3", "it is a int; write one JSON object per line"),
-        (b'{"messages": "Who?"}', "its messages are no list of objects .*'Who\\?'"),
-        (b'{"messages": [}', "it is not one JSON object per line"),
-        ('{"messages": "\u00e9"}'.encode("latin-1"), "byte 14 is not UTF-8"),
-    ],
-)
-def test_a_line_without_messages_is_described_by_what_it_contains(content, text, chatml, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(SampleError, match=f"^line 1 of .*: {text}") as error:
-        conversation_dataset(chatml, str(path))[0]
-    assert error.value.__cause__ is None
-    assert error.value.__suppress_context__, "the screen would show a traceback"
 
 
 def test_a_greeting_with_weight_0_is_context(chatml):

@@ -14,20 +14,6 @@ from recipe_utils.text import conversation_dataset, folder_tokenizer
 from recipe_utils.update_steps.samples import SampleError
 
 
-@pytest.fixture
-def read(tmp_path):
-    """Returns the whole text of a row and its targets, as a template prints and trains them."""
-
-    def read(row, template=TOOL_CHATML, **options):
-        tokenizer = tokenizer_of(tmp_path / "folder", template)
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-        (sample,) = conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), **options)
-        text = tokenizer.decode(sample["tokens"], skip_special_tokens=False)
-        return text, targets(tokenizer, sample)
-
-    return read
-
-
 def text_of(*turns):
     return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
 
@@ -139,12 +125,11 @@ def test_sharegpt_rows_are_read(read):
 
 
 @pytest.mark.parametrize("split_turns", [False, True, "shared"])
-def test_a_greeting_and_the_turns_after_it_train(split_turns, tmp_path):
+def test_a_greeting_and_the_turns_after_it_train(split_turns, tmp_path, write):
     tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
     chat = [say("assistant", "Hello"), say("user", "Hi"), say("assistant", "Yes.")]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat}))
     found = []
-    for sample in conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), split_turns):
+    for sample in conversation_dataset(tokenizer, write({"messages": chat}), split_turns):
         for each in sample.get("sequences", [sample]):
             found += targets(tokenizer, each)
     assert found == ["Hello<|im_end|>", "Yes.<|im_end|>"]
@@ -165,7 +150,6 @@ def test_a_greeting_of_a_template_without_a_header_is_history(read, caplog):
         (use([{"arguments": {}}]), TOOL_CHATML, "turn 1 .*: tool_calls: .* is no call"),
         (use([{"function": {"name": "f", "arguments": '{"a": '}}]), TOOL_CHATML, "turn 1 .*: tool_calls: arguments=.* are no JSON object"),
         (use([F], tools="weather"), TOOL_CHATML, "tools: 'weather' is no tool; write"),
-        (use([F], tools=[3]), TOOL_CHATML, "tools: 3 is no tool; write"),
         (use([F]), CHATML, "turn 1 .*: the chat template leaves its tool_calls out"),
         (use([F]), TOOL_CHATML.replace("tojson }}</", "length }}</"), "turn 1 .*: the chat template leaves its tool_calls out"),
         (use([F]), TOOL_CHATML.replace("{{ c.function.name }}", "f"), "turn 1 .*: the chat template leaves its tool_calls out"),
@@ -181,9 +165,7 @@ def test_a_greeting_of_a_template_without_a_header_is_history(read, caplog):
         ({"messages": [say("user", "x", weight=1)]}, CHATML, r"turn 0 \(user\): weight=1 of a user"),
         ({"messages": [say("assistant", "x", weight=-1)]}, CHATML, r"turn 0 \(assistant\): weight=-1: set it to 0 or 1"),
         ({"messages": [say("assistant", "x", weight="0.5")]}, CHATML, r"turn 0 \(assistant\): weight='0.5': set it"),
-        ({"messages": [say("user", "Hi \ud83d"), say("assistant", "b")]}, CHATML, r"turn 0 \(user\): it contains '\\ud83d', half of a character"),
         ({"conversations": [{"from": "alien", "value": "Hi"}]}, CHATML, r"turn 0 \(alien\): from='alien': set it to one of system, developer, user"),
-        ({"messages": [say("user", "Hi"), say("assistant", "b")], "chat_template_kwargs": {"a": 1}}, CHATML, "chat_template_kwargs.a: the chat template reads no such variable"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_or_printed_is_named_with_its_turn(row, template, error, read):
@@ -204,14 +186,13 @@ LAST = CHATML.replace("m.content", "(m.content if loop.index0 < 4 else m.content
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), slow((1, 2, 0)), (2, 1, 0)])
-def test_a_sample_does_not_depend_on_what_came_before(order, tmp_path):
+def test_a_sample_does_not_depend_on_what_came_before(order, tmp_path, write):
     """The template leaves arguments out unless they are text; each process reads in an order of its own."""
     template = TOOL_CHATML.replace(
         "c.function.arguments | tojson", "c.function.arguments.values() | select('string') | join"
     )
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(use(calls)) for calls in ([call(a="x")], [call(a=2)], [call()])))
-    dataset = conversation_dataset(tokenizer_of(tmp_path / "folder", template), str(path))
+    path = write(*(use(calls) for calls in ([call(a="x")], [call(a=2)], [call()])))
+    dataset = conversation_dataset(tokenizer_of(tmp_path / "folder", template), path)
     outcomes = {}
     for index in order:
         try:
@@ -239,24 +220,22 @@ LONG = [say(*turn) for i in range(24) for turn in (("user", f" {i} + 1? "), ("as
 
 
 @pytest.mark.parametrize("template", [CHATML, LAST])
-def test_turns_between_equal_texts_start_and_end_as_if_each_was_rendered(template, tmp_path):
+def test_turns_between_equal_texts_start_and_end_as_if_each_was_rendered(template, tmp_path, write):
     """The oracle splits the whole text, which a template that changes its manner after four messages has, too."""
-    tokenizer = tokenizer_of(tmp_path / "folder", template)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": LONG}))
+    tokenizer, path = tokenizer_of(tmp_path / "folder", template), write({"messages": LONG})
     text = tokenizer.tokenizer.apply_chat_template(LONG, tokenize=False)
     expected = re.findall(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text, re.S)
     assert len(expected) == 24
-    whole = conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"))[0]
-    shared = conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), "shared")[0]["sequences"]
+    whole = conversation_dataset(tokenizer, path)[0]
+    shared = conversation_dataset(tokenizer, path, "shared")[0]["sequences"]
     assert targets(tokenizer, whole) == expected
     assert [targets(tokenizer, each) for each in shared] == [[each] for each in expected]
     assert [list(each["tokens"]) for each in shared] == [whole["tokens"][: len(each["tokens"])] for each in shared]
 
 
-def test_each_turn_of_a_long_conversation_is_rendered_about_once_and_tokenized_twice(tmp_path):
-    tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": LONG}))
-    shared, whole = (conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"), each) for each in ("shared", False))
+def test_each_turn_of_a_long_conversation_is_rendered_about_once_and_tokenized_twice(tmp_path, write):
+    tokenizer, path = tokenizer_of(tmp_path / "folder", CHATML), write({"messages": LONG})
+    shared, whole = (conversation_dataset(tokenizer, path, each) for each in ("shared", False))
     template, inner, num = tokenizer._template, tokenizer.tokenizer, [0, 0, 0]
     functions = tokenizer._encoded, template._render, inner.apply_chat_template
 

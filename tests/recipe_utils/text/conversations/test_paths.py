@@ -77,9 +77,8 @@ def test_files_of_a_path_are_read_by_name(names, suffix, tmp_path):
 def test_other_folders_are_refused_with_what_to_set(names, text, tmp_path):
     for name in names.split():
         write(tmp_path / name, ROWS[:1])
-    with pytest.raises(
-        ValueError, match=text.replace("/*", r"/\*").replace("*.", r"\*.").replace(r"\\", "\\").format(tmp_path)
-    ):
+    pattern = text.replace("/*", r"/\*").replace("*.", r"\*.").replace(r"\\", "\\").format(tmp_path)
+    with pytest.raises(ValueError, match=pattern):
         PathRows(str(tmp_path))
 
 
@@ -111,11 +110,9 @@ def test_sides_are_those_of_lines_without_white_space_and_containers(tmp_path):
     plain = write(tmp_path / "plain.jsonl", ROWS)
     content = "\ufeff" + "".join(f"  {json.dumps(row)}\t\r\n\n" for row in ROWS)
     (tmp_path / "other.jsonl").write_bytes(content.rstrip().encode())
-    for path in (
-        write(tmp_path / "packed.jsonl.gz", ROWS),
-        str(tmp_path / "other.jsonl"),
-        write(tmp_path / "a.json", ROWS),
-    ):
+    for name in ("packed.jsonl.gz", "a.json"):
+        write(tmp_path / name, ROWS)
+    for path in (tmp_path / name for name in ("packed.jsonl.gz", "other.jsonl", "a.json")):
         assert texts(path, "validation", 0.1) == texts(plain, "validation", 0.1)
 
 
@@ -135,9 +132,8 @@ def test_the_hash_is_that_of_files_and_side(tmp_path):
 )
 def test_a_wrong_split_is_refused(split, tmp_path):
     path = write(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(
-        ValueError, match=r"^split=.*, validation_fraction=.*: set them to train or validation and to a"
-    ):
+    text = r"^split=.*, validation_fraction=.*: set them to train or validation and to a"
+    with pytest.raises(ValueError, match=text):
         PathRows(path, *split)
 
 

@@ -5,10 +5,11 @@ The rows are made up in their form. What is trained on is written here by hand.
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from chats import CHATML, TOOL_CHATML, TOOLS, say, targets, tokenizer_of
-from torchtune.datasets import chat_dataset, preference_dataset
+from torchtune.datasets import chat_dataset
 
 from recipe_utils.preference import pair_dataset
 from recipe_utils.text import conversation_dataset, text_pieces_dataset
@@ -27,27 +28,6 @@ ARGUMENTS = {"city": "Paris"}
 
 def text_of(*messages):
     return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(*rows):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / "rows.jsonl")
-
-    return write
-
-
-@pytest.fixture
-def read(tmp_path, write):
-    """Returns the whole text of a row and its targets."""
-
-    def read(row, template=TOOL_CHATML, **options):
-        tokenizer = tokenizer_of(tmp_path / "folder", template)
-        (sample,) = conversation_dataset(tokenizer, write(row), **options)
-        return tokenizer.decode(sample["tokens"], skip_special_tokens=False), targets(tokenizer, sample)
-
-    return read
 
 
 def unread_of(caplog):
@@ -181,6 +161,7 @@ def test_a_prompt_and_a_completion_of_texts_are_trained_as_they_are(row, split_t
         ({"text": "abc"}, "is a text; set dataset to a recipe_utils.text.text_pieces_dataset"),
         ({"problem": "2 + 2?", "solution": "4"}, r"it has no messages \(its keys: problem, solution\)"),
         ({"messages": "[]"}, "its messages are empty; remove the line"),
+        ({"conversations": []}, "conversations is empty; remove the line"),
         ({"messages": [USER, YES], "system": ["a"]}, r"system=\['a'\]: Input should be a valid string"),
     ],
 )  # fmt: skip
@@ -300,15 +281,6 @@ def test_a_row_that_torchtune_would_read_in_part_is_refused(style, row, error, w
     assert "dataset: not read: topic" in caplog.messages
 
 
-@pytest.mark.parametrize("row", [{"system": "Be brief."}, {"question": "3 + 3?"}, {"tools": TOOLS}, {"weight": 2}])
-def test_a_pair_that_torchtune_would_read_in_part_is_refused(row, write, tmp_path):
-    row = {"chosen": [USER, YES], "rejected": [USER, NO], **row}
-    with pytest.raises(SampleError, match=r"pair_dataset|would be lost"):
-        preference_dataset(tokenizer_of(tmp_path / "folder", CHATML), source="json", data_files=write(row))[0]
-
-
 def test_the_page_has_the_table_of_the_schema():
-    from pathlib import Path
-
     page = Path(__file__).parents[4] / "recipe_utils" / "text" / "README.md"
     assert table() in page.read_text()

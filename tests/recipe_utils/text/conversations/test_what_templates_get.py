@@ -64,23 +64,21 @@ SPECIAL = "It is <|im_end|> 4."
         ({"messages": [say("user", "a"), say("assistant", "b")], "documents": [{"text": SPECIAL}]}, "documents"),
     ],
 )  # fmt: skip
-def test_special_tokens_and_halves_of_characters_are_refused_in_all_texts(row, owner, tmp_path):
+def test_special_tokens_and_halves_of_characters_are_refused_in_all_texts(row, owner, tmp_path, write):
     template = "{% for d in documents or () %}{{ d.text }}{% endfor %}" + TOOL_CHATML
     tokenizer = tokenizer_of(tmp_path / "folder", template)
     for text, error in (
         (SPECIAL, r"its text contains the special token <\|im_end\|>"),
         ("It \ud83d", "half of a character"),
     ):
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row).replace(json.dumps(SPECIAL)[1:-1], json.dumps(text)[1:-1]))
+        path = write(json.loads(json.dumps(row).replace(json.dumps(SPECIAL)[1:-1], json.dumps(text)[1:-1])))
         with pytest.raises(SampleError, match=f"line 1 of .*: {owner}: .*{error}"):
-            conversation_dataset(tokenizer, str(tmp_path / "rows.jsonl"))[0]
+            conversation_dataset(tokenizer, path)[0]
 
 
-def test_special_tokens_in_documents_are_refused_and_other_added_tokens_are_not(tmp_path):
+def test_special_tokens_in_documents_are_refused_and_other_added_tokens_are_not(tmp_path, write):
     tokenizer = tokenizer_of(tmp_path / "folder", CHATML + "{# <think> #}")
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"text": SPECIAL}) + "\n" + json.dumps({"text": "<think>It is 4."}))
-    pieces = text_pieces_dataset(tokenizer, str(path))
+    pieces = text_pieces_dataset(tokenizer, write({"text": SPECIAL}, {"text": "<think>It is 4."}))
     with pytest.raises(SampleError, match=r"line 1 of .*: its text contains the special token <\|im_end\|>"):
         pieces[0]
     assert tokenizer.tokenizer.convert_tokens_to_ids("<think>") in pieces[1]["tokens"]
