@@ -142,13 +142,13 @@ class DatasetLosses(Part):
 
     def __init__(self, run: Run, loss_module: Any, *loaders: UpdateStepLoader | None) -> None:
         self._run, self._ranks = run, run.ranks
-        self._records = hasattr(loss_module, "records")
-        if self._records:
-            loss_module.records = (*loss_module.records, self._add)
         # Of training and, if there is one, of validation; now, because a copy to the device waits for it.
         parts = [None if loader is None else loader.dataset.parts for loader in loaders]
         self._mixtures = [part if isinstance(part, Mixture) else None for part in parts]
         self._starts = [torch.tensor(m.starts if m else (), device=self._ranks.device) for m in self._mixtures]
+        self._records = hasattr(loss_module, "records")
+        if self._records and any(self._mixtures):  # else no loss is computed by target
+            loss_module.records = (*loss_module.records, self._add)
         self.start()
 
     def start(self, validates: bool = False) -> None:
