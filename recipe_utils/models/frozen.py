@@ -79,7 +79,7 @@ class FrozenModel:
     def check(self, microbatches: Sequence[Microbatch], outputs: Mapping[int, Tensor]) -> None:
         """Raises NonfiniteError for outputs that are NaN or infinite. Synchronizes with the device."""
         for index, output in outputs.items():
-            if not output.isfinite().all():
+            if not output.cpu().isfinite().all():
                 text = f"{self.name}: outputs are NaN or infinite; look at the model's weights, or set dtype=fp32"
                 raise NonfiniteError(self.explain(microbatches[index], output) if self.explain else text)
 

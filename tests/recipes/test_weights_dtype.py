@@ -174,8 +174,8 @@ def losses_and_dtypes(config, recipe):
     optimizer = made.optimizer
     parts = optimizer.optim_map.values() if hasattr(optimizer, "optim_map") else [optimizer]
     states = [state for part in parts for state in part.state.values()]
-    source = getattr(made, "reference", None) or getattr(made, "teacher", None)
-    frozen = source._model._model if source else made.model
+    source = made.teacher._model if hasattr(made, "teacher") else getattr(made.attached, "__self__", None)
+    frozen = source.model if source else made.model
     of = {
         "trained": [p for p in made.model.parameters() if p.requires_grad],
         "frozen": [p for p in made.model.parameters() if not p.requires_grad],

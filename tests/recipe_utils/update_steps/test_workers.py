@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import tiny
+from distributed_runs import run_distributed
 from recipe_runs import slow
 from torch.utils.data import DataLoader
 
@@ -48,13 +49,17 @@ class WaitsForTheFirstDeath(DataLoader):
         return loading
 
 
+def batches_of_a_worker_that_dies_at_once(folder):
+    dataset = tiny.KillsItsWorker(SAMPLES, [3], folder)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(workers, "DataLoader", WaitsForTheFirstDeath)
+        with Prefetched(load_batches(dataset, BATCHES, num_workers=1), 2, threading.Event()) as prefetched:
+            return list(prefetched)
+
+
 @pytest.mark.slow  # PyTorch looks for dead workers every 5 s
-def test_a_worker_that_dies_at_once_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "DataLoader", WaitsForTheFirstDeath)
-    dataset = tiny.KillsItsWorker(SAMPLES, [3], tmp_path)
-    batches = load_batches(dataset, BATCHES, num_workers=1)
-    with Prefetched(batches, 2, threading.Event()) as prefetched:
-        assert list(prefetched) == EXPECTED
+def test_a_worker_that_dies_at_once_is_replaced(tmp_path):
+    assert run_distributed(batches_of_a_worker_that_dies_at_once, 1, tmp_path) == [EXPECTED]
 
 
 class Fails(tiny.Samples):
