@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 from torchtune import training
 
 from recipe_utils.long_rows.exchange import RowGroups
@@ -76,10 +77,10 @@ class FrozenModel:
                 for index, microbatch in enumerate(to_device_ahead(plain, self.device))
             }
 
-    def check(self, microbatches: Sequence[Microbatch], outputs: Mapping[int, Tensor]) -> None:
+    def check(self, microbatches: Sequence[Microbatch], outputs: Mapping[int, Any]) -> None:
         """Raises NonfiniteError for outputs that are NaN or infinite. Synchronizes with the device."""
         for index, output in outputs.items():
-            if not output.cpu().isfinite().all():
+            if not all(tensor.cpu().isfinite().all() for tensor in tree_leaves(output)):
                 text = f"{self.name}: outputs are NaN or infinite; look at the model's weights, or set dtype=fp32"
                 raise NonfiniteError(self.explain(microbatches[index], output) if self.explain else text)
 

@@ -12,6 +12,8 @@ from gradient_rows import assert_steps, outputs_of_another_microbatch, run_row, 
 from recipe_runs import recipe_of_page, tiny_config
 
 from recipe_utils.models.frozen import FrozenModel
+from recipe_utils.optim.nonfinite import NonfiniteError
+from recipe_utils.update_steps.step import Microbatch, Targets, UpdateStep
 
 SGD = {"_component_": "tiny.RecordingSGD", "lr": 0.5}  # In the first update step the divergence has no gradient.
 HELD_OUT = {**DATA, "num_samples": 5, "seed": 5}
@@ -70,3 +72,18 @@ def test_a_kl_to_the_start_is_exact_unless_its_outputs_are_wrong(layout, changes
     of_validation = [metrics for metrics in ranks[0][1] if "val_loss" in metrics][-len(steps) :]
     for (*_, expected), metrics in zip(steps, of_validation, strict=True):
         assert mutate or {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+class Two(torch.nn.Module):
+    def forward(self, *, targets, tokens):
+        return {"tokens": tokens, "logs": (tokens.log(), tokens.sqrt())}
+
+
+def test_outputs_are_nested_as_the_loss_returns_them_and_none_is_infinite():
+    microbatch = Microbatch({"tokens": torch.tensor([[1.0, 4.0]])}, Targets(*torch.zeros(2, 1)))
+    frozen = FrozenModel(Two(), None, torch.device("cpu"), name="two")
+    with frozen.attached(UpdateStep(0, [microbatch], {}, 1)) as [attached]:
+        assert attached.targets.outputs["two"]["logs"][1].tolist() == [[1.0, 2.0]]
+    microbatch.inputs["tokens"][0, 0] = 0
+    with pytest.raises(NonfiniteError, match="two: outputs are NaN or infinite"):
+        frozen.attached(UpdateStep(0, [microbatch], {}, 1)).__enter__()
