@@ -21,7 +21,7 @@ from torch import Tensor
 
 from recipe_utils.text.documents import DocumentLengths, Documents, length_of
 from recipe_utils.text.reader import TextReader
-from recipe_utils.text.samples import TextSample
+from recipe_utils.text.samples import TextSample, beside_next
 from recipe_utils.text.trees import Shared, apart
 from recipe_utils.update_steps.samples import Sample, SampleError
 from recipe_utils.update_steps.step import Microbatch, Targets
@@ -140,13 +140,14 @@ def _microbatch(
     """Makes a microbatch, with the columns [n] of its samples at its targets, their values, and counts."""
     num_targets, columns, places = len(targets.positions), dict[str, Tensor](), None
     given = {name for sample in samples for name in sample.columns}
+    nexts = [_beside_next(sample, sample.labels, reader.ignore_index) for sample in samples] if given else []
+    are_targets = [labels != reader.ignore_index for labels in nexts]
     for name, default in reader.columns.items():
         if name not in given:
             columns[name] = torch.full((num_targets,), default or 0.0, dtype=torch.float64)
             continue
         of_samples = []  # in the order of the targets
-        for sample in samples:
-            is_target = _beside_next(sample, sample.labels, reader.ignore_index) != reader.ignore_index
+        for sample, is_target in zip(samples, are_targets, strict=True):
             column = sample.columns.get(name, np.full(len(is_target), default))
             of_samples.append(_beside_next(sample, column, 0)[is_target])
         columns[name] = torch.from_numpy(np.concatenate(of_samples))
@@ -183,9 +184,7 @@ def _with_positions(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
 
 def _beside_next(sample: TextSample, column: np.ndarray, nothing: float) -> np.ndarray:
     """Returns the column of each position's next token, ``nothing`` at the ends of documents."""
-    moved = np.append(column[1:], np.array(nothing, column.dtype))
-    moved[np.cumsum([length_of(document) for document in sample.documents]) - 1] = nothing
-    return moved
+    return beside_next(column, np.cumsum([length_of(document) for document in sample.documents]) - 1, nothing)
 
 
 def _positions_of(sample: TextSample) -> np.ndarray:

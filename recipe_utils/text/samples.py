@@ -81,3 +81,10 @@ class TextSample(NamedTuple):
             return self.sequences
         lengths = np.array([length_of(document) for document in self.documents])
         return np.repeat(np.arange(len(lengths)), lengths), lengths.cumsum() - 1
+
+
+def beside_next(column: np.ndarray, lasts: np.ndarray, nothing: float) -> np.ndarray:
+    """Returns a column [t] moved to the position before its token; ``nothing`` at the last tokens, indices ``lasts``."""
+    moved = np.append(column[1:], np.array(nothing, column.dtype))
+    moved[lasts] = nothing
+    return moved

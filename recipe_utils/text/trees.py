@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recipe_utils.text.documents import Document, length_of, segments_of
-from recipe_utils.text.samples import TextSample
+from recipe_utils.text.samples import TextSample, beside_next
 
 _LEAST_COMMON = 16
 """Tokens of the shortest beginning that is shared."""
@@ -56,12 +56,7 @@ def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index:
     ends = lengths.cumsum()
     owners = np.repeat(np.arange(len(sequences)), lengths)
 
-    def beside_next(columns: Sequence[np.ndarray], nothing: float) -> np.ndarray:
-        column = np.append(np.concatenate(columns)[1:], nothing)
-        column[ends - 1] = nothing
-        return column
-
-    nexts = beside_next([sequence.labels for sequence in sequences], ignore_index)
+    nexts = beside_next(np.concatenate([sequence.labels for sequence in sequences]), ends - 1, ignore_index)
     flat = _Tokens(np.concatenate([sequence.tokens for sequence in sequences]), nexts != ignore_index)
     # From the last sequence on: a conversation's last turns have the longest history, and with as many branches
     # as fit, the next tree's history is shortest.
@@ -94,7 +89,7 @@ def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index:
         labels=in_row(nexts, ignore_index),
         documents=[document for _, document in trees],
         columns={
-            name: in_row(beside_next([sequence.columns[name] for sequence in sequences], 0), 0)
+            name: in_row(beside_next(np.concatenate([s.columns[name] for s in sequences]), ends - 1, 0), 0)
             for name in sorted(names)
         },
         values={name: np.concatenate([sequence.values[name] for sequence in sequences]) for name in first.values},
