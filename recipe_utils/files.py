@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torchtune.utils import get_logger
+
+from recipe_utils.torchtune_names import logger
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -146,7 +147,7 @@ def if_supported(operation: str) -> Iterator[None]:
 def log_once(text: str, level: int = logging.INFO) -> None:
     """Logs a line on rank 0, also before process groups exist, once in a process."""
     if os.environ.get("RANK", "0") == "0":
-        get_logger("INFO").log(level, text)
+        logger.log(level, text)
 
 
 class TensorFile:

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic.dataclasses import dataclass
-from torchtune import config, utils
+from torchtune import utils
 from tqdm import tqdm
 
 from recipe_utils.benchmark import report
@@ -44,6 +44,7 @@ from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath, Positive
 from recipe_utils.settings.problems import ConfigError, Problem, problems_with_folder
 from recipe_utils.settings.read import read_settings
+from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.entry_point import entry_point
 
 log = utils.get_logger("INFO")
@@ -243,7 +244,7 @@ class BenchmarkTokensPerSecond:
 
     def _start(self, baseline: Baseline, round: int) -> Processes:
         """Starts the processes of a baseline; they wait for their first turn."""
-        tokenizer = config.instantiate(OmegaConf.create(baseline.config["tokenizer"]))
+        tokenizer = instantiate(OmegaConf.create(baseline.config["tokenizer"]))
         folder = self.settings.output_dir / "baselines" / baseline.name
         return Processes(
             baseline.name,

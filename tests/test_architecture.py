@@ -34,7 +34,8 @@ LAYERS = (
     ("plans",),
     ("parallel",),
     ("settings", "cli"),
-    ("files", "compiler", "model_kinds"),
+    ("files",),
+    ("compiler", "model_kinds", "torchtune_names"),
 )
 """Layers from top to bottom. A package imports packages of lower layers only."""
 OBJECTIVES = {"preference", "distillation", "dinov3"}

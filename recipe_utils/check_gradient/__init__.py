@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torchtune import config, training
 
 from recipe_utils.models.adapters.nf4 import without_quantizing
 from recipe_utils.parallel.fsdp import local
+from recipe_utils.torchtune_names import MODEL_KEY, instantiate, set_default_dtype
 
 
 class GradientRecorder(Optimizer):
@@ -44,8 +44,8 @@ class GradientRecorder(Optimizer):
 
 def on_meta(component: Any) -> Any:
     """Builds a model on the meta device; weights that it quantizes are plain."""
-    with training.set_default_dtype(torch.float32), torch.device("meta"), without_quantizing():
-        return config.instantiate(component)
+    with set_default_dtype(torch.float32), torch.device("meta"), without_quantizing():
+        return instantiate(component)
 
 
 class RandomWeights:
@@ -67,11 +67,11 @@ class RandomWeights:
                 drawn = torch.randn(like.shape, generator=generator, device=self._device, dtype=torch.float32) * 0.02
                 is_scale = like.dim() == 1 and not name.endswith("bias")
                 weights[name] = (drawn + is_scale).bfloat16().cpu()
-        return {training.MODEL_KEY: weights}
+        return {MODEL_KEY: weights}
 
 
 def first_layers(model: dict[str, Any], num_layers: int) -> nn.Module:
     """Builds a decoder of torchtune and removes all but its first layers."""
-    decoder: Any = config.instantiate(OmegaConf.create(model))
+    decoder: Any = instantiate(OmegaConf.create(model))
     decoder.layers = decoder.layers[:num_layers]
     return decoder

@@ -26,8 +26,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.run import main as launch
-from torchtune import config
-from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
 from recipe_utils.check_gradient import on_meta
 from recipe_utils.check_gradient.recipe_file import parser_of, paths_of
@@ -48,6 +46,7 @@ from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, build
 from recipe_utils.settings.read import read_settings
 from recipe_utils.text.trees import makes_trees
+from recipe_utils.torchtune_names import DTYPES, instantiate
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -115,7 +114,7 @@ def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
             how += [f"{step.totals[key]:,} {key.replace('_', ' ')}" for key in _COUNTED if key in step.totals]
             how += [f"{world_size_from_env()} rank{'s' * (world_size_from_env() > 1)}", settings.microbatching]
             if settings.is_packed:
-                whole = build_on_meta(partial(config.instantiate, cfg.model), settings)
+                whole = build_on_meta(partial(instantiate, cfg.model), settings)
                 how += [attention_of(whole, ranks.device).kernel]
             how += [cfg.get("dtype") or "fp32", *["compiled"] * bool(cfg.get("compile"))]
             print(f"update step {step.index + 1} of {name}, after one: {', '.join(how)}")
@@ -213,7 +212,7 @@ def report(recorded: Recorded, exact: SingleSamples, rounded: Weights, dtype: st
     """Prints the comparison. Returns the exit code."""
     print(f"{'':14}difference   of which {dtype}'s rounding")
     # A reference in fp32 has the rounding of fp32 itself, and may be bitwise the single samples.
-    floor = torch.finfo(PRECISION_STR_TO_DTYPE[dtype]).eps + 100 * torch.finfo(torch.float32).eps * is_cut
+    floor = torch.finfo(DTYPES[dtype]).eps + 100 * torch.finfo(torch.float32).eps * is_cut
     roundings, groups = differences(rounded, exact.gradients), []
     for group, difference in differences(recorded.gradients, exact.gradients).items():
         print(f"  {group:12}{difference:.1e}      {roundings.get(group, 0):.1e}")

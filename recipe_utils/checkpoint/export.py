@@ -16,6 +16,7 @@ from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, publish
 from recipe_utils.checkpoint.peft import DESCRIPTION, write_peft
 from recipe_utils.files import fsync_folder, if_supported, log_once
 from recipe_utils.settings.components import component_at, taken_by
+from recipe_utils.torchtune_names import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY
 
 _MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
 WEIGHTS = (*_MODEL_FILES, ".index.json", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".tflite", ".ckpt", ".pkl")
@@ -64,18 +65,18 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mappi
             {key: copy.copy(content) for key, content in contents.items()},  # it is modified
             epoch=0,
             # Checkpointers for full models only do not have the argument.
-            **({} if training.MODEL_KEY in contents else {"adapter_only": True}),
+            **({} if MODEL_KEY in contents else {"adapter_only": True}),
         )
         folder = temporary / "epoch_0"
         if is_stock:
             copy_files(checkpointer._checkpoint_dir, folder)
-        adapters = contents.get(training.ADAPTER_KEY)
+        adapters = contents.get(ADAPTER_KEY)
         if adapters is not None:
-            write_peft(folder, checkpointer, adapters, contents[training.ADAPTER_CONFIG])
+            write_peft(folder, checkpointer, adapters, contents[ADAPTER_CONFIG])
             (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
             for path in list(folder.glob("adapter_*")):
                 path.rename(folder / ADAPTER_FOLDER / path.name)
-            described = {"lora_alpha": contents[training.ADAPTER_CONFIG]["lora_alpha"], "frozen": dict(frozen)}
+            described = {"lora_alpha": contents[ADAPTER_CONFIG]["lora_alpha"], "frozen": dict(frozen)}
             (folder / ADAPTER_FOLDER / DESCRIPTION).write_text(json.dumps(described))
         _apply_umask(temporary)
         for path in [*temporary.rglob("*"), temporary]:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torchtune import training
 
 from recipe_utils.files import write_tensors
+from recipe_utils.torchtune_names import ADAPTER_KEY, MODEL_KEY
 
 FOLDER = "own_modules"
 """Subfolder of an exported folder, so that nothing takes its file for one of the decoder."""
@@ -60,12 +60,12 @@ def with_own_modules(checkpointer: Any, meta_model: nn.Module, names: Iterable[s
             loaded: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
             path = Path(self._checkpoint_dir, FOLDER, _FILE)
             exported = load_file(path) if path.is_file() else {}
-            return {**loaded, training.MODEL_KEY: {**loaded[training.MODEL_KEY], **initial, **exported}}
+            return {**loaded, MODEL_KEY: {**loaded[MODEL_KEY], **initial, **exported}}
 
         def save_checkpoint(self, state_dict: dict[str, Any], epoch: int, **kwargs: Any) -> None:
             contents = {key: copy.copy(content) for key, content in state_dict.items()}
             weights: dict[str, Tensor] = {}
-            for key in {training.MODEL_KEY, training.ADAPTER_KEY} & contents.keys():
+            for key in {MODEL_KEY, ADAPTER_KEY} & contents.keys():
                 weights |= {name: contents[key].pop(name) for name in initial if name in contents[key]}
             super().save_checkpoint(contents, epoch=epoch, **kwargs)
             folder = Path(self._output_dir, f"epoch_{epoch}", FOLDER)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torchtune import training
 from torchtune.models.convert_weights import _FROM_HF, get_mapped_key, tune_to_peft_adapter_config
 from torchtune.training import FullModelHFCheckpointer, ModelType
+
+from recipe_utils.torchtune_names import ADAPTER_CONFIG, ADAPTER_KEY
 
 DESCRIPTION = "trained_with.json"
 """File beside adapters: their ``lora_alpha``, and fingerprints of the base's weights as ``frozen``."""
@@ -32,7 +33,7 @@ def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> d
     """
     loaded: dict[str, Any] = checkpointer.load_checkpoint()
     name = cfg_checkpointer.get("adapter_checkpoint")
-    if name is None or training.ADAPTER_KEY in loaded:
+    if name is None or ADAPTER_KEY in loaded:
         return loaded
     path = Path(cfg_checkpointer["output_dir"], name)
     if not path.is_file():
@@ -48,7 +49,7 @@ def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> d
     for name in ("adapter_config.json", DESCRIPTION):
         with suppress(OSError, ValueError):
             described |= json.loads(path.with_name(name).read_text())
-    return {**loaded, training.ADAPTER_KEY: adapters, training.ADAPTER_CONFIG: described}
+    return {**loaded, ADAPTER_KEY: adapters, ADAPTER_CONFIG: described}
 
 
 def write_peft(folder: Path, checkpointer: Any, adapters: Mapping[str, Tensor], adapter_config: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torchtune import training
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
@@ -20,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 from recipe_utils.checkpoint.export import WEIGHTS, copy_files
 from recipe_utils.checkpoint.peft import read_peft_of_transformers, write_peft_of_transformers
 from recipe_utils.files import TensorFile, log_once, write_atomically, write_tensors
+from recipe_utils.torchtune_names import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY
 
 _PREFIX = "model."
 """Prefix of parameter names in :class:`recipe_utils.models.transformers.decoder.Decoder`."""
@@ -94,10 +94,10 @@ class FolderCheckpointer:
         experts in separate tensors, are converted by transformers, whole on every rank. Raises ValueError if weights
         are missing, unexpected or of another shape, or if adapters cannot be read.
         """
-        loaded: dict[str, Any] = {training.MODEL_KEY: _with_prefix(self._mapped_weights() or self._converted_weights())}
+        loaded: dict[str, Any] = {MODEL_KEY: _with_prefix(self._mapped_weights() or self._converted_weights())}
         if self._adapters is not None:
             adapters, described = read_peft_of_transformers(self._adapters)
-            loaded |= {training.ADAPTER_KEY: _with_prefix(adapters), training.ADAPTER_CONFIG: described}
+            loaded |= {ADAPTER_KEY: _with_prefix(adapters), ADAPTER_CONFIG: described}
         return loaded
 
     def _mapped_weights(self) -> dict[str, Tensor] | None:
@@ -185,14 +185,14 @@ class FolderCheckpointer:
         folder = self._output_dir / f"epoch_{epoch}"
         folder.mkdir(parents=True)
         copy_files(self._checkpoint_dir, folder, skipped="original")
-        if training.ADAPTER_KEY in state_dict:
-            adapters = _without_prefix(state_dict[training.ADAPTER_KEY])
-            write_peft_of_transformers(folder, self._checkpoint_dir, adapters, state_dict[training.ADAPTER_CONFIG])
+        if ADAPTER_KEY in state_dict:
+            adapters = _without_prefix(state_dict[ADAPTER_KEY])
+            write_peft_of_transformers(folder, self._checkpoint_dir, adapters, state_dict[ADAPTER_CONFIG])
         if adapter_only:
             return
         files = [TensorFile(path) for path in self._files()]
         base = {name: file for file in files for name in file.names()}
-        weights = self._named_as(base, _without_prefix(state_dict[training.MODEL_KEY]))
+        weights = self._named_as(base, _without_prefix(state_dict[MODEL_KEY]))
         dtype = None
         for name, weight in weights.items():
             # What training did not change keeps its precision, such as an e_score_correction_bias in fp32.

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtune import training
 
 from recipe_utils.dinov3.backbone import PatchEmbedding
 from recipe_utils.dinov3.images.crop_rows import global_crops
@@ -29,6 +28,7 @@ from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import load_weights
 from recipe_utils.parallel.fsdp import local, reshard
 from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.torchtune_names import MODEL_KEY
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 
@@ -69,7 +69,7 @@ class AverageTeacher:
         """Initializes the average with ``weights``, the full weights of the student."""
         modules, ranks = self._modules, self._ranks
         for model in filter(None, (self.model, self.gram_model)):
-            load_weights(model, {training.MODEL_KEY: dict(weights)}, modules, ranks.device)
+            load_weights(model, {MODEL_KEY: dict(weights)}, modules, ranks.device)
             model.eval()  # drops no branch
             for module in model.modules():
                 if isinstance(module, PatchEmbedding):

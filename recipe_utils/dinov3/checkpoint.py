@@ -14,10 +14,10 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
-from torchtune import config, training
 
 from recipe_utils.checkpoint.tensors import describe_mismatch
 from recipe_utils.files import write_tensors
+from recipe_utils.torchtune_names import MODEL_KEY, instantiate
 
 HEADS = "heads.safetensors"
 """File with the weights of heads, by their names in this package; transformers ignores it."""
@@ -187,7 +187,7 @@ class DINOv3Checkpointer:
         if (image_mean is None) != (image_std is None):
             raise ValueError(f"checkpointer.image_mean={image_mean}: image_std={image_std}; set both, or neither")
         with torch.device("meta"):
-            made = config.instantiate(OmegaConf.create(dict(model)))
+            made = instantiate(OmegaConf.create(dict(model)))
         arguments = getattr(made, "arguments", {})
         if "layer_scale_init" not in arguments:
             raise ValueError(
@@ -229,21 +229,21 @@ class DINOv3Checkpointer:
         read, or its weights are of another model.
         """
         if self._checkpoint_dir is None:
-            return {training.MODEL_KEY: {}}
+            return {MODEL_KEY: {}}
         published: dict[str, Tensor] = {}
         for path in self._files:
             published |= _read(path)
         backbone = dinov3_hf_to_tune(published)
         self._check(backbone)
         heads = self._checkpoint_dir / HEADS
-        return {training.MODEL_KEY: backbone | (_read(heads) if heads.is_file() else {})}
+        return {MODEL_KEY: backbone | (_read(heads) if heads.is_file() else {})}
 
     def save_checkpoint(self, state_dict: Mapping[str, Any], epoch: int) -> None:
         """Writes full weights ``{"model": weights}`` to the folder ``epoch_N`` of ``output_dir``.
 
         Names of heads start with ``output.``. Raises ValueError if the weights are of another model.
         """
-        weights: Mapping[str, Tensor] = state_dict[training.MODEL_KEY]
+        weights: Mapping[str, Tensor] = state_dict[MODEL_KEY]
         heads = {name: weight for name, weight in weights.items() if name.startswith("output.")}
         backbone = {name: weight for name, weight in weights.items() if name not in heads}
         self._check(backbone)

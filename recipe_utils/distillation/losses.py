@@ -15,12 +15,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules import loss as stock
-from torchtune.modules.tied_linear import TiedLinear
 
-from recipe_utils.losses.chunks import ChunkedLoss, chunks_of, compiled_for_all_lengths
+from recipe_utils.losses.chunks import ChunkedLoss, OutputLayer, chunks_of, compiled_for_all_lengths
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
+from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.step import Targets
 
 Kind = Literal["forward", "reverse", "symmetric", "js"]
@@ -173,9 +172,7 @@ class LinearDistillationLoss(ChunkedLoss):
 
         self._compute = compiled_for_all_lengths(normalize_and_sum, backend)
 
-    def forward(
-        self, output: nn.Module | TiedLinear, hidden: Tensor, targets: Targets, backward_in_parts: bool = False
-    ) -> Tensor:
+    def forward(self, output: OutputLayer, hidden: Tensor, targets: Targets, backward_in_parts: bool = False) -> Tensor:
         """Returns SUMS over the targets, [5], at least fp32; only the first has a gradient.
 
         ``targets`` have the teacher's outputs attached; without targets the sums are 0, with a
@@ -189,7 +186,7 @@ class LinearDistillationLoss(ChunkedLoss):
 
     def sum_rows(
         self,
-        output: nn.Module | TiedLinear,
+        output: OutputLayer,
         hidden: Tensor,
         labels: Tensor | None,
         teacher: TeacherHidden,
@@ -330,7 +327,7 @@ def make_distillation_loss(loss_fn: Any, kd_loss_fn: Any | None, kd_ratio: float
         )
     # One label of both: a target of one term is a target of the other.
     ignored = kd_loss_fn.ignore_index
-    if ignored not in (CROSS_ENTROPY_IGNORE_IDX, loss_fn.ignore_index):
+    if ignored not in (IGNORE_INDEX, loss_fn.ignore_index):
         text = f"it has no effect with loss.ignore_index={loss_fn.ignore_index}; remove this key"
         raise ValueError(f"kd_loss.ignore_index={ignored}: {text}")
     kd_loss_fn.ignore_index = loss_fn.ignore_index

@@ -16,8 +16,6 @@ from omegaconf import DictConfig
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
-from torchtune import config
-from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.checkpoint.load import TEACHER
 from recipe_utils.distillation.losses import TeacherHidden
@@ -34,9 +32,8 @@ from recipe_utils.optim.optimizer import OptimizerSettings
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.settings.keys import STRICT, OnlyWith
 from recipe_utils.settings.problems import Problem, build, naming
+from recipe_utils.torchtune_names import instantiate, log_rank_zero
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
-
-_log = get_logger("INFO")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -96,7 +93,7 @@ def build_teacher_on_meta(
         quantizer=None,
     )
     with naming("teacher_model"):
-        model = build_on_meta(partial(config.instantiate, cfg.get("teacher_model")), modules)
+        model = build_on_meta(partial(instantiate, cfg.get("teacher_model")), modules)
         if not hasattr(text_decoder(model), "unembed"):
             raise ValueError(f"a {type(model).__name__} returns no hidden states; set it to a torchtune decoder")
         if find_adapters(model).modules:
@@ -109,14 +106,14 @@ def build_teacher_on_meta(
             raise ValueError(
                 f"a {kinds[0]} does not take the inputs of a {kinds[1]}; set it to one that does, with or without images"
             )
-    own_checkpointer = build(TEACHER, config.instantiate, cfg.get(TEACHER))
+    own_checkpointer = build(TEACHER, instantiate, cfg.get(TEACHER))
     sizes = num_outputs(model), num_outputs(student)
     is_same = build(TEACHER, check_same_tokens, checkpointer, own_checkpointer, ("student", "teacher"))
     if sizes[0] != sizes[1]:
         text = f"The teacher has {sizes[0]} tokens, the student {sizes[1]}: the divergence is computed over the first "
         text += str(min(sizes))
         text += "" if is_same else "; not compared, since not both have a tokenizer.json beside their weights"
-        log_rank_zero(_log, text, logging.INFO if is_same else logging.WARNING)
+        log_rank_zero(text, logging.INFO if is_same else logging.WARNING)
     return TeacherOnMeta(model, own_checkpointer, modules, settings.teacher_pipeline_parallel_split_points)
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, SoftFileLock
-from torchtune.utils import get_logger
+
+from recipe_utils.torchtune_names import logger
 
 WEIGHTS = re.compile(r"(?!model\.safetensors$)[^.].*\.(safetensors|bin|pth?|gguf|index\.json)")
 """Names of files of weights and of their indices, other than that of fresh weights."""
-_log = get_logger("INFO")
 
 
 def build_once(
@@ -51,6 +51,6 @@ def build_once(
         if not changed and path.exists():
             return
         if changed:
-            _log.info(f"{path} is rebuilt: {changed}")
+            logger.info(f"{path} is rebuilt: {changed}")
         path.unlink(missing_ok=True)
         build()

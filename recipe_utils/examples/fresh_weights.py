@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import nn
-from torchtune import config
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.training import FullModelHFCheckpointer
 
 from recipe_utils.examples.build_once import WEIGHTS, build_once
 from recipe_utils.files import write_atomically
+from recipe_utils.torchtune_names import instantiate
 
 _HF_NAMES = {
     "vocab_size": "vocab_size",
@@ -70,7 +70,7 @@ def fresh_llama_checkpointer(
 
     def build() -> None:
         # No weight depends on max_seq_len, which may be too large for the tables of positions.
-        small = config.instantiate(OmegaConf.create({**model, "max_seq_len": 1}))
+        small = instantiate(OmegaConf.create({**model, "max_seq_len": 1}))
         state_dict = tune_to_hf(
             fresh_state_dict(small, seed),
             num_heads=model["num_heads"],

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
+from torchtune.data import Message
 
 from recipe_utils.examples.question_answers import Pairs, TokenizedPairs, split_of
 from recipe_utils.examples.stdlib_docs import docstring_pairs
+from recipe_utils.torchtune_names import IGNORE_INDEX
 
 MIN_WORDS = 4
 """Minimum number of words of a docstring's first paragraph."""
@@ -70,5 +71,5 @@ def _tokenized_sides(tokenizer: Any, question: str, answer: str) -> dict[str, An
         ]
         tokens, masked = tokenizer.tokenize_messages(messages)
         sample[f"{side}_input_ids"] = tokens
-        sample[f"{side}_labels"] = list(np.where(masked, CROSS_ENTROPY_IGNORE_IDX, tokens))
+        sample[f"{side}_labels"] = list(np.where(masked, IGNORE_INDEX, tokens))
     return sample

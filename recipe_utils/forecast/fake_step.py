@@ -11,7 +11,6 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torchtune import config
 from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.distillation.losses import TeacherHidden, make_distillation_loss
@@ -35,6 +34,7 @@ from recipe_utils.preference.losses import PreferenceLoss, make_preference_loss
 from recipe_utils.preference.pairs import pair_collator
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import RowCollator, text_collator
+from recipe_utils.torchtune_names import instantiate
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, mark_last
 
@@ -75,26 +75,26 @@ class FakeTraining:
         self._fake, self._live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
         self._is_of_pairs = hasattr(settings, "prefix_sharing")
         self._has_teacher = getattr(settings, "kd_ratio", 0) > 0
-        meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
+        meta_model = build("model", build_on_meta, partial(instantiate, cfg.model), settings)
         meta_frozen, teacher = meta_model, None
         if hasattr(meta_model, "decoder"):
             raise ConfigError("model: images beside text have no forecast; set a decoder")
         modules, frozen_loss = settings.without_gradients(), None
         if self._is_of_pairs:
-            pair_loss = build("loss", make_preference_loss, partial(config.instantiate, cfg.loss))
+            pair_loss = build("loss", make_preference_loss, partial(instantiate, cfg.loss))
             loss_fn: Any = PreferenceLoss(pair_loss, settings.tokens_per_chunk)
             frozen_loss = loss_fn if getattr(pair_loss, "needs_reference", True) else None
         else:
             loss_fn = build("loss", build_loss, cfg.loss)
         if self._has_teacher:
-            divergence = build("kd_loss", config.instantiate, cfg.get("kd_loss"))
+            divergence = build("kd_loss", instantiate, cfg.get("kd_loss"))
             loss_fn = build("", make_distillation_loss, loss_fn, divergence, settings.kd_ratio)
             modules = settings.without_gradients(
                 dtype=settings.teacher_dtype or settings.dtype,
                 custom_sharded_layers=settings.teacher_custom_sharded_layers,
                 quantizer=None,
             )
-            make_teacher, frozen_loss = partial(config.instantiate, cfg.teacher_model), HiddenAtTargets()
+            make_teacher, frozen_loss = partial(instantiate, cfg.teacher_model), HiddenAtTargets()
             meta_frozen = teacher = build("teacher_model", build_on_meta, make_teacher, modules)
         limits = limits_of(meta_model, self.ranks.device, self.ranks.dims.tp, teacher)
         tokens: Any = SimpleNamespace(pad_id=0, max_seq_len=cfg.tokenizer.get("max_seq_len"))

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torchtune import config, training
+from torchtune import training
 
 from recipe_utils.compiler import configure_compiler
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.settings.problems import ConfigError, Problem, naming
+from recipe_utils.torchtune_names import instantiate
 from recipe_utils.update_steps.step import Targets
 
 
@@ -39,7 +40,7 @@ class HiddenAtTargets:
 
 def build_loss(cfg: DictConfig) -> Any:
     """Builds a loss of fine-tuning. Raises ValueError if it has no ``ignore_index``."""
-    loss_fn = config.instantiate(cfg)
+    loss_fn = instantiate(cfg)
     if not hasattr(loss_fn, "ignore_index"):
         raise ValueError(
             f"loss: {type(loss_fn).__name__} has no ignore_index, which marks positions without a target; set it "

@@ -9,16 +9,27 @@ Shapes: d embedding width, v vocabulary, n target tokens, c target tokens of a c
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.compiler import configure_compiler
 from recipe_utils.update_steps.step import Targets
+
+
+class TiedOutput(Protocol):
+    """torchtune's ``TiedLinear``, which is no module: it multiplies with the weight of one."""
+
+    tied_module: nn.Module
+
+    def __call__(self, hidden: Tensor, /) -> Tensor: ...  # noqa: D102
+
+
+OutputLayer = nn.Module | TiedOutput
+"""Output projection of hidden states [..., d] to logits [..., v]."""
 
 ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 """Takes the logits of a chunk [c, v], at least fp32, which it may overwrite, the slice of its rows in all rows,
@@ -83,7 +94,7 @@ class ChunkedLoss(nn.Module):
 
     def sum_over_chunks(
         self,
-        output: nn.Module | TiedLinear,
+        output: OutputLayer,
         hidden: Tensor,
         chunk_loss: ChunkLoss,
         num_sums: int,
@@ -236,10 +247,10 @@ def chunks_of(num_tokens: int, tokens_per_chunk: int) -> list[slice]:
     return [slice(start, start + tokens_per_chunk) for start in starts]
 
 
-def plain_weight(output: nn.Module | TiedLinear) -> Tensor | None:
+def plain_weight(output: OutputLayer) -> Tensor | None:
     """Returns the weight [v, d] of an output layer that only multiplies with it, as a plain tensor; else None."""
-    if isinstance(output, TiedLinear):
-        weight = output.tied_module.weight
+    if not isinstance(output, nn.Module):
+        weight: Tensor = output.tied_module.weight  # type: ignore[assignment]
     elif type(output) is nn.Linear and output.bias is None and "forward" not in vars(output):
         weight = output.weight
     else:

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torchtune.modules.tied_linear import TiedLinear
+from torch import Tensor
 
-from recipe_utils.losses.chunks import ChunkedLoss, compiled_for_all_lengths
+from recipe_utils.losses.chunks import ChunkedLoss, OutputLayer, compiled_for_all_lengths
 from recipe_utils.update_steps.step import Targets
 
 
@@ -29,9 +28,7 @@ class LinearCrossEntropyLoss(ChunkedLoss):
         """Compiles the arithmetic on logits with ``torch.compile``, once for chunks of any length."""
         self._cross_entropy = compiled_for_all_lengths(_cross_entropy, backend)
 
-    def forward(
-        self, output: nn.Module | TiedLinear, hidden: Tensor, targets: Targets, backward_in_parts: bool = False
-    ) -> Tensor:
+    def forward(self, output: OutputLayer, hidden: Tensor, targets: Targets, backward_in_parts: bool = False) -> Tensor:
         """Returns the loss summed over the targets [nats], shape [], at least fp32; 0 without targets.
 
         For the arguments see :mod:`recipe_utils.losses.attach`.

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE_INDEX
-from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.losses.chunks import (
     ChunkedLoss,
+    OutputLayer,
     WeightGradient,
     chunks_of,
     compiled_for_all_lengths,
     plain_weight,
     sum_dtype,
 )
+from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.step import Targets
 
 
@@ -41,9 +41,7 @@ class LinearLogProbs(ChunkedLoss):
         """Compiles the arithmetic on logits, also of the backward, once for chunks of any length."""
         self._arithmetic = compiled_for_all_lengths(_read, backend), compiled_for_all_lengths(_gradient, backend)
 
-    def forward(
-        self, output: nn.Module | TiedLinear, hidden: Tensor, targets: Targets, backward_in_parts: bool = False
-    ) -> Tensor:
+    def forward(self, output: OutputLayer, hidden: Tensor, targets: Targets, backward_in_parts: bool = False) -> Tensor:
         """Returns the targets' log-probabilities [n] in nats, at least fp32.
 
         Raises ValueError if ``backward_in_parts`` is True; see :mod:`recipe_utils.losses.attach`.

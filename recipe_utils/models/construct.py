@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import nn
-from torchtune import training
-from torchtune.utils import get_logger
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.models.adapters.lora import adapters_in_words, find_adapters, freeze_base
@@ -33,8 +31,7 @@ from recipe_utils.models.settings import ModelSettings
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError, Problem
-
-_log = get_logger("INFO")
+from recipe_utils.torchtune_names import logger, set_default_dtype
 
 
 def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) -> nn.Module:
@@ -44,7 +41,7 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
     positions are larger than this machine's memory.
     """
     # Parameters get their shape and precision, but no memory.
-    default_dtype = training.set_default_dtype(settings.torch_dtype)
+    default_dtype = set_default_dtype(settings.torch_dtype)
     with default_dtype, torch.device("meta"), without_quantizing():
         model = make_model()
         if settings.quantizer is not None:
@@ -94,7 +91,7 @@ def build_stages(meta_model: nn.Module, pipeline: PipelineSettings, ranks: Ranks
         stages[f"stage_{index}"] = stage = copy.deepcopy(meta_model)
         cut_to_stage(stage, layers[index])
     if ranks.is_zero:
-        _log.info(
+        logger.info(
             f"{pipeline.pipeline_parallel_schedule} over {ranks.dims.pp} ranks; layers of the stages: "
             + ", ".join(f"{stage_layers.start} to {stage_layers.stop - 1}" for stage_layers in layers)
         )

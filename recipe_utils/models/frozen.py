@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
-from torchtune import training
 
 from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.losses.attach import attach_loss
@@ -33,6 +32,7 @@ from recipe_utils.parallel.fsdp import reshard
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.problems import naming
+from recipe_utils.torchtune_names import MODEL_KEY
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 Attached = Callable[[UpdateStep], AbstractContextManager[Sequence[Microbatch]]]
@@ -202,7 +202,7 @@ def load_frozen(
     """
     with naming(key):
         checkpoint = checkpointer.load_checkpoint()
-        weights = checkpoint[training.MODEL_KEY]
+        weights = checkpoint[MODEL_KEY]
         fingerprints = {key: crc32_of_weights(weights, ranks.cpu_group)}
         if meta_model is not None:
             check_weights(meta_model, weights)

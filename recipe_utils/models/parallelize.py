@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor.parallel import parallelize_module
-from torchtune import config, modules, training
+from torchtune import modules, training
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
@@ -19,6 +19,7 @@ from recipe_utils.models.kernels import fuse_norms_and_rope
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.torchtune_names import instantiate
 
 
 def parallelize(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> None:
@@ -44,7 +45,7 @@ def parallelize(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> None
     # Tensor parallelism needs plain parameters and the names of the plan, without wrappers.
     if ranks.dims.tp > 1:
         training.prepare_mha_for_tp(model, ranks.mesh["tp"])
-        plan = dict(config.instantiate(OmegaConf.create(settings.tensor_parallel_plan)))
+        plan = dict(instantiate(OmegaConf.create(settings.tensor_parallel_plan)))
         parallelize_module(model, ranks.mesh["tp"], parallelize_plan=plan)
     # The recomputation is inside of FSDP2's units, so that it finds gathered weights.
     apply_activation_checkpointing(model, settings)

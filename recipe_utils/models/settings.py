@@ -16,6 +16,7 @@ from recipe_utils.parallel.ranks import RankSettings, resolve_device
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
 from recipe_utils.settings.problems import Problem
+from recipe_utils.torchtune_names import get_dtype
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -136,7 +137,7 @@ def model_on_ranks(model: ModelSettings, ranks: RankSettings) -> Iterator[Proble
         yield model.problem_of(offloading, "it needs device=cuda; set it to False")
     if model.dtype is not None:
         try:
-            training.get_dtype(model.dtype, device=device)
+            get_dtype(model.dtype, device=device)
         except Exception as error:
             yield model.problem_of("dtype", f"{error}; set it to fp32")
     tp_degree = ranks.tensor_parallel_dim

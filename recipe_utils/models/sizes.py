@@ -5,15 +5,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torchtune.utils import get_logger
 
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.plans.cost import cost_on
 from recipe_utils.text.limits import ModelLimits
-
-_log = get_logger("INFO")
+from recipe_utils.torchtune_names import logger
 
 _ROW_MULTIPLE = 128
 """Multiple that rows on CUDA are padded to [positions]: matrix product tiles, and blocks of flex
@@ -76,7 +74,7 @@ def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) ->
     num_shards = ranks.dims.dp_shard * ranks.dims.pp
     student, teacher, here = (size / 2**30 for size in (*sizes, memory))
     if (student + teacher) / num_shards > here:
-        _log.warning(
+        logger.warning(
             f"student {student:.1f} GiB (weights, gradients, Adam's state) and teacher {teacher:.1f} GiB over "
             f"{num_shards} ranks are above the {here:.1f} GiB of each; start more ranks, or set "
             "teacher_fsdp_cpu_offload=True"

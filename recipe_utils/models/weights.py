@@ -17,7 +17,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
-from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import describe_mismatch, parameters_by_name
@@ -30,8 +29,7 @@ from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
-
-_log = get_logger("INFO")
+from recipe_utils.torchtune_names import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY, log_rank_zero, set_default_dtype
 
 
 def load_model(
@@ -46,7 +44,7 @@ def load_model(
         fingerprints = fingerprint_of_config(model, folder)
         fingerprints = load_weights(model, checkpoint, settings, ranks.device, seed) | fingerprints
     for text in differences_from_config(model, folder):
-        log_rank_zero(_log, text, logging.WARNING)
+        log_rank_zero(text, logging.WARNING)
     return fingerprints
 
 
@@ -98,9 +96,9 @@ def load_weights(
             or weights do not divide over the ranks that shard them twice (tensor parallel and FSDP2).
         RuntimeError: the model has buffers that neither the checkpoint nor ``rope_init`` provides.
     """
-    base = checkpoint.pop(training.MODEL_KEY)
-    given = checkpoint.pop(training.ADAPTER_KEY, None)
-    described = checkpoint.pop(training.ADAPTER_CONFIG, {})
+    base = checkpoint.pop(MODEL_KEY)
+    given = checkpoint.pop(ADAPTER_KEY, None)
+    described = checkpoint.pop(ADAPTER_CONFIG, {})
     adapters = adapters_of(model)
     frozen = fingerprint_of_frozen(adapters, base)
     check_origin(adapters, frozen, described)
@@ -119,7 +117,7 @@ def materialize(
     names_of_other_stages: Collection[str] = (),
 ) -> None:
     """Moves a meta model or stage to ``device`` with this rank's parts of full ``weights``, also those of adapters."""
-    with training.set_default_dtype(settings.torch_dtype), device:
+    with set_default_dtype(settings.torch_dtype), device:
         for module in model.modules():
             if hasattr(module, "rope_init"):  # its cache is not in the state dict
                 module.rope_init()  # type: ignore[operator]

@@ -13,17 +13,15 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchtune import config, training
+from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
-from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import MadeWith, component_at, taken_by
 from recipe_utils.settings.keys import STRICT, Count, Positive
 from recipe_utils.settings.problems import ConfigError, Problem, naming
+from recipe_utils.torchtune_names import instantiate, log_rank_zero
 from recipe_utils.update_steps.settings import DataSettings
-
-_log = get_logger("INFO")
 
 _ADAMW_8BIT = "recipe_utils.optim.AdamW8bit"
 _FASTER = (".lora_b.weight", ".magnitude")
@@ -172,7 +170,7 @@ def make_optimizer(cfg: DictConfig, groups: list[Any], parameters: Mapping[str, 
         names = {id(parameter): unwrapped(name) for name, parameter in parameters.items()}
         groups = groups if isinstance(next(iter(groups), 0), dict) else [{"params": groups}]
         groups = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
-    optimizer: Optimizer = config.instantiate(cfg, groups)
+    optimizer: Optimizer = instantiate(cfg, groups)
     for inner in inner_optimizers(optimizer):
         optimizer.state.update(inner.state)
         inner.state = optimizer.state
@@ -223,7 +221,7 @@ def check_optimizer(
 def make_schedule(cfg: DictConfig | None, optimizer: Optimizer, num_training_steps: int, last_epoch: int = -1) -> Any:
     """Builds a schedule with those of the two numbers that it takes; None if ``cfg`` is None."""
     numbers = {"num_training_steps": num_training_steps, "last_epoch": last_epoch}
-    return config.instantiate(cfg, optimizer, **taken_by(cfg or {}, numbers))
+    return instantiate(cfg, optimizer, **taken_by(cfg or {}, numbers))
 
 
 def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:
@@ -243,7 +241,7 @@ def build_lr_scheduler(
     num_warmup_steps = 0 if cfg is None else cfg.get("num_warmup_steps", 0)
     if num_warmup_steps >= num_steps:
         text = f"lr_scheduler.num_warmup_steps={num_warmup_steps}: the training has only {num_steps} update steps"
-        log_rank_zero(_log, text, logging.WARNING)
+        log_rank_zero(text, logging.WARNING)
     if global_step > 0:  # the resumed training may have had no schedule
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])

@@ -10,13 +10,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
-from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.optim.optimizer import takes_names
 from recipe_utils.settings.keys import STRICT, CountOrZero, Positive
 from recipe_utils.settings.problems import Problem
-
-_log = get_logger("INFO")
+from recipe_utils.torchtune_names import log_rank_zero
 
 _Momentum = Annotated[float, Field(ge=0, le=1)]
 
@@ -77,7 +75,7 @@ class ScheduleSettings:
         for name in ("freeze_last_layer_steps", "teacher_temperature_warmup_steps"):
             length = getattr(self, name)
             if length >= num_steps:
-                log_rank_zero(_log, f"{name}={length}: the training has only {num_steps} update steps", logging.WARNING)
+                log_rank_zero(f"{name}={length}: the training has only {num_steps} update steps", logging.WARNING)
 
     def temperature_at(self, global_step: int) -> float:
         """Returns the teacher's temperature after ``global_step`` update steps."""

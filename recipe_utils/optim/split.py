@@ -6,10 +6,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from torch.optim import Optimizer
-from torchtune import config
 
 from recipe_utils.settings.components import MadeWith, check_component
 from recipe_utils.settings.problems import ConfigError
+from recipe_utils.torchtune_names import instantiate
 
 
 class Split(Optimizer):
@@ -44,7 +44,7 @@ class Split(Optimizer):
                 raise ValueError(
                     f"optimizer.names={names}: it leaves no parameter to {part}; there are {examples}, ..."
                 )
-            self.parts[part] = config.instantiate(OmegaConf.create(component), groups)
+            self.parts[part] = instantiate(OmegaConf.create(component), groups)
         super().__init__([group for part in self.parts.values() for group in part.param_groups], {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -1,5 +1,6 @@
 """Sharding with FSDP2 and its collectives during gradient accumulation."""
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torchtune import training
 
 GradientSync = Literal["each_microbatch", "last_microbatch"]
 
@@ -51,11 +51,10 @@ def shard_model(
         )
     if ignored:
         options["ignored_params"] = set(ignored)
-    # From the leaves to the root, as torchtune.training.shard_model.
+    # From the leaves to the root, with the units of torchtune.training.shard_model: ``layers.0``, and modules by name.
     for name, module in reversed(list(model.named_modules())):
-        is_unit = id(module) in layers_of_transformers or training.get_shard_conditions(
-            name, module, names_to_match=custom_sharded_layers
-        )
+        is_layer = re.fullmatch(r"(.*\.)?layers\.\d+", name) or id(module) in layers_of_transformers
+        is_unit = is_layer or name in (custom_sharded_layers or ())
         # Layers of other pipeline stages have no parameters.
         if module is not model and is_unit and any(True for _ in module.parameters()):
             fully_shard(module, **options)

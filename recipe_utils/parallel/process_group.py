@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torchtune.training import get_distributed_backend
+
+from recipe_utils.torchtune_names import get_distributed_backend
 
 _IS_GONE = re.compile("Connection (closed|reset) by peer|Broken pipe|got 0 bytes|process exit(ed|ing)")
 """Errors of gloo, TCPStore and NCCL after the end of a rank. Not timeouts: the rank may only be slow."""

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torchtune import utils
 
 from recipe_utils.parallel import process_group
 from recipe_utils.parallel.fsdp import GradientSync
 from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.torchtune_names import get_device, log_rank_zero
 
 
 class ParallelDims(NamedTuple):
@@ -208,7 +208,7 @@ def join_ranks(settings: RankSettings | None = None) -> Ranks:
             f"gradient_sync={settings.gradient_sync}: pipeline stages keep gradients unsharded "
             "until the last microbatch, as with last_microbatch"
         )
-        utils.log_rank_zero(utils.get_logger("INFO"), text, level=logging.WARNING)
+        log_rank_zero(text, logging.WARNING)
     # Ranks with other data are those that differ in the two middle dimensions of the mesh.
     pp_rank, tp_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
     dp_peers = mesh.mesh[pp_rank, :, :, tp_rank].flatten().tolist()
@@ -231,7 +231,7 @@ def resolve_device(device: str | None) -> torch.device:
     Raises ConfigError if it is not available; torchtune would silently use the CPU.
     """
     try:
-        available = utils.get_device(device=device)
+        available = get_device(device)
     except Exception as error:
         raise ConfigError(Problem("device", f"{error}; set it to a device of this machine", device)) from None
     if device is not None and available.type != torch.device(device).type:

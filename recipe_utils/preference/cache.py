@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchtune.utils import get_logger
 
 from recipe_utils.files import CheckpointError, write_atomically
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.settings.problems import naming
-
-_log = get_logger("INFO")
+from recipe_utils.torchtune_names import logger
 
 _ROW = struct.Struct("<16sdd")
 _SECONDS_BETWEEN_WRITES = 60.0
@@ -103,6 +101,6 @@ class ReferenceCache:
         data = self._path.read_bytes()
         checksum, content = int.from_bytes(data[:4], "little"), data[4:]
         if len(data) < 4 or zlib.crc32(content) != checksum or len(content) % _ROW.size:
-            _log.warning(f"{self._path}: corrupt; its log-probabilities are computed again")
+            logger.warning(f"{self._path}: corrupt; its log-probabilities are computed again")
             return {}
         return {key: (chosen, rejected) for key, chosen, rejected in _ROW.iter_unpack(content)}

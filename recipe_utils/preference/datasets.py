@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
+from torchtune.data import Message
 
 import recipe_utils.preference.torchtune_pairs  # noqa: F401  corrects torchtune
 from recipe_utils.preference.rows import SIDES, read_pair
@@ -19,6 +19,7 @@ from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.rows import Texts, name_unread, name_unread_of_first
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.text.torchtune_messages import lost_keys
+from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import SampleError
 
 
@@ -57,7 +58,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         sample = {}
         for side, (tokens, mask) in zip(SIDES, tokenized, strict=True):
             sample[f"{side}_input_ids"] = tokens
-            sample[f"{side}_labels"] = np.where(mask, CROSS_ENTROPY_IGNORE_IDX, tokens).tolist()
+            sample[f"{side}_labels"] = np.where(mask, IGNORE_INDEX, tokens).tolist()
         return sample
 
     def _read(self, index: int) -> tuple[Conversation, Conversation] | Texts:

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torchtune.modules.tied_linear import TiedLinear
 from torchtune.rlhf.loss import DPOLoss
 
-from recipe_utils.losses.chunks import Record
+from recipe_utils.losses.chunks import OutputLayer, Record
 from recipe_utils.losses.log_probs import LinearLogProbs
 from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.update_steps.step import Targets
@@ -161,9 +160,7 @@ class PreferenceLoss(nn.Module):
         self.compile_chunks = self.log_probs.compile_chunks
         self.loss_fn = loss_fn
 
-    def forward(
-        self, output: nn.Module | TiedLinear, hidden: Tensor, targets: Targets, backward_in_parts: bool = False
-    ) -> Tensor:
+    def forward(self, output: OutputLayer, hidden: Tensor, targets: Targets, backward_in_parts: bool = False) -> Tensor:
         """Returns sums of ``METRICS``, [8] in fp64, or log-probabilities [2, p] of both answers [nats].
 
         ``targets`` may have reference log-probabilities [2, p] attached. For the arguments see

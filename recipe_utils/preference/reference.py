@@ -15,9 +15,7 @@ from zlib import crc32
 import numpy as np
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torchtune import config
 from torchtune.modules.peft import disable_adapter
-from torchtune.utils import get_logger, log_rank_zero
 from tqdm import tqdm
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
@@ -36,11 +34,10 @@ from recipe_utils.preference.cache import LogProbs, Pairs, ReferenceCache
 from recipe_utils.preference.losses import PreferenceLoss
 from recipe_utils.settings.keys import STRICT, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, problems_with_folder
+from recipe_utils.torchtune_names import instantiate, log_rank_zero
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.order import Order
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
-
-_log = get_logger("INFO")
 
 _KEY = "ref_checkpointer"
 
@@ -65,7 +62,7 @@ def reference_checkpointer(component: Any, meta_model: nn.Module, policy_checkpo
 
     Raises ValueError if adapters need no checkpointer, or the reference has other tokens.
     """
-    checkpointer = config.instantiate(component)
+    checkpointer = instantiate(component)
     if checkpointer is not None and find_adapters(meta_model).modules:
         raise ValueError("the reference of a model with adapters is what training starts from; leave it out")
     check_same_tokens(policy_checkpointer, checkpointer, ("policy", "reference"))
@@ -144,7 +141,7 @@ def build_reference(
     ``start`` is the config of the policy's checkpointer, ``context`` are plain values that log-probabilities depend on
     besides weights and precision. Raises ConfigError if the weights do not fit the model.
     """
-    how, warn = settings.reference, partial(log_rank_zero, _log, level=logging.WARNING)
+    how, warn = settings.reference, partial(log_rank_zero, level=logging.WARNING)
     if not getattr(pair_loss.loss_fn, "needs_reference", True):
         if how != "live":
             warn(f"reference={how}: not used, because the loss needs none")
@@ -184,7 +181,7 @@ def build_reference(
         context["config"] = meta_model.model.config.to_json_string()
     folder = settings.reference_cache_dir or output_dir / "reference"
     cached = ReferenceCache(folder, context, ranks.cpu_group)
-    log_rank_zero(_log, f"{folder}: log-probabilities of {len(cached)} pairs")
+    log_rank_zero(f"{folder}: log-probabilities of {len(cached)} pairs")
     reference = CachedReference(cached, build, ranks)
     return reference.attached, given if adapters.modules else fingerprints, reference
 

@@ -17,7 +17,6 @@ from itertools import chain, groupby, islice
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config
 
 from recipe_utils.check_gradient.recipe_file import parser_of
 from recipe_utils.cli.registry import config_path
@@ -33,6 +32,7 @@ from recipe_utils.text.documents import chains
 from recipe_utils.text.limits import NO_LIMITS
 from recipe_utils.text.mixture import MixtureOrder, problems_with_list
 from recipe_utils.text.trees import makes_trees
+from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.entry_point import entry_point
 from recipe_utils.training.loaders import build_order, build_own_order
 from recipe_utils.update_steps.samples import CheckedDataset, SampleError, unread
@@ -63,7 +63,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     if problems:
         raise ConfigError(*problems)
     # As in the recipe, but for a model without limits.
-    tokenizer: Any = build("tokenizer", config.instantiate, cfg.tokenizer)
+    tokenizer: Any = build("tokenizer", instantiate, cfg.tokenizer)
     check = check_is_pair if are_pairs else None
     dataset = build("dataset", load_dataset, cfg.dataset, tokenizer, check)
     ignore_index = values["loss"].get("ignore_index", -100)

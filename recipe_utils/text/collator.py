@@ -8,8 +8,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
-from torchtune.utils import get_logger, log_rank_zero
 
 import recipe_utils.text.torchtune_messages  # noqa: F401  corrects torchtune
 from recipe_utils.settings.components import component_at
@@ -20,6 +18,7 @@ from recipe_utils.text.reader import KNOWN_KEYS, TextReader
 from recipe_utils.text.rows import collated, packed, padded
 from recipe_utils.text.samples import TextSample
 from recipe_utils.text.trees import apart, share_beginnings, split_trees
+from recipe_utils.torchtune_names import IGNORE_INDEX, log_rank_zero
 from recipe_utils.update_steps.objective import NOTHING_DECLARED, Collator, Declaration, Layout
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch
@@ -28,8 +27,6 @@ FIRST_TOKENS = 2048
 """First budget of a search. Small for any model that needs a GPU; the same on all ranks."""
 MOST_TOKENS = 2**20
 """Largest budget of a search."""
-
-_log = get_logger("INFO")
 
 
 @dataclass(frozen=True)
@@ -206,13 +203,13 @@ class RowCollator(Collator):
 def _warn_once(microbatching: str, keys: str) -> None:
     if keys:
         text = f"microbatching={microbatching}: rows contain only text; {keys} of samples is ignored"
-        log_rank_zero(_log, text, logging.WARNING)
+        log_rank_zero(text, logging.WARNING)
 
 
 def text_collator(
     settings: DataSettings,
     tokenizer: Any,
-    ignore_index: int = CROSS_ENTROPY_IGNORE_IDX,
+    ignore_index: int = IGNORE_INDEX,
     limits: ModelLimits = NO_LIMITS,
     has_trees: bool = False,
     declared: Declaration = NOTHING_DECLARED,

@@ -6,16 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from torchtune import config
 from torchtune.datasets import ConcatDataset
-from torchtune.utils import get_logger, log_rank_zero
 
 import recipe_utils.text.torchtune_messages  # noqa: F401  corrects torchtune
 from recipe_utils.settings.components import may_mean_subset, split_entry
 from recipe_utils.text.mixture import Mixture, entries_of
+from recipe_utils.torchtune_names import instantiate, log_rank_zero
 from recipe_utils.update_steps.samples import unread
-
-_log = get_logger("INFO")
 
 
 def load_dataset(
@@ -34,7 +31,7 @@ def load_dataset(
         components, mixture_keys = zip(*map(split_entry, parts), strict=True)
         for name in (part["name"] for part in parts if may_mean_subset(part)):
             text = f"name={name} is the name of a dataset in the log; set subset={name} for a subset of the hub"
-            log_rank_zero(_log, text, logging.WARNING)
+            log_rank_zero(text, logging.WARNING)
         datasets = [_instantiate(OmegaConf.create(component), *given) for component in components]
         dataset = Mixture(datasets, entries_of(parts)) if any(mixture_keys) else ConcatDataset(datasets)
     if check is not None:
@@ -49,7 +46,7 @@ def load_dataset(
 def _instantiate(cfg: DictConfig, *given: Any) -> Any:
     """Builds a dataset; raises ValueError with the files if the library ``datasets`` cannot read them."""
     try:
-        dataset = config.instantiate(cfg, *given)
+        dataset = instantiate(cfg, *given)
     except Exception as error:
         if isinstance(error, OSError):
             missing = str(error.filename)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from recipe_utils.text.limits import NO_LIMITS, ModelLimits
 from recipe_utils.text.samples import FIRST, TextSample
 from recipe_utils.text.trees import merge
+from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Sample, SampleError, SkippedSampleError, check_keys, whole_numbers
 
@@ -22,7 +22,7 @@ KNOWN_KEYS = {*_KEYS, "seq_lens", "input_pos", "is_cut"}
 class TextReader:
     """Checks of samples of ``tokens`` and ``labels``, or of ``sequences`` of both; DataLoader workers have a copy of it."""
 
-    ignore_index: int = CROSS_ENTROPY_IGNORE_IDX
+    ignore_index: int = IGNORE_INDEX
     limits: ModelLimits = NO_LIMITS
     columns: Mapping[str, float | None] = field(default_factory=dict)
     """Default of each column; None if a sample without it is an error."""
@@ -179,8 +179,8 @@ def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimi
         outside = ids[(ids < 0) | (ids >= limits.vocab_size)]
         if len(outside):
             instead = "use the tokenizer that belongs to the model"
-            if outside[0] == CROSS_ENTROPY_IGNORE_IDX:
-                instead = f"set loss.ignore_index={CROSS_ENTROPY_IGNORE_IDX}"
+            if outside[0] == IGNORE_INDEX:
+                instead = f"set loss.ignore_index={IGNORE_INDEX}"
             raise SampleError(
                 f"{name}: {noun} {outside[0]} is outside the model's vocabulary of {limits.vocab_size}; {instead}"
             )

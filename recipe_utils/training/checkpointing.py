@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from tqdm import tqdm
 
 from recipe_utils.checkpoint import own_modules
@@ -24,6 +23,7 @@ from recipe_utils.models.weights import gather_weights
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError
+from recipe_utils.torchtune_names import DTYPES
 from recipe_utils.training.log import METRICS_FILE, Log, read_metrics
 from recipe_utils.training.parts.protocol import Parts
 from recipe_utils.training.resume import Resume, Trained
@@ -46,7 +46,7 @@ class Checkpointing:
     ) -> None:
         self.settings, self.ranks, self.log, self.parts = settings, ranks, log, parts
         self._group = ranks.checkpoint_group if settings.enable_async_checkpointing else ranks.cpu_group
-        self._export_dtype = PRECISION_STR_TO_DTYPE.get(settings.export_dtype or config.get("dtype"))
+        self._export_dtype = DTYPES.get(settings.export_dtype or config.get("dtype") or "")
         self._unsaved_since_seconds = math.inf  # first update step since the last checkpoint, by this rank's clock
         self.resume = Resume(recipe, settings, config, ranks, self._group, log, parts)
         """Checkpoint that training resumes from."""

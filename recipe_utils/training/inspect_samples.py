@@ -14,16 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchtune.utils import get_logger
 
 from recipe_utils.parallel.random_state import get_random_state, set_random_state
 from recipe_utils.text.mixture import Mixture, MixtureOrder
+from recipe_utils.torchtune_names import logger
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.order import ShuffledOrder
 from recipe_utils.update_steps.samples import CheckedDataset, Prepared, SampleError, SampleReport
-
-_log = get_logger("INFO")
 
 _NUM_REMARKED = 100
 """Maximum number of samples that are read for remarks."""
@@ -117,13 +115,13 @@ def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
     if not ranks.is_zero:
         return
     for text in loader.budget.collator().remarks():
-        _log.warning(text)
+        logger.warning(text)
     # What a rank gets of an update step, which users of other trainers would compute by hand.
     size, num_ranks = order.end(0, 0), ranks.dp_degree
     *others, least = [len(range(rank, size, num_ranks)) for rank in range(num_ranks)]
     if is_uneven := size % num_ranks > 0:
         listed = f"{', '.join(map(str, others))} and" if len(others) < 8 else f"{others[0]} or"
-        _log.info(f"global_batch_size={size}: {num_ranks} ranks take {listed} {least} samples")
+        logger.info(f"global_batch_size={size}: {num_ranks} ranks take {listed} {least} samples")
     # What was read, so that a wrong file or mask is seen before the first loss.
     text = f"Data: {len(dataset):,} samples"
     if lengths := report.lengths:
@@ -133,23 +131,23 @@ def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
         if report.num_shared:
             fewer = sum(lengths) / (sum(lengths) - report.num_shared)
             text += f", {fewer:.1f} times fewer positions than in a row for each sequence"
-    _log.info(text)
+    logger.info(text)
     on_ranks = ""
     if num_ranks > 1:
         on_ranks = f" ({'at most ' * is_uneven}{-(-size // num_ranks)} on each of {num_ranks} data-parallel ranks)"
     per_epoch = order.num_steps(0)
-    _log.info(
+    logger.info(
         f"Update steps: {epochs * per_epoch} ({epochs} epoch{'s' * (epochs > 1)} of {per_epoch}), "
         f"{size} samples each{on_ranks}, {microbatching}"
     )
     # What is skipped or doubtful, the most frequent first.
     for remark, number in Counter(report.remarks).most_common():
-        _log.info(f"{dataset.name}: {number} of {report.num_remarked} samples read: {remark}")
+        logger.info(f"{dataset.name}: {number} of {report.num_remarked} samples read: {remark}")
     if isinstance(order, MixtureOrder):
         for line in order.log_lines(epochs):
-            _log.info(line)
+            logger.info(line)
     elif isinstance(order, ShuffledOrder) and order.drop_last and (num_left_over := len(dataset) % size):
-        _log.warning(f"last_update_step=drop: {num_left_over} of {len(dataset)} samples are skipped in every epoch")
+        logger.warning(f"last_update_step=drop: {num_left_over} of {len(dataset)} samples are skipped in every epoch")
 
 
 def _corners(part_lengths: Sequence[int]) -> list[int]:

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config
-from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.parallel.process_group import agree_on_length
@@ -16,6 +14,7 @@ from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError, Problem, build, naming
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.mixture import Mixture, MixtureOrder
+from recipe_utils.torchtune_names import instantiate, log_rank_zero
 from recipe_utils.training.inspect_samples import content_hashes, draws_samples, report_of
 from recipe_utils.training.log import Log
 from recipe_utils.training.parts.search import SearchedBudget
@@ -36,10 +35,10 @@ def validates_dataset(cfg: DictConfig) -> bool:
     validates = cfg.get("run_val_every_n_steps") is not None
     if not validates and cfg.get("dataset_val") is not None:
         text = "dataset_val: not used, because run_val_every_n_steps is not set"
-        log_rank_zero(get_logger("INFO"), text, logging.WARNING)
+        log_rank_zero(text, logging.WARNING)
     if validates and cfg.dataset_val == cfg.dataset:
         text = "dataset_val: it is dataset, so validation is on samples that are trained on"
-        log_rank_zero(get_logger("INFO"), text, logging.WARNING)
+        log_rank_zero(text, logging.WARNING)
     return validates
 
 
@@ -138,7 +137,7 @@ def build_own_order(component: Mapping[str, Any] | None, order: Order, dataset: 
     """
     if component is None:
         return order
-    own: Order = config.instantiate(OmegaConf.create(dict(component)), order, dataset)
+    own: Order = instantiate(OmegaConf.create(dict(component)), order, dataset)
     name = f"order._component_={component['_component_']}"
     methods = "num_steps", "samples", "end", "fingerprint"
     if missing := [method for method in methods if not callable(getattr(own, method, None))]:
@@ -195,13 +194,13 @@ class SkippedSteps:
     """
 
     def __init__(self, loader: UpdateStepLoader, counted: str, log: Log) -> None:
-        self._loader, self._log = loader, log
+        self._loader, self.logger = loader, log
         self._counted = "target tokens" if counted == "weights" else counted.replace("_", " ")
         self.num_bad_in_a_row = 0
 
     def add(self, step: UpdateStep, epoch: int) -> None:
         """Warns of a skipped update step. Raises SampleError at the third in a row without a good sample."""
-        self._log.warn(
+        self.logger.warn(
             f"epoch {epoch + 1}, update step {step.index + 1}: it has no {self._counted}; skipped, "
             "weights and schedule are unchanged"
         )

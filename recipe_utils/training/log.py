@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
-from torchtune.utils import get_logger
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from recipe_utils.files import write_atomically
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
+from recipe_utils.torchtune_names import LOGGERS, instantiate, logger
 from recipe_utils.training.settings import RunSettings
-
-_log = get_logger("INFO")
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -39,12 +37,12 @@ class Log:
     def info(self, text: str) -> None:
         """Logs a line unless it is empty."""
         if text and self._is_shown:
-            _log.info(text)
+            logger.info(text)
 
     def warn(self, text: str) -> None:
         """Logs a warning unless it is empty."""
         if text and self._is_shown:
-            _log.warning(text)
+            logger.warning(text)
 
     def add(self, name: str, metric_logger: Any) -> None:
         """Adds a torchtune metric logger. Warnings refer to it as ``name``."""
@@ -66,7 +64,7 @@ class Log:
         if self._is_shown:
             if settings.metric_logger is not None:
                 with naming("metric_logger"):
-                    self.add("metric_logger", config.instantiate(cfg.metric_logger))
+                    self.add("metric_logger", instantiate(cfg.metric_logger))
             if settings.log_config:
                 config.log_config(recipe, cfg)
             try:
@@ -195,11 +193,11 @@ class _ByLevel(logging.Formatter):
 
 
 def set_up_screen() -> None:
-    """Configures torchtune's logger, also used here, to mark warnings and drop noise."""
-    logger = get_logger()
-    for handler in logger.handlers:
-        handler.setFormatter(_ByLevel())
-    logger.addFilter(lambda record: not record.getMessage().startswith(_NOISE))
+    """Configures both loggers to mark warnings, and drops noise."""
+    for each in LOGGERS:
+        for handler in each.handlers:
+            handler.setFormatter(_ByLevel())
+        each.addFilter(lambda record: not record.getMessage().startswith(_NOISE))
 
 
 @contextmanager
@@ -212,7 +210,7 @@ def progress_bar(
     """
     layout = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
     hidden = {} if ranks.is_zero else {"disable": True}
-    with logging_redirect_tqdm([get_logger()]), tqdm(total=total, initial=initial, bar_format=layout, **hidden) as bar:
+    with logging_redirect_tqdm([*LOGGERS]), tqdm(total=total, initial=initial, bar_format=layout, **hidden) as bar:
 
         def advance(epoch: int) -> None:
             is_cuda = ranks.device.type == "cuda"

@@ -11,12 +11,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
-from torchtune import config, training
+from torchtune import training
 
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.log import Log
 from recipe_utils.training.parts.protocol import Metric, Part
 from recipe_utils.training.settings import PROFILER, RunSettings
@@ -225,7 +226,7 @@ def build_profiler(run_settings: RunSettings, ranks: Ranks) -> Any:
     if "output_dir" in component or component["_component_"] == PROFILER:
         folder = component.get("output_dir") or "profiler_output"
         component["output_dir"] = str(Path(run_settings.output_dir) / folder)  # an absolute path stays
-    profiler, settings = config.instantiate(OmegaConf.create(component))
+    profiler, settings = instantiate(OmegaConf.create(component))
     if settings["enabled"] and isinstance(profiler, torch.profiler.profile):
         with_stack = bool(settings.get("with_stack"))
         profiler.experimental_config = _ExperimentalConfig(profile_all_threads=True, verbose=with_stack)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchtune import training
 
 from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup
 from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load, read_state
@@ -30,6 +29,7 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.settings.keys import own_keys
 from recipe_utils.settings.problems import ConfigError
+from recipe_utils.torchtune_names import set_seed
 from recipe_utils.training.log import Log
 from recipe_utils.training.parts.protocol import Parts
 from recipe_utils.training.settings import RunSettings
@@ -214,7 +214,7 @@ class Resume:
         run_id = saved.run_id or now.run_id
         if saved.seed != now.seed:
             self.log.warn(f"seed={now.seed}: the checkpoint was saved with {saved.seed}")
-            training.set_seed(now.seed)  # instead of the checkpoint's random states
+            set_seed(now.seed)  # instead of the checkpoint's random states
         self.log.info(
             f"Resumes from {self.path}: run {run_id}, epoch {saved.epoch + 1}, after update step {saved.global_step}"
         )

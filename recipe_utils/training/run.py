@@ -24,7 +24,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torchtune import training
 
 from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.load import TrainingState
@@ -33,6 +32,7 @@ from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.parallel.stop import Stop, all_reduce_any
 from recipe_utils.settings.problems import naming
+from recipe_utils.torchtune_names import set_seed
 from recipe_utils.training.checkpointing import Checkpointing, log_end
 from recipe_utils.training.inspect_samples import log_data
 from recipe_utils.training.loaders import SkippedSteps
@@ -63,7 +63,7 @@ class Run:
 
     def __init__(self, recipe: str, settings: RunSettings, ranks: Ranks, cfg: DictConfig) -> None:
         self.settings, self.ranks = settings, ranks
-        self.seed = training.set_seed(settings.seed, settings.cudnn_deterministic_mode)
+        self.seed = set_seed(settings.seed, settings.cudnn_deterministic_mode)
         self.stop = Stop()
         """Requests a checkpoint and the end of training."""
         self.log = Log(Path(settings.output_dir) / "logs", ranks.is_zero)
@@ -84,7 +84,7 @@ class Run:
             self._at_exit.enter_context(lock_folder(self.settings, self.ranks, self.log))
             self.checkpointing.open()  # raises before anything is built
             if self.settings.seed is None and (saved := self.checkpointing.resume.saved) is not None:
-                self.seed = training.set_seed(saved.seed)
+                self.seed = set_seed(saved.seed)
         except BaseException:
             self._at_exit.close()
             raise

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch.utils.data import Dataset
-from torchtune.utils import get_logger
 
 from recipe_utils.parallel.random_state import get_random_state, seed_generators, set_random_state
+from recipe_utils.torchtune_names import logger
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.permutation import seed_of
 from recipe_utils.update_steps.workers import load_batches
@@ -26,8 +26,6 @@ from recipe_utils.update_steps.workers import load_batches
 Sample = Mapping[str, Any]
 Prepared = Any
 """A sample as a collator's ``prepare`` returns it."""
-
-_log = get_logger("INFO")
 
 
 class SampleError(ValueError):
@@ -200,10 +198,10 @@ class CheckedDataset(Dataset[Prepared]):
             return
         self._named.add(str(error))
         if len(self._named) > _NUM_NAMED:
-            _log.warning(f"{self.name}: further skipped samples are not logged")
+            logger.warning(f"{self.name}: further skipped samples are not logged")
         else:
             reason = "" if isinstance(error, SkippedSampleError) else ", on_bad_sample=skip"
-            _log.warning(f"{error} (skipped{reason})")
+            logger.warning(f"{error} (skipped{reason})")
 
 
 def load_samples(

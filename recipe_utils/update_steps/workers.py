@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
-from torchtune.utils import get_logger
 
 from recipe_utils.parallel.process_group import end_with_parent
-
-_log = get_logger("INFO")
+from recipe_utils.torchtune_names import logger
 
 _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))?:? ([\d, ]+)\)")
 """Start of PyTorch's error for a dead worker; errors of a dataset start differently."""
@@ -68,7 +66,7 @@ def load_batches(dataset: Dataset[Any], batches: Sequence[list[Any]], num_worker
                 ) from None
             # Batches loaded ahead are lost, too, so the cause may be any of them.
             is_alone = True
-            _log.warning(
+            logger.warning(
                 f"A DataLoader worker {how}; a new one loads its samples. The kernel sends SIGKILL when memory runs "
                 f"out; fewer workers than num_workers={num_workers} need less"
             )

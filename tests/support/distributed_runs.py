@@ -184,11 +184,11 @@ def _restored_state():
     functions that were patched in the modules of :data:`PATCHED` and their classes.
     """
     import torch
-    from torchtune.utils import get_logger
 
-    logger = get_logger()
+    from recipe_utils.torchtune_names import LOGGERS
+
     environment, folder = dict(os.environ), os.getcwd()
-    handlers, level = list(logger.handlers), logger.level
+    handlers = [(logger, list(logger.handlers), logger.level) for logger in LOGGERS]
     signals = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGXFSZ)}
     limits = {each: resource.getrlimit(each) for each in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)}
     functions = list(_functions())
@@ -201,8 +201,9 @@ def _restored_state():
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
-        logger.handlers[:] = handlers
-        logger.setLevel(level)
+        for logger, of_logger, level in handlers:
+            logger.handlers[:] = of_logger
+            logger.setLevel(level)
         logging.disable(logging.NOTSET)
         for each, handler in signals.items():
             signal.signal(each, handler)

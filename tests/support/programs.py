@@ -13,9 +13,9 @@ import traceback
 from pathlib import Path
 
 import pytest
-from torchtune.utils import get_logger
 
 from recipe_utils.cli.registry import recipe_path
+from recipe_utils.torchtune_names import LOGGERS
 
 TUNE = str(Path(sys.executable).with_name("tune"))
 Popen = subprocess.Popen
@@ -42,8 +42,9 @@ def tune_run_here(recipe, *arguments, cwd="."):
         patches.chdir(cwd)
         patches.setattr(sys, "argv", [path, "--config", *map(str, arguments)])
         patches.setattr(sys, "path", [*sys.path, os.getcwd()])
-        patches.setattr(get_logger(), "handlers", [logging.StreamHandler(screen)])
-        patches.setattr(get_logger(), "filters", [])
+        for logger in LOGGERS:
+            patches.setattr(logger, "handlers", [logging.StreamHandler(screen)])
+            patches.setattr(logger, "filters", [])
         with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(screen):
             try:
                 runpy.run_path(path, run_name="__main__")

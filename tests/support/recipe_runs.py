@@ -18,7 +18,6 @@ import torchtune
 from omegaconf import OmegaConf
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training.metric_logging import MetricLoggerInterface
-from torchtune.utils import get_logger
 
 from recipe_utils.benchmark.baselines.stock import let_stock_recipe_run_on_cpu
 from recipe_utils.checkpoint.tensors import parameters_by_name
@@ -27,6 +26,7 @@ from recipe_utils.optim.optimizer import trained_parameters
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.settings.describe import load_recipe
 from recipe_utils.settings.problems import ConfigError
+from recipe_utils.torchtune_names import LOGGERS
 
 WEIGHTS = {
     "weights.pt": tiny.MODEL,
@@ -310,11 +310,13 @@ def keep_messages(level=logging.INFO):
     messages = []
     handler = logging.Handler(level)
     handler.emit = lambda record: messages.append(record.getMessage())
-    get_logger().addHandler(handler)
+    for logger in LOGGERS:
+        logger.addHandler(handler)
     try:
         yield messages
     finally:
-        get_logger().removeHandler(handler)
+        for logger in LOGGERS:
+            logger.removeHandler(handler)
 
 
 def run_recipe_recording_gradients(config, recipe=SFT):

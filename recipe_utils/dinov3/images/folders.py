@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-from torchtune.utils import get_logger, log_rank_zero
 
+from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.update_steps.samples import SampleError, check_keys
 
-_log = get_logger("INFO")
 _LUMA = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in a gray image (ITU-R BT.601, as in Pillow)."""
 
@@ -73,15 +72,15 @@ def image_folder_dataset(source: str, split: str = "train") -> ImageDataset:
     num_labels = 0
     if dataset.label_column is not None:
         num_labels = getattr(dataset.rows.features[dataset.label_column], "num_classes", 0)
-    log_rank_zero(_log, f"{folder}, split={split}: {len(dataset)} images, {num_labels} labels")
+    log_rank_zero(f"{folder}, split={split}: {len(dataset)} images, {num_labels} labels")
     files = [path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."]
     if described := [path for path in files if path.stem == "metadata"]:
         text = f"{described[0]} determines which images are read and what their labels are"
-        log_rank_zero(_log, text, logging.WARNING)
+        log_rank_zero(text, logging.WARNING)
     elif len(files) > len(dataset) and not is_slice:
         suffixes = ", ".join(sorted({path.suffix for path in files}))
         text = f"{folder}: datasets read {len(dataset)} of {len(files)} files, whose suffixes are {suffixes}"
-        log_rank_zero(_log, text, logging.WARNING)
+        log_rank_zero(text, logging.WARNING)
     return dataset
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtune import training
 
 from recipe_utils.models.adapters.lora import Adapters
+from recipe_utils.torchtune_names import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY
 
 
 def contents_of_export(
@@ -27,9 +27,9 @@ def contents_of_export(
     lost = 0.0
     if adapters.modules:
         trained = {name: weights.pop(name) for name in sorted(adapters.trained) if name in weights}
-        contents[training.ADAPTER_KEY] = trained
+        contents[ADAPTER_KEY] = trained
         first = next(iter(adapters.modules.values()))
-        contents[training.ADAPTER_CONFIG] = {  # PEFT's ``adapter_config.json``, with torchtune's module names
+        contents[ADAPTER_CONFIG] = {  # PEFT's ``adapter_config.json``, with torchtune's module names
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": first.rank,
@@ -42,7 +42,7 @@ def contents_of_export(
         if weights:
             lost = merge(weights, trained, adapters, dtype)
     if weights:
-        contents[training.MODEL_KEY] = {
+        contents[MODEL_KEY] = {
             name: weight.to(dtype) if dtype and weight.is_floating_point() else weight
             for name, weight in weights.items()
         }

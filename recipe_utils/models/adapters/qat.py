@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torchao.quantization.qat import FakeQuantizerBase
-from torchtune import config
 from torchtune.modules.peft import LoRALinear, get_adapter_params
 from torchtune.training.quantization import get_quantizer_mode
 
 from recipe_utils.models.adapters.nf4 import is_quantized
 from recipe_utils.settings.problems import ConfigError
+from recipe_utils.torchtune_names import instantiate
 
 
 def simulate_quantization(model: nn.Module, quantizer: Mapping[str, Any]) -> None:
@@ -37,7 +37,7 @@ def simulate_quantization(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
             f"quantizer={path}: model.quantize_base=True keeps NF4 weights; set one of the two to null or False"
         )
     # Its own fake quantizers, in place of its layers, which would be allocated.
-    made = config.instantiate(OmegaConf.create(dict(quantizer)))
+    made = instantiate(OmegaConf.create(dict(quantizer)))
     if "qat" not in (get_quantizer_mode(made) or ""):
         raise ConfigError(
             f"quantizer={path}: it cannot be trained with; set "

@@ -25,12 +25,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torchtune.modules import MultiHeadAttention, TransformerSelfAttentionLayer
-from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.model_kinds import text_decoder, transformers_decoder
 from recipe_utils.text.limits import Kernel, Layout, PackedAttention
-
-_log = get_logger("INFO")
+from recipe_utils.torchtune_names import log_rank_zero
 
 _NAMES = {"varlen": "FlashAttention", "flex": "flex attention"}
 _DTYPES = {"varlen": (torch.bfloat16, torch.float16), "flex": (torch.bfloat16, torch.float16, torch.float32)}
@@ -110,7 +108,7 @@ def _exact_on(device: torch.device, decoder: Any, configured: Kernel | None) -> 
         error, name = decoder.error_on(device, chosen.kernel), type(decoder.model).__name__
         if error is not None and chosen.kernel in _NAMES:
             text = f"{chosen.kernel} computes other gradients of {name} in packed rows: {error}"
-            log_rank_zero(_log, f"{text}; by_document is used instead", logging.WARNING)
+            log_rank_zero(f"{text}; by_document is used instead", logging.WARNING)
             chosen = replace(chosen, kernel="by_document", why=text)
             error = decoder.error_on(device, chosen.kernel)
         if error is not None:

@@ -18,14 +18,12 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.torch_version import TorchVersion
-from torchtune.utils import get_logger
 
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.settings.keys import STRICT, OnlyWith
 from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.torchtune_names import logger
 from recipe_utils.update_steps.settings import DataSettings
-
-_log = get_logger("INFO")
 
 SCHEDULES: dict[str, Any] = {
     "1F1B": Schedule1F1B,
@@ -93,7 +91,7 @@ def num_to_run(pipeline: PipelineSettings, ranks: Ranks) -> Callable[[int], int]
     def to_run(num_microbatches: int) -> int:
         nonlocal is_checked
         if num_microbatches < num_ranks and not is_checked:
-            _log.warning(
+            logger.warning(
                 f"pipeline_parallel_dim={num_ranks}: a step of {num_microbatches} microbatches "
                 "leaves most ranks idle; set a smaller max_tokens_per_microbatch or batch_size"
             )

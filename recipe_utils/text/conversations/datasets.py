@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
-from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.text.conversations.files import temporary_file
 from recipe_utils.text.conversations.messages import Conversation
@@ -19,9 +17,9 @@ from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.rows import Texts, conversation_of, name_unread, name_unread_of_first
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
+from recipe_utils.torchtune_names import IGNORE_INDEX, log_rank_zero
 from recipe_utils.update_steps.samples import SampleError
 
-_log = get_logger("INFO")
 _MOST_CHARACTERS = 1 << 24
 """Longest document; a tokenizer takes 4 GB for it."""
 
@@ -113,7 +111,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             weights = [0.0] * (end - 1) + row.weights[end - 1 : end]
             row = replace(row, chat=row.chat[:end], weights=weights)
         tokens, owners = self._tokenizer.tokenize(row)
-        sample = {"tokens": tokens.tolist(), "labels": np.where(owners < 0, CROSS_ENTROPY_IGNORE_IDX, tokens).tolist()}
+        sample = {"tokens": tokens.tolist(), "labels": np.where(owners < 0, IGNORE_INDEX, tokens).tolist()}
         if any(is_fraction[: len(row.chat)]):
             # A turn of weight 0 is trained only by tokenizer.train_on_last, which disregards it; -1 is no target.
             sample["weights"] = np.array([*(weight or 1.0 for weight in row.weights), 1.0])[owners]
@@ -142,7 +140,7 @@ def tokenize_texts(tokenizer: Any, texts: Texts) -> list[tuple[list[int], list[b
 
 def _sample(tokens: Any, mask: Any) -> dict[str, Any]:
     """Returns tokens as they are, and labels as an array."""
-    return {"tokens": tokens, "labels": np.where(mask, CROSS_ENTROPY_IGNORE_IDX, tokens)}
+    return {"tokens": tokens, "labels": np.where(mask, IGNORE_INDEX, tokens)}
 
 
 _ALL = 0
@@ -206,7 +204,7 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
         self._bounds, self._first_pieces = bounds, first_pieces
         seconds = time.monotonic() - start
         text = f"{len(rows):,} documents of {end:,} tokens are {len(self):,} pieces (tokenized in {seconds:.0f} s)"
-        log_rank_zero(_log, f"{path}: {text}")
+        log_rank_zero(f"{path}: {text}")
 
     def __len__(self) -> int:
         return len(self._bounds) - 1

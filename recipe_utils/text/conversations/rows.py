@@ -10,11 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from torchtune.utils import get_logger, log_rank_zero
-
 from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools, read_turns
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.schema import Row, parsed, shown
+from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.update_steps.samples import SampleError
 
 BEFORE = ("system", "developer")
@@ -149,7 +148,7 @@ def name_unread(dataset: Any, name: str, keys: Iterable[str]) -> None:
     named: set[str] = dataset.__dict__.setdefault("_named", set())
     if unread := [key for key in dict.fromkeys(keys) if key not in named]:
         named.update(unread)
-        log_rank_zero(get_logger("INFO"), f"{name}: not read: {', '.join(unread)}")
+        log_rank_zero(f"{name}: not read: {', '.join(unread)}")
 
 
 def _are(value: Any, *names: str) -> bool:

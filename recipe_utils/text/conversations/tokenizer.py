@@ -15,12 +15,12 @@ import numpy as np
 from jinja2 import TemplateError, nodes
 from jinja2.meta import find_undeclared_variables
 from tokenizers import Tokenizer
-from torchtune.utils import get_logger, log_rank_zero
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from recipe_utils.text.conversations.messages import Conversation, read_tools, read_turns
 from recipe_utils.text.conversations.template import ChatTemplate, Encoded, Rendering, any_of, num_common
+from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.update_steps.samples import SampleError
 
 _SEEDS = (
@@ -154,7 +154,7 @@ class FolderTokenizer:
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            log_rank_zero(get_logger("INFO"), f"tokenizer.path={self._path}: {text}", logging.WARNING)
+            log_rank_zero(f"tokenizer.path={self._path}: {text}", logging.WARNING)
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True, is_rendered: bool = False) -> list[int]:
         """Returns the tokens of a text, with a BOS only if the folder's tokenizer adds one.

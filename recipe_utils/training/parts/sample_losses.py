@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
-from torchtune import config
 
 from recipe_utils.parallel.process_group import gather_objects, mean_over_ranks
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import Problem
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.mixture import NO_DATASET, Mixture
+from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.parts.protocol import Metric, Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
@@ -219,13 +219,13 @@ def report_of_run(output_dir: Path) -> Iterator[str]:
     logs = output_dir / "logs"
     losses, names = np.load(logs / FILE, "r"), json.loads((logs / DATASETS).read_text())
     cfg: Any = OmegaConf.load(logs / "config.yaml")
-    dataset = load_dataset(cfg.dataset, tokenizer=config.instantiate(cfg.tokenizer))
+    dataset = load_dataset(cfg.dataset, tokenizer=instantiate(cfg.tokenizer))
     yield from report_of(losses, names, dataset, cfg)
 
 
 def report_of(losses: np.ndarray, names: Mapping[str, int], dataset: Any, cfg: Any) -> Iterator[str]:
     """Yields lines with losses [epochs, samples], datasets, indices and beginnings of answers."""
-    tokenizer = config.instantiate(OmegaConf.create(cfg)["tokenizer"])
+    tokenizer = instantiate(OmegaConf.create(cfg)["tokenizer"])
     # A sample may be trained in some epochs only: its first loss is compared with its last.
     is_trained = ~np.isnan(losses)
     epochs = np.arange(len(losses))[:, None]
