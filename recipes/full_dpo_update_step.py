@@ -19,6 +19,7 @@ from torch.profiler import record_function
 from torchtune import config
 
 import recipe_utils
+from recipe_utils.data.loaders import build_loaders, load_datasets
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
@@ -48,7 +49,6 @@ from recipe_utils.settings.read import read_settings
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.mixture import refused_weights
 from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.loaders import build_loaders, load_datasets
 from recipe_utils.training.parts.answers import Answers
 from recipe_utils.training.parts.budget import StepMemory
 from recipe_utils.training.parts.exports import Exports

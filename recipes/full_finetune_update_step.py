@@ -24,6 +24,7 @@ from torch.profiler import record_function
 from torchtune import config
 
 import recipe_utils
+from recipe_utils.data.loaders import build_loaders, load_datasets
 from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.losses.attach import attach_loss, build_loss
 from recipe_utils.losses.dataset_weights import LossWeightSettings, mean_of_datasets
@@ -53,7 +54,6 @@ from recipe_utils.text.collator import text_collator
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.loaders import build_loaders, load_datasets
 from recipe_utils.training.parts.answers import Answers
 from recipe_utils.training.parts.budget import StepMemory
 from recipe_utils.training.parts.exports import Exports

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from torchtune import config
 
 import recipe_utils
+from recipe_utils.data.loaders import build_loaders, load_datasets
 from recipe_utils.distillation.losses import SUMS, make_distillation_loss
 from recipe_utils.distillation.teacher import Teacher, TeacherSettings, build_teacher_on_meta
 from recipe_utils.long_rows.exchange import row_groups
@@ -50,7 +51,6 @@ from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.mixture import refused_weights
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.loaders import build_loaders, load_datasets
 from recipe_utils.training.parts.answers import Answers
 from recipe_utils.training.parts.budget import StepMemory
 from recipe_utils.training.parts.exports import Exports

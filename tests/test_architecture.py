@@ -28,6 +28,7 @@ LAYERS = (
     ("losses",),
     ("checkpoint",),
     ("optim", "examples"),
+    ("data",),
     ("long_rows",),
     ("text",),
     ("update_steps",),

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
+from recipe_utils.data.loaders import build_loader, validates_dataset
 from recipe_utils.dinov3.backbone import layer_of
 from recipe_utils.dinov3.images.crop_rows import TokenLayout
 from recipe_utils.dinov3.images.folders import check_is_image
@@ -21,7 +22,6 @@ from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import build, naming
 from recipe_utils.text.datasets import load_dataset
-from recipe_utils.training.loaders import build_loader, validates_dataset
 from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
 from recipe_utils.update_steps.settings import DataSettings
 

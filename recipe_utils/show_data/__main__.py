@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe_utils.check_gradient.recipe_file import parser_of
 from recipe_utils.cli.registry import config_path
+from recipe_utils.data.loaders import build_order, build_own_order
 from recipe_utils.preference.pairs import PairSettings, check_is_pair, pair_collator
 from recipe_utils.preference.rows import SIDES
 from recipe_utils.settings.describe import settings_of
@@ -34,7 +35,6 @@ from recipe_utils.text.mixture import MixtureOrder, problems_with_list
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.loaders import build_order, build_own_order
 from recipe_utils.update_steps.samples import CheckedDataset, SampleError, unread
 from recipe_utils.update_steps.settings import DataSettings
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.load import TrainingState
+from recipe_utils.data.inspect_samples import log_data
 from recipe_utils.models.construct import describe_model
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.ranks import Ranks
@@ -34,14 +35,13 @@ from recipe_utils.parallel.stop import Stop, all_reduce_any
 from recipe_utils.settings.problems import naming
 from recipe_utils.torchtune_names import set_seed
 from recipe_utils.training.checkpointing import Checkpointing, log_end
-from recipe_utils.training.inspect_samples import log_data
-from recipe_utils.training.loaders import SkippedSteps
 from recipe_utils.training.lock import lock_folder
 from recipe_utils.training.log import Log, progress_bar
 from recipe_utils.training.metrics import Metrics, build_profiler
 from recipe_utils.training.parts.protocol import Metric, Parts
 from recipe_utils.training.resume import Trained, norms_of_frozen_rows, warnings_of
 from recipe_utils.training.settings import RunSettings
+from recipe_utils.training.skipped_steps import SkippedSteps
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.order import num_done
 from recipe_utils.update_steps.step import UpdateStep

@@ -76,7 +76,7 @@ class NamedParts(Protocol):
 
 
 class SampleReport(NamedTuple):
-    """Facts about a dataset, from some of its samples; see :mod:`recipe_utils.training.inspect_samples`."""
+    """Facts about a dataset, from some of its samples; see :mod:`recipe_utils.data.inspect_samples`."""
 
     example: int = 0
     """Index of a sample that can be trained on."""

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from recipe_utils.benchmark.baselines.update_step import make_recipe
 from recipe_utils.cli.registry import config_path
-from recipe_utils.training.parts.meter import METERS
+from recipe_utils.data.meter import METERS
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])]

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from recipe_utils.data.meter import METERS, Measured
 from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.text import collator
-from recipe_utils.training.parts.meter import METERS, Measured
 
 FIRST_TOKENS = 16
 

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_utils.checkpoint.tensors import AnyOptimizer
+from recipe_utils.data.meter import METERS
+from recipe_utils.data.search import SearchedBudget
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.text.collator import MOST_TOKENS, RowCollator
-from recipe_utils.training.parts.meter import METERS
 from recipe_utils.training.parts.protocol import Part
-from recipe_utils.training.parts.search import SearchedBudget
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.step import UpdateStep

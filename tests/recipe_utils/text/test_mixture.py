@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from recipe_runs import slow
 
+from recipe_utils.data.inspect_samples import log_data
+from recipe_utils.data.loaders import build_loader
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.settings.components import split_entry
@@ -21,8 +23,6 @@ from recipe_utils.text.collator import text_collator
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.text.mixture import Mixture, MixtureOrder, Shares
-from recipe_utils.training.inspect_samples import log_data
-from recipe_utils.training.loaders import build_loader
 from recipe_utils.update_steps.loader import RowBudget
 from recipe_utils.update_steps.settings import DataSettings
 

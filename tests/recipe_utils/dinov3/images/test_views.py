@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from distributed_runs import run_distributed
 from torch.utils.data import Dataset
 
+from recipe_utils.data.loaders import build_loader
 from recipe_utils.dinov3.images.crop_rows import CLASS, TokenLayout, global_crops
 from recipe_utils.dinov3.images.multi_crop import MultiCrop
 from recipe_utils.dinov3.images.view_draws import mask_ratios
@@ -20,7 +21,6 @@ from recipe_utils.dinov3.images.views import (
     WholeImages,
 )
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.training.loaders import build_loader
 from recipe_utils.update_steps.loader import RowBudget
 from recipe_utils.update_steps.order import OnRank, ShuffledOrder, StepIndex
 from recipe_utils.update_steps.permutation import epoch_permutation

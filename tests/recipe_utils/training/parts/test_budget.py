@@ -6,12 +6,12 @@ import pytest
 import tiny
 import torch
 
+from recipe_utils.data.loaders import build_loaders
 from recipe_utils.long_rows.parts import cut
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.rounds import Part
 from recipe_utils.text.collator import text_collator
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.training.loaders import build_loaders
 from recipe_utils.training.parts.budget import RowsDoNotFitError, StepMemory, longest_row
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipe_utils.training.parts.meter import CudaMeter, Measured
+from recipe_utils.data.meter import CudaMeter, Measured
 
 GIB = 2**30
 

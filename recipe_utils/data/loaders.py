@@ -1,4 +1,4 @@
-"""Builds loaders from datasets: checks, order of the samples, budget of the rows; update steps without any target."""
+"""Builds loaders from datasets: checks, order of the samples, budget of the rows."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -8,26 +8,20 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from recipe_utils.checkpoint.load import TrainingState
+from recipe_utils.data.inspect_samples import content_hashes, draws_samples, report_of
+from recipe_utils.data.search import SearchedBudget
 from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError, Problem, build, naming
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.mixture import Mixture, MixtureOrder
 from recipe_utils.torchtune_names import instantiate, log_rank_zero
-from recipe_utils.training.inspect_samples import content_hashes, draws_samples, report_of
-from recipe_utils.training.log import Log
-from recipe_utils.training.parts.search import SearchedBudget
 from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.order import Order, ShuffledOrder
 from recipe_utils.update_steps.permutation import NUM_IN_MEMORY
-from recipe_utils.update_steps.samples import CheckedDataset, SampleError, unread
+from recipe_utils.update_steps.samples import CheckedDataset, unread
 from recipe_utils.update_steps.settings import DataSettings
-from recipe_utils.update_steps.step import UpdateStep
-
-_MOST_BAD_STEPS = 3
-"""Update steps in a row without a good sample that end a run."""
 
 
 def validates_dataset(cfg: DictConfig) -> bool:
@@ -185,37 +179,3 @@ def _fingerprint_of(dataset: CheckedDataset, settings: DataSettings, dp_degree: 
         "data_seed": settings.data_seed,
         "last_update_step": settings.last_update_step,
     }
-
-
-class SkippedSteps:
-    """Update steps whose total of ``counted`` is 0, which a run skips on all ranks.
-
-    With ``on_bad_sample: skip``, update steps 5, 6 and 7 of bad samples alone are two warnings and an error.
-    """
-
-    def __init__(self, loader: UpdateStepLoader, counted: str, log: Log) -> None:
-        self._loader, self.logger = loader, log
-        self._counted = "target tokens" if counted == "weights" else counted.replace("_", " ")
-        self.num_bad_in_a_row = 0
-
-    def add(self, step: UpdateStep, epoch: int) -> None:
-        """Warns of a skipped update step. Raises SampleError at the third in a row without a good sample."""
-        self.logger.warn(
-            f"epoch {epoch + 1}, update step {step.index + 1}: it has no {self._counted}; skipped, "
-            "weights and schedule are unchanged"
-        )
-        num_samples = len(self._loader.order.samples(epoch, step.index))
-        self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if step.totals["skipped_samples"] == num_samples else 0
-        if self.num_bad_in_a_row == _MOST_BAD_STEPS:
-            raise SampleError(
-                f"on_bad_sample=skip: all {num_samples} samples of each of the last {_MOST_BAD_STEPS} update steps "
-                "were bad, see the warnings above; correct dataset, or the tokenizer and transform that read it"
-            )
-
-    def check(self, state: TrainingState) -> None:
-        """Raises SampleError at the end of an epoch if nothing was trained yet."""
-        if state.global_step == 0:
-            raise SampleError(
-                f"no update step of epoch {state.epoch + 1} had {self._counted}: nothing was trained, "
-                "and nothing is exported; look at the samples that are skipped (on_bad_sample=raise ends at the first)"
-            )

@@ -6,8 +6,8 @@ from collections import deque
 
 import pytest
 
-from recipe_utils.training.parts.meter import Measured
-from recipe_utils.training.parts.search import TokenBudget, rounded
+from recipe_utils.data.meter import Measured
+from recipe_utils.data.search import TokenBudget, rounded
 
 NUM_DELAYED = 4
 LIMIT = 0.9  # of the memory

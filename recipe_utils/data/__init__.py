@@ -1,0 +1,1 @@
+"""Loaders of datasets: checks of their first samples, order, budget of rows."""
