@@ -12,7 +12,7 @@ __version__ = "0.6.0"
 
 
 def exported(modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a package's ``__getattr__`` (PEP 562) for the names that configs use, so that files can move.
+    """Returns a package's ``__getattr__`` (PEP 562) for the names that configs and recipes use, so that files can move.
 
     Args:
         modules: name -> ``module`` or ``module:attribute``. A module is imported when its name is first used.

@@ -45,7 +45,7 @@ from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath, Posi
 from recipe_utils.settings.problems import ConfigError, Problem, problems_with_folder
 from recipe_utils.settings.read import read_settings
 from recipe_utils.torchtune_names import instantiate
-from recipe_utils.training.entry_point import entry_point
+from recipe_utils.training.command import entry_point
 
 log = utils.get_logger("INFO")
 

@@ -20,108 +20,52 @@ from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
-from torchtune import config, training
+from torchtune import config
 
-import recipe_utils
-from recipe_utils.dinov3.average_teacher import AverageTeacher
-from recipe_utils.dinov3.backbone import fresh_vit_weights, with_heads
-from recipe_utils.dinov3.checkpoint import check_normalization
-from recipe_utils.dinov3.images.crop_rows import layout_of
-from recipe_utils.dinov3.images.views import ViewSettings
-from recipe_utils.dinov3.loaders import build_image_loaders, build_optimizer_by_depth
-from recipe_utils.dinov3.self_distillation import SUMS, HeadArguments, ObjectiveSettings, SelfDistillationLoss
-from recipe_utils.losses.attach import attach_loss
-from recipe_utils.models.construct import build_on_meta, build_stages
-from recipe_utils.models.parallelize import parallelize
-from recipe_utils.models.pipeline.microbatches import build_pipeline
-from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
-from recipe_utils.models.pipeline.stages import has_output, local_stages
-from recipe_utils.models.settings import ModelSettings
-from recipe_utils.models.weights import load_weights
-from recipe_utils.optim.grad_norm import clip_grad_norm_
-from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, check_optimizer
-from recipe_utils.optim.schedules import ScheduleSettings
-from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.parallel.to_device import to_device_ahead
-from recipe_utils.settings.components import Component
-from recipe_utils.settings.keys import STRICT
-from recipe_utils.settings.problems import Problem, build, naming
-from recipe_utils.settings.read import read_settings
-from recipe_utils.text.mixture import refused_weights
-from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.parts.budget import StepMemory
-from recipe_utils.training.parts.exports import Exports
-from recipe_utils.training.parts.validation import Validation
-from recipe_utils.training.run import Run, Trained
-from recipe_utils.training.settings import RunSettings, problems_between
-from recipe_utils.update_steps.settings import DataSettings
-from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
+from recipe_utils import check_version, dinov3, losses, models, optim, parallel, training
+from recipe_utils.dinov3 import SUMS
+from recipe_utils.parallel import gradient_sync, to_device_ahead
+from recipe_utils.settings import STRICT, Problem, build, naming, read_settings
+from recipe_utils.torchtune_names import MODEL_KEY
+from recipe_utils.update_steps import DataSettings, Microbatch, UpdateStep, mark_last
 
 RECIPE_NAME = "dinov3_update_step"
-recipe_utils.check_version("0.6", RECIPE_NAME)  # this file was written for it
+check_version("0.6", RECIPE_NAME)  # this file was written for it
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Settings(
-    ScheduleSettings,  # ema_momentum, teacher_temperature, layerwise_lr_decay, ...
-    ViewSettings,  # transform, mask_ratio, koleo_group_size, ...
-    ObjectiveSettings,  # ibot_loss_weight, sinkhorn_over, student_temperature, ...
-    ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
-    PipelineSettings,  # pipeline_parallel_schedule, ...
-    OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
-    RunSettings,  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
-    DataSettings,  # batch_size, global_batch_size, num_workers, ...
-    RankSettings,  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
-):
-    """Keys of the config. Each class documents and checks its own keys."""
+class Settings:
+    """Keys of the config, where those of all groups stand side by side. Each class documents and checks its own."""
 
-    model: Component
-    """Backbone: ``recipe_utils.dinov3.dinov3_vit`` or one of its sizes."""
-    dataset: Component | list[Component]
-    """Map-style images; labels are ignored. A list is concatenated, or mixed by ``weight``."""
-    checkpointer: Component
-    """``recipe_utils.dinov3.DINOv3Checkpointer``. Loads a given backbone, saves the
-    teacher's."""
-    dino_head: HeadArguments | None = None
+    components: dinov3.ImageComponents  # model, dataset, dataset_knn, dataset_val, checkpointer
+    schedules: dinov3.ScheduleSettings  # ema_momentum, teacher_temperature, layerwise_lr_decay, ...
+    views: dinov3.ViewSettings  # transform, mask_ratio, koleo_group_size, ...
+    objective: dinov3.ObjectiveSettings  # ibot_loss_weight, sinkhorn_over, student_temperature, ...
+    model: models.ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
+    pipeline: models.PipelineSettings  # pipeline_parallel_schedule, ...
+    optimizer: optim.OptimizerSettings  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
+    run: training.RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
+    data: DataSettings  # batch_size, global_batch_size, num_workers, ...
+    ranks: parallel.RankSettings  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
+    dino_head: dinov3.HeadArguments | None = None
     """Head of crops: ``num_prototypes`` 65536, ``hidden_dim`` 2048, ``bottleneck_dim`` 256,
     ``num_layers`` 3."""
-    ibot_head: HeadArguments | None = None
+    ibot_head: dinov3.HeadArguments | None = None
     """Head of patches, with the same arguments."""
-    dataset_knn: Component | list[Component] | None = None
-    """Labeled images that the k-NN classifier votes with; null is ``dataset``."""
-    dataset_val: Component | list[Component] | None = None
-    """Labeled images for the k-NN accuracy; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields keys that exclude each other, and those that this recipe restricts."""
         # Losses couple images, so global_batch_size must divide into microbatches.
-        yield from problems_between(
-            data=self,
-            ranks=self,
-            model=self,
-            pipeline=self,
-            optimizer=self,
-            run=self,
-            components=self,
-            must_divide=True,
-        )
-        yield from self.problems_of_long_rows(self)
-        yield from self.problems_of_views(self)
-        yield from self.problems_of_objective(self, self)
-        yield from self.problems_of_schedules(self.optimizer, self.student_temperature)
-        yield from self.problems_without_text()
-        yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
-        if (dim := self.tensor_parallel_dim) > 1:
+        yield from training.problems_between(self, must_divide=True)
+        yield from self.data.problems_of_long_rows(self.ranks)
+        yield from self.views.problems_of_views(self.data)
+        yield from self.objective.problems_of_objective(self.data, self.ranks)
+        yield from self.schedules.problems_of_schedules(self.optimizer.optimizer, self.objective.student_temperature)
+        yield from self.run.problems_without_text()
+        if (dim := self.ranks.tensor_parallel_dim) > 1:
             yield Problem("tensor_parallel_dim", "not with images; set it to 1", dim)
-        if self.optimizer_in_bwd:
+        if self.optimizer.optimizer_in_bwd:
             yield Problem("optimizer_in_bwd", "not with a moving average; set it to False", True)
-
-
-def part_of(name: str) -> str:
-    """Returns the part of the model to which a parameter belongs; gradients are clipped part by part."""
-    return next((head for head in ("output.dino.", "output.ibot.") if name.startswith(head)), "backbone")
 
 
 class DINOv3Recipe:
@@ -129,55 +73,74 @@ class DINOv3Recipe:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
-        self.ranks = join_ranks(self.settings)  # device, mesh, process groups, coordinates
-        self.run = Run(RECIPE_NAME, self.settings, self.ranks, cfg)  # position, log, files
+        self.ranks = parallel.join_ranks(self.settings.ranks)  # device, mesh, process groups, coordinates
+        self.run = training.Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        # ---- Components
         settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
+
+        # ---- Components: errors name the key
         heads = settings.dino_head or {}, settings.ibot_head or {}
-        make_model = partial(with_heads, partial(config.instantiate, cfg.model), *heads)
-        meta_model = build("model", build_on_meta, make_model, settings)
+        make_model = partial(dinov3.with_heads, partial(config.instantiate, cfg.model), *heads)
+        meta_model = build("model", models.build_on_meta, make_model, settings.model)
         transform = build("transform", config.instantiate, cfg.transform)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("checkpointer", check_normalization, self.checkpointer, transform)
-        build("optimizer", check_optimizer, cfg.optimizer, schedule, settings, meta_model)
+        build("checkpointer", dinov3.check_normalization, self.checkpointer, transform)
+        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
 
-        # ---- Data
-        keys = {"data": settings, "views": settings, "objective": settings, "num_to_run": num_to_run(settings, ranks)}
-        self.loader, self.neighbors = build_image_loaders(cfg, transform, layout_of(meta_model), ranks, **keys)
-        settings.warn_if_longer_than(settings.epochs * self.loader.order.num_steps(0))
-        self.samples_per_rank = -(-settings.samples_per_update_step(ranks.dp_degree) // ranks.dp_degree)
+        # ---- Data: crops of images, and whole ones for the k-NN classifier
+        self.loader, self.neighbors = dinov3.build_image_loaders(
+            cfg,
+            transform,
+            dinov3.layout_of(meta_model),
+            ranks,
+            data=settings.data,
+            views=settings.views,
+            objective=settings.objective,
+            num_to_run=models.num_to_run(settings.pipeline, ranks),
+        )
+        settings.schedules.warn_if_longer_than(settings.run.epochs * self.loader.order.num_steps(0))
+        self.samples_per_rank = -(-settings.data.samples_per_update_step(ranks.dp_degree) // ranks.dp_degree)
 
         # ---- Student and teacher, with different loss modules
-        self.loss_fn = SelfDistillationLoss(settings)
+        self.loss_fn = dinov3.SelfDistillationLoss(settings.objective)
+        splits_backward, compiles = settings.pipeline.splits_backward, settings.model.compile
         with naming():
-            self.model = build_stages(meta_model, settings, ranks)
-            for stage in local_stages(self.model):
-                if has_output(stage):
-                    attach_loss(stage, self.loss_fn, settings.splits_backward, settings.compile)
-                parallelize(stage, settings, ranks)
-            self.teacher = AverageTeacher(meta_model, settings, settings, settings, ranks)
+            self.model = models.build_stages(meta_model, settings.pipeline, ranks)
+            for stage in models.local_stages(self.model):
+                if models.has_output(stage):
+                    losses.attach_loss(stage, self.loss_fn, splits_backward, compiles)
+                models.parallelize(stage, settings.model, ranks)
+            self.teacher = dinov3.AverageTeacher(
+                meta_model, settings.objective, settings.model, settings.pipeline, ranks
+            )
         run.open_log(cfg, meta_model, self.model, self.loader)
         with naming("checkpointer"):
-            weights = fresh_vit_weights(meta_model, run.seed)
-            weights |= self.checkpointer.load_checkpoint()[training.MODEL_KEY]
-            load_weights(self.model, {training.MODEL_KEY: weights}, settings, ranks.device)
-        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(SUMS))
+            weights = dinov3.fresh_vit_weights(meta_model, run.seed)
+            weights |= self.checkpointer.load_checkpoint()[MODEL_KEY]
+            models.load_weights(self.model, {MODEL_KEY: weights}, settings.model, ranks.device)
+        self.pipeline = models.build_pipeline(
+            self.model, settings.pipeline, settings.model.torch_dtype, ranks, len(SUMS)
+        )
         self.teacher.set_up(self.model, self.pipeline, weights)
         self.models = self.teacher.beside(self.model)  # modules of a checkpoint
-        self.offloading = settings.offloading(self.model)
+        self.offloading = settings.model.offloading(self.model)
 
         # ---- Optimizer, parts of the training, and resume
-        self.optimizer = build_optimizer_by_depth(cfg.optimizer, self.model, meta_model, settings, settings)
-        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
-        trained = self.models, self.optimizer, self.nonfinite, self.loader, self.checkpointer
-        run.parts.add("budget", StepMemory(run, self.loader, self.optimizer))
-        run.parts.add_every(settings.run_val_every_n_steps, "validation", Validation(run, self.validate), at_ends=True)
-        run.parts.add_every(settings.export_every_n_steps, "exports", Exports(run))
-        position = run.resume(Trained(*trained, exported=self.teacher.model))
-        self.lr_scheduler = build_lr_scheduler(schedule, self.optimizer, *position)
+        self.optimizer = dinov3.build_optimizer_by_depth(
+            cfg.optimizer, self.model, meta_model, settings.schedules, settings.optimizer
+        )
+        self.nonfinite = optim.NonfiniteGuard(self.optimizer, ranks.device, settings.optimizer)
+        parts, every = run.parts, settings.run
+        parts.add("budget", training.StepMemory(run, self.loader, self.optimizer))
+        validation = training.Validation(run, self.validate)
+        parts.add_every(every.run_val_every_n_steps, "validation", validation, at_ends=True)
+        parts.add_every(every.export_every_n_steps, "exports", training.Exports(run))
+        trained = training.Trained(
+            self.models, self.optimizer, self.nonfinite, self.loader, self.checkpointer, exported=self.teacher.model
+        )
+        self.lr_scheduler = optim.build_lr_scheduler(schedule, self.optimizer, *run.resume(trained))
 
     # ---- Objective and update -------------------------------------------------------------------
 
@@ -197,9 +160,9 @@ class DINOv3Recipe:
         over ranks are means per image) and of the number of prototypes used, and the gradient norm
         of all parts before clipping.
         """
-        settings, run = self.settings, self.run
-        settings.set_weight_decay(self.optimizer, run.global_step, run.num_steps)
-        temperature = settings.temperature_at(run.global_step)
+        run, schedules = self.run, self.settings.schedules
+        schedules.set_weight_decay(self.optimizer, run.global_step, run.num_steps)
+        temperature = schedules.temperature_at(run.global_step)
         self.loss_fn.divergence.teacher_temperature = temperature
         # dp_degree / images on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("images")
@@ -212,19 +175,19 @@ class DINOv3Recipe:
                 metrics += sums * scale
             else:
                 for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
-                    with gradient_sync(self.model, is_last, settings.gradient_sync):
+                    with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
                         scaled = self.sums(microbatch) * scale
                         with record_function("backward"):
                             scaled[0].backward()
                     metrics += scaled.detach()
 
-        settings.freeze_prototypes(self.model, run.global_step)
-        max_norm = settings.clip_grad_norm
-        grad_norm = clip_grad_norm_(self.model, max_norm, self.pipeline, part_of)
+        schedules.freeze_prototypes(self.model, run.global_step)
+        max_norm = self.settings.optimizer.clip_grad_norm
+        grad_norm = optim.clip_grad_norm_(self.model, max_norm, self.pipeline, part_of)
         # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
-        momentum = settings.momentum_at(run.global_step, run.num_steps)
+        momentum = schedules.momentum_at(run.global_step, run.num_steps)
         self.teacher.update(momentum, grad_norm, run.global_step + 1)
         self.optimizer.zero_grad(set_to_none=True)
         if self.lr_scheduler is not None:
@@ -235,15 +198,15 @@ class DINOv3Recipe:
     @property
     def max_images(self) -> int | None:
         """Images per rank if KoLeo needs two passes over all images, else None."""
-        in_groups = self.settings.koleo_group_size is not None
-        takes_two = self.settings.koleo_loss_weight > 0 and not in_groups
+        in_groups = self.settings.views.koleo_group_size is not None
+        takes_two = self.settings.objective.koleo_loss_weight > 0 and not in_groups
         return self.samples_per_rank if takes_two else None
 
     def figures(self, step: UpdateStep) -> dict[str, Any]:
         """Returns schedules and the images of an update step: per rank if it is full, and over all."""
         return {
             "lr": self.optimizer.param_groups[-1]["lr"],
-            **self.settings.schedules_at(self.run.global_step, self.run.num_steps),
+            **self.settings.schedules.schedules_at(self.run.global_step, self.run.num_steps),
             "effective_local_batch": self.samples_per_rank,
             "effective_global_batch": step.totals["images"],
         }
@@ -263,7 +226,12 @@ class DINOv3Recipe:
             self.run.finish(step, metrics, grad_norm, **figures)
 
 
-@entry_point
+def part_of(name: str) -> str:
+    """Returns the part of the model to which a parameter belongs; gradients are clipped part by part."""
+    return next((head for head in ("output.dino.", "output.ibot.") if name.startswith(head)), "backbone")
+
+
+@training.entry_point
 def recipe_main(cfg: DictConfig) -> None:
     """Trains with a config; ``key=value`` on the command line overrides its keys."""
     recipe = DINOv3Recipe(cfg)

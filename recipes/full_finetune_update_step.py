@@ -14,7 +14,7 @@ multiplied by one scale, so the gradient is that of one large batch for any spli
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any
+from typing import Literal
 
 import torch
 from omegaconf import DictConfig
@@ -23,88 +23,38 @@ from torch import Tensor
 from torch.profiler import record_function
 from torchtune import config
 
-import recipe_utils
-from recipe_utils.data.loaders import build_loaders, load_datasets
-from recipe_utils.long_rows.exchange import row_groups
-from recipe_utils.losses.attach import attach_loss, build_loss
-from recipe_utils.losses.dataset_weights import LossWeightSettings, mean_of_datasets
-from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
-from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import build_on_meta, build_stages
-from recipe_utils.models.frozen import Attached, nothing_attached
-from recipe_utils.models.parallelize import parallelize
-from recipe_utils.models.pipeline.microbatches import build_pipeline
-from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
-from recipe_utils.models.pipeline.stages import has_output, local_stages
-from recipe_utils.models.settings import ModelSettings
-from recipe_utils.models.sizes import limits_of
-from recipe_utils.models.weights import load_model
-from recipe_utils.optim import optimizer
-from recipe_utils.optim.grad_norm import clip_grad_norm_
-from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import means_over_ranks
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.parallel.to_device import to_device_ahead
-from recipe_utils.settings.components import Component, MadeWith
-from recipe_utils.settings.keys import STRICT
-from recipe_utils.settings.problems import Problem, build, naming
-from recipe_utils.settings.read import read_settings
-from recipe_utils.text.collator import text_collator
-from recipe_utils.text.datasets import load_dataset
-from recipe_utils.text.trees import makes_trees
-from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.parts.answers import Answers
-from recipe_utils.training.parts.budget import StepMemory
-from recipe_utils.training.parts.exports import Exports
-from recipe_utils.training.parts.sample_losses import DatasetLosses, SampleLosses, problems_with_sample_losses
-from recipe_utils.training.parts.validation import Validation, sum_over
-from recipe_utils.training.run import Run, Trained
-from recipe_utils.training.settings import RunSettings, problems_between
-from recipe_utils.update_steps.objective import declared_by
-from recipe_utils.update_steps.settings import DataSettings
-from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
+from recipe_utils import check_version, data, long_rows, losses, models, optim, parallel, text, training
+from recipe_utils.parallel import gradient_sync, to_device_ahead
+from recipe_utils.settings import STRICT, Component, Problem, build, naming, read_settings
+from recipe_utils.update_steps import DataSettings, Microbatch, UpdateStep, declared_by, mark_last
 
 RECIPE_NAME = "full_finetune_update_step"
-recipe_utils.check_version("0.6", RECIPE_NAME)  # this file was written for it
-OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
+check_version("0.6", RECIPE_NAME)  # this file was written for it
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Settings(
-    LossWeightSettings,  # loss_weights
-    ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
-    PipelineSettings,  # pipeline_parallel_schedule, ...
-    optimizer.OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
-    RunSettings,  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
-    DataSettings,  # batch_size, global_batch_size, microbatching, num_workers, ...
-    RankSettings,  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
-):
-    """Keys of the config. Each class documents and checks its own keys."""
+class Settings:
+    """Keys of the config, where those of all groups stand side by side. Each class documents and checks its own."""
 
-    model: Component
-    """A torchtune decoder, a fusion model with a ``decoder``, or a transformers folder:
-    recipe_utils.models.causal_lm."""
-    tokenizer: Component
-    """A torchtune tokenizer, or that of a transformers folder:
-    recipe_utils.text.folder_tokenizer. Its ``max_seq_len`` truncates samples."""
-    dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by ``weight``."""
-    checkpointer: Component
-    """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
+    components: training.TextComponents  # model, tokenizer, dataset, dataset_val, checkpointer
+    model: models.ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
+    pipeline: models.PipelineSettings  # pipeline_parallel_schedule, ...
+    optimizer: optim.OptimizerSettings  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
+    run: training.RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
+    data: DataSettings  # batch_size, global_batch_size, microbatching, num_workers, ...
+    ranks: parallel.RankSettings  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
     loss: Component
     """``recipe_utils.losses.LinearCrossEntropyLoss`` (target positions only, in chunks), a stock loss, or yours."""
-    dataset_val: OfTokenizer | list[OfTokenizer] | None = None
-    """Validation dataset; requires ``run_val_every_n_steps``."""
+    loss_weights: Literal["tokens", "datasets"] = "tokens"
+    """What the ``loss_weight`` of a named dataset weighs in an update step. ``tokens``: each target token;
+    ``datasets``: the dataset's mean loss. The loss is divided by the sum of weights."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields keys that exclude each other."""
-        yield from problems_between(
-            data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
-        )
-        yield from self.problems_of_long_rows(self)
-        yield from self.problems_of_weights(self.dataset, self.dataset_val, self.loss)
-        yield from problems_with_sample_losses(self, self.loss)
+        yield from training.problems_between(self, weighs_datasets=True)
+        yield from self.data.problems_of_long_rows(self.ranks)
+        yield from training.problems_of_weights(self.loss_weights, self.components, self.loss)
+        yield from training.problems_with_sample_losses(self.data, self.loss)
 
 
 class FullFinetuneRecipe:
@@ -112,60 +62,70 @@ class FullFinetuneRecipe:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
-        self.ranks = join_ranks(self.settings)  # device, mesh, process groups, coordinates
-        self.run = Run(RECIPE_NAME, self.settings, self.ranks, cfg)  # position, log, files
+        self.ranks = parallel.join_ranks(self.settings.ranks)  # device, mesh, process groups, coordinates
+        self.run = training.Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        # ---- Components
         settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
-        self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-        loss_fn = build("loss", build_loss, cfg.loss)
-        meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
-        self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
 
-        # ---- Data
-        limits = limits_of(meta_model, ranks.device, ranks.dims.tp)
-        datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer))
+        # ---- Components: errors name the key
+        self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
+        loss_fn = build("loss", losses.build_loss, cfg.loss)
         declared = build("", declared_by, loss_fn)  # what it takes of each target, its divisor, its sums
         self.divisor, self.names = declared.divisor, declared.sums
-        given = settings, self.tokenizer, loss_fn.ignore_index, limits
-        collator = text_collator(*given, any(map(makes_trees, datasets)), declared)
-        self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))
+        meta_model = build("model", models.build_on_meta, partial(config.instantiate, cfg.model), settings.model)
+        self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
+        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
 
-        # ---- Model: each pipeline stage is changed, then parallelized
-        groups = row_groups(ranks, settings.max_ranks_per_row)
+        # ---- Data: the collator makes rows that this model can compute
+        datasets = data.load_datasets(cfg, partial(text.load_dataset, tokenizer=self.tokenizer))
+        limits = models.limits_of(meta_model, ranks.device, ranks.dims.tp)
+        has_trees = any(map(text.makes_trees, datasets))
+        collator = text.text_collator(
+            settings.data, self.tokenizer, loss_fn.ignore_index, limits, has_trees=has_trees, declared=declared
+        )
+        num_to_run = models.num_to_run(settings.pipeline, ranks)
+        self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, num_to_run)
+
+        # ---- Model: each pipeline stage is changed, then parallelized, then gets its weights
+        groups = long_rows.row_groups(ranks, settings.data.max_ranks_per_row)
+        splits_backward, compiles = settings.pipeline.splits_backward, settings.model.compile
         with naming():
-            self.model = build_stages(meta_model, settings, ranks)
-            for stage in local_stages(self.model):
-                attend_within_documents(stage, ranks.device, collator.longest_row, groups)
-                if has_output(stage):
-                    attach_loss(stage, loss_fn, settings.splits_backward, settings.compile, num_sums=len(self.names))
-                parallelize(stage, settings, ranks)
+            self.model = models.build_stages(meta_model, settings.pipeline, ranks)
+            for stage in models.local_stages(self.model):
+                models.attend_within_documents(stage, ranks.device, collator.longest_row, groups)
+                if models.has_output(stage):
+                    losses.attach_loss(stage, loss_fn, splits_backward, compiles, num_sums=len(self.names))
+                models.parallelize(stage, settings.model, ranks)
         run.open_log(cfg, meta_model, self.model, self.loader)
-        frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
-        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(self.names))
-        self.offloading = settings.offloading(self.model)
-        self.attached: Attached = nothing_attached  # or a pass before the pass
+        frozen = models.load_model(self.model, self.checkpointer, cfg.checkpointer, settings.model, ranks, run.seed)
+        self.pipeline = models.build_pipeline(
+            self.model, settings.pipeline, settings.model.torch_dtype, ranks, len(self.names)
+        )
+        self.offloading = settings.model.offloading(self.model)
+        self.attached: models.Attached = models.nothing_attached  # or a pass before the pass
         if settings.loss_weights == "datasets":
-            self.attached = partial(mean_of_datasets, datasets[0], ranks)
+            self.attached = partial(training.mean_of_datasets, datasets[0], ranks)
 
         # ---- Optimizer, parts of the training, and resume
-        self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)
-        speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
-        trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
-        run.parts.add("budget", StepMemory(run, self.loader, self.optimizer))
-        if settings.sample_losses:
-            run.parts.add("sample_losses", SampleLosses(run, self.loader, loss_fn))
-        self.by_dataset = DatasetLosses(run, loss_fn, self.loader, self.val_loader)
-        run.parts.add("by_dataset", self.by_dataset)
-        run.parts.add_every(settings.run_val_every_n_steps, "validation", Validation(run, self.validate), at_ends=True)
-        run.parts.add_every(settings.sample_every_n_steps, "answers", Answers(run, self.model, self.tokenizer))
-        run.parts.add_every(settings.export_every_n_steps, "exports", Exports(run))
-        position = run.resume(Trained(*trained, frozen))
-        self.lr_scheduler = optimizer.build_lr_scheduler(schedule, self.optimizer, *position)
+        self.optimizer = optim.build_optimizer(cfg.optimizer, self.model, settings.optimizer)
+        models.speed_up_adapters(self.model, self.optimizer)
+        self.nonfinite = optim.NonfiniteGuard(self.optimizer, ranks.device, settings.optimizer)
+        parts, every = run.parts, settings.run
+        parts.add("budget", training.StepMemory(run, self.loader, self.optimizer))
+        if settings.data.sample_losses:
+            parts.add("sample_losses", training.SampleLosses(run, self.loader, loss_fn))
+        self.by_dataset = training.DatasetLosses(run, loss_fn, self.loader, self.val_loader)
+        parts.add("by_dataset", self.by_dataset)
+        validation = training.Validation(run, self.validate)
+        parts.add_every(every.run_val_every_n_steps, "validation", validation, at_ends=True)
+        parts.add_every(every.sample_every_n_steps, "answers", training.Answers(run, self.model, self.tokenizer))
+        parts.add_every(every.export_every_n_steps, "exports", training.Exports(run))
+        trained = training.Trained(
+            self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer, frozen=frozen
+        )
+        self.lr_scheduler = optim.build_lr_scheduler(schedule, self.optimizer, *run.resume(trained))
 
     # ---- Objective and update -------------------------------------------------------------------
 
@@ -193,13 +153,13 @@ class FullFinetuneRecipe:
                 metrics += sums * scale
             else:
                 for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
-                    with gradient_sync(self.model, is_last, self.settings.gradient_sync):
+                    with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
                         scaled = self.sums(microbatch) * scale
                         with record_function("backward"):
                             scaled[0].backward()
                     metrics += scaled.detach()
 
-        grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)
+        grad_norm = optim.clip_grad_norm_(self.model, self.settings.optimizer.clip_grad_norm, self.pipeline)
         # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
@@ -211,10 +171,11 @@ class FullFinetuneRecipe:
     def validate(self) -> dict[str, Tensor]:
         """Returns the sums per target of ``dataset_val``, over all ranks, and the loss of each dataset."""
         self.by_dataset.start(validates=True)
-        how = len(self.names), self.pipeline, self.ranks.device, self.attached
-        sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
+        sums, totals = training.sum_over(
+            self.val_loader, self.model, self.sums, len(self.names), self.pipeline, self.ranks.device, self.attached
+        )
         metrics = {f"val_{name}": value for name, value in zip(self.names, sums, strict=True)}
-        means = means_over_ranks(metrics, totals, self.divisor, self.ranks.dp_degree)
+        means = parallel.means_over_ranks(metrics, totals, self.divisor, self.ranks.dp_degree)
         return {**means, **self.by_dataset.means()}
 
     # ---- Training loop --------------------------------------------------------------------------
@@ -226,7 +187,7 @@ class FullFinetuneRecipe:
             self.run.finish(step, metrics, grad_norm)
 
 
-@entry_point
+@training.entry_point
 def recipe_main(cfg: DictConfig) -> None:
     """Trains with a config; ``key=value`` on the command line overrides its keys."""
     recipe = FullFinetuneRecipe(cfg)

@@ -10,7 +10,6 @@ those of both models in chunks. With pipeline stages each model has one schedule
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any
 
 import torch
 from omegaconf import DictConfig
@@ -19,74 +18,28 @@ from torch import Tensor
 from torch.profiler import record_function
 from torchtune import config
 
-import recipe_utils
-from recipe_utils.data.loaders import build_loaders, load_datasets
-from recipe_utils.distillation.losses import SUMS, make_distillation_loss
-from recipe_utils.distillation.teacher import Teacher, TeacherSettings, build_teacher_on_meta
-from recipe_utils.long_rows.exchange import row_groups
-from recipe_utils.losses.attach import attach_loss, build_loss
-from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
-from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import build_on_meta, build_stages
-from recipe_utils.models.parallelize import parallelize
-from recipe_utils.models.pipeline.microbatches import build_pipeline
-from recipe_utils.models.pipeline.schedule import PipelineSettings, num_to_run
-from recipe_utils.models.pipeline.stages import has_output, local_stages
-from recipe_utils.models.settings import ModelSettings
-from recipe_utils.models.sizes import limits_of
-from recipe_utils.models.weights import load_model
-from recipe_utils.optim import optimizer
-from recipe_utils.optim.grad_norm import clip_grad_norm_
-from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import means_over_ranks
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.parallel.to_device import to_device_ahead
-from recipe_utils.settings.components import Component, MadeWith
-from recipe_utils.settings.keys import STRICT
-from recipe_utils.settings.problems import Problem, build, naming
-from recipe_utils.settings.read import read_settings
-from recipe_utils.text.collator import text_collator
-from recipe_utils.text.datasets import load_dataset
-from recipe_utils.text.mixture import refused_weights
-from recipe_utils.text.trees import makes_trees
-from recipe_utils.training.entry_point import entry_point
-from recipe_utils.training.parts.answers import Answers
-from recipe_utils.training.parts.budget import StepMemory
-from recipe_utils.training.parts.exports import Exports
-from recipe_utils.training.parts.sample_losses import DatasetLosses, SampleLosses, problems_with_sample_losses
-from recipe_utils.training.parts.validation import Validation, sum_over
-from recipe_utils.training.run import Run, Trained
-from recipe_utils.training.settings import RunSettings, problems_between
-from recipe_utils.update_steps.settings import DataSettings
-from recipe_utils.update_steps.step import Microbatch, UpdateStep, mark_last
+from recipe_utils import check_version, data, distillation, long_rows, losses, models, optim, parallel, text, training
+from recipe_utils.distillation import SUMS
+from recipe_utils.parallel import gradient_sync, to_device_ahead
+from recipe_utils.settings import STRICT, Component, Problem, build, naming, read_settings
+from recipe_utils.update_steps import DataSettings, Microbatch, UpdateStep, mark_last
 
 RECIPE_NAME = "knowledge_distillation_update_step"
-recipe_utils.check_version("0.6", RECIPE_NAME)  # this file was written for it
-OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
+check_version("0.6", RECIPE_NAME)  # this file was written for it
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Settings(
-    TeacherSettings,  # kd_ratio, teacher_dtype, ...
-    ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
-    PipelineSettings,  # pipeline_parallel_schedule, ...
-    optimizer.OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
-    RunSettings,  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
-    DataSettings,  # batch_size, global_batch_size, microbatching, num_workers, ...
-    RankSettings,  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
-):
-    """Keys of the config. Each class documents and checks its own keys."""
+class Settings:
+    """Keys of the config, where those of all groups stand side by side. Each class documents and checks its own."""
 
-    model: Component
-    """Student: a torchtune decoder or fusion model, or a transformers folder."""
-    tokenizer: Component
-    """A torchtune tokenizer, or that of a transformers folder:
-    recipe_utils.text.folder_tokenizer. Its ``max_seq_len`` truncates samples."""
-    dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by ``weight``."""
-    checkpointer: Component
-    """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
+    components: training.TextComponents  # model, tokenizer, dataset, dataset_val, checkpointer
+    teacher: distillation.TeacherSettings  # kd_ratio, teacher_dtype, ...
+    model: models.ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
+    pipeline: models.PipelineSettings  # pipeline_parallel_schedule, ...
+    optimizer: optim.OptimizerSettings  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
+    run: training.RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
+    data: DataSettings  # batch_size, global_batch_size, microbatching, num_workers, ...
+    ranks: parallel.RankSettings  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
     loss: Component
     """``recipe_utils.losses.LinearCrossEntropyLoss``, or a stock cross-entropy."""
     kd_loss: Component | None = None
@@ -95,19 +48,14 @@ class Settings(
     """Frozen torchtune decoder or transformers folder, with the student's vocabulary."""
     teacher_checkpointer: Component | None = None
     """Loads its weights."""
-    dataset_val: OfTokenizer | list[OfTokenizer] | None = None
-    """Validation dataset; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields keys that exclude each other."""
-        yield from problems_between(
-            data=self, ranks=self, model=self, pipeline=self, optimizer=self, run=self, components=self
-        )
-        yield from self.problems_of_long_rows(self)
+        yield from training.problems_between(self)
+        yield from self.data.problems_of_long_rows(self.ranks)
         components = {"teacher_model": self.teacher_model, "teacher_checkpointer": self.teacher_checkpointer}
-        yield from self.problems_of_teacher(self, self, components)
-        yield from problems_with_sample_losses(self, self.loss)
-        yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
+        yield from self.teacher.problems_of_teacher(self.ranks, self.optimizer, components)
+        yield from training.problems_with_sample_losses(self.data, self.loss)
 
 
 class KDRecipe:
@@ -115,63 +63,73 @@ class KDRecipe:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
-        self.ranks = join_ranks(self.settings)  # device, mesh, process groups, coordinates
-        self.run = Run(RECIPE_NAME, self.settings, self.ranks, cfg)  # position, log, files
+        self.ranks = parallel.join_ranks(self.settings.ranks)  # device, mesh, process groups, coordinates
+        self.run = training.Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        # ---- Components
         settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
+        kd_ratio = settings.teacher.kd_ratio
+        self.metrics = SUMS if kd_ratio > 0 else SUMS[:1]  # those of fine-tuning
+
+        # ---- Components: errors name the key
         self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-        loss_fn = build("loss", build_loss, cfg.loss)
+        loss_fn = build("loss", losses.build_loss, cfg.loss)
         kd_loss_fn = build("kd_loss", config.instantiate, cfg.get("kd_loss"))
-        meta_model = build("model", build_on_meta, partial(config.instantiate, cfg.model), settings)
+        meta_model = build("model", models.build_on_meta, partial(config.instantiate, cfg.model), settings.model)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", optimizer.check_optimizer, cfg.optimizer, schedule, settings, meta_model)
-        meta_teacher = build_teacher_on_meta(cfg, settings, settings, meta_model, self.checkpointer)
-        self.metrics = SUMS if settings.kd_ratio > 0 else SUMS[:1]  # those of fine-tuning
-        if settings.kd_ratio > 0:
-            loss_fn = build("", make_distillation_loss, loss_fn, kd_loss_fn, settings.kd_ratio)
-
-        # ---- Data
-        limits = limits_of(meta_model, ranks.device, teacher=meta_teacher.model)
-        datasets = load_datasets(cfg, partial(load_dataset, tokenizer=self.tokenizer))
-        collator = text_collator(
-            settings, self.tokenizer, loss_fn.ignore_index, limits, any(map(makes_trees, datasets))
+        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
+        meta_teacher = distillation.build_teacher_on_meta(
+            cfg, settings.teacher, settings.model, meta_model, self.checkpointer
         )
-        self.loader, self.val_loader = build_loaders(*datasets, collator, settings, ranks, num_to_run(settings, ranks))
+        if kd_ratio > 0:
+            loss_fn = build("", distillation.make_distillation_loss, loss_fn, kd_loss_fn, kd_ratio)
 
-        # ---- Model: each pipeline stage is changed, then parallelized
-        groups = row_groups(ranks, settings.max_ranks_per_row)
+        # ---- Data: the collator makes rows that both models can compute
+        datasets = data.load_datasets(cfg, partial(text.load_dataset, tokenizer=self.tokenizer))
+        limits = models.limits_of(meta_model, ranks.device, teacher=meta_teacher.model)
+        has_trees = any(map(text.makes_trees, datasets))
+        collator = text.text_collator(settings.data, self.tokenizer, loss_fn.ignore_index, limits, has_trees=has_trees)
+        num_to_run = models.num_to_run(settings.pipeline, ranks)
+        self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, num_to_run)
+
+        # ---- Model: each pipeline stage is changed, then parallelized, then gets its weights
+        groups = long_rows.row_groups(ranks, settings.data.max_ranks_per_row)
+        splits_backward, compiles = settings.pipeline.splits_backward, settings.model.compile
         with naming():
-            self.model = build_stages(meta_model, settings, ranks)
-            for stage in local_stages(self.model):
-                attend_within_documents(stage, ranks.device, collator.longest_row, groups)
-                if has_output(stage):
-                    attach_loss(stage, loss_fn, settings.splits_backward, settings.compile)
-                parallelize(stage, settings, ranks)
+            self.model = models.build_stages(meta_model, settings.pipeline, ranks)
+            for stage in models.local_stages(self.model):
+                models.attend_within_documents(stage, ranks.device, collator.longest_row, groups)
+                if models.has_output(stage):
+                    losses.attach_loss(stage, loss_fn, splits_backward, compiles)
+                models.parallelize(stage, settings.model, ranks)
         run.open_log(cfg, meta_model, self.model, self.loader)
-        frozen = load_model(self.model, self.checkpointer, cfg.checkpointer, settings, ranks, run.seed)
-        self.pipeline = build_pipeline(self.model, settings, settings.torch_dtype, ranks, len(self.metrics))
-        self.offloading = settings.offloading(self.model)
-        self.teacher = Teacher(meta_teacher, ranks, meta_model, collator.longest_row, groups)
+        frozen = models.load_model(self.model, self.checkpointer, cfg.checkpointer, settings.model, ranks, run.seed)
+        self.pipeline = models.build_pipeline(
+            self.model, settings.pipeline, settings.model.torch_dtype, ranks, len(self.metrics)
+        )
+        self.offloading = settings.model.offloading(self.model)
+        self.teacher = distillation.Teacher(meta_teacher, ranks, meta_model, collator.longest_row, groups)
         self.attached = self.teacher.attached  # a pass before the pass
-        frozen |= self.teacher.fingerprints
 
         # ---- Optimizer, parts of the training, and resume
-        self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)
-        speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
-        trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
-        run.parts.add("budget", StepMemory(run, self.loader, self.optimizer))
-        if settings.sample_losses:
-            run.parts.add("sample_losses", SampleLosses(run, self.loader, loss_fn))
-        run.parts.add("by_dataset", DatasetLosses(run, loss_fn, self.loader))
-        run.parts.add_every(settings.run_val_every_n_steps, "validation", Validation(run, self.validate), at_ends=True)
-        run.parts.add_every(settings.sample_every_n_steps, "answers", Answers(run, self.model, self.tokenizer))
-        run.parts.add_every(settings.export_every_n_steps, "exports", Exports(run))
-        position = run.resume(Trained(*trained, frozen))
-        self.lr_scheduler = optimizer.build_lr_scheduler(schedule, self.optimizer, *position)
+        self.optimizer = optim.build_optimizer(cfg.optimizer, self.model, settings.optimizer)
+        models.speed_up_adapters(self.model, self.optimizer)
+        self.nonfinite = optim.NonfiniteGuard(self.optimizer, ranks.device, settings.optimizer)
+        parts, every = run.parts, settings.run
+        parts.add("budget", training.StepMemory(run, self.loader, self.optimizer))
+        if settings.data.sample_losses:
+            parts.add("sample_losses", training.SampleLosses(run, self.loader, loss_fn))
+        parts.add("by_dataset", training.DatasetLosses(run, loss_fn, self.loader))
+        validation = training.Validation(run, self.validate)
+        parts.add_every(every.run_val_every_n_steps, "validation", validation, at_ends=True)
+        parts.add_every(every.sample_every_n_steps, "answers", training.Answers(run, self.model, self.tokenizer))
+        parts.add_every(every.export_every_n_steps, "exports", training.Exports(run))
+        frozen |= self.teacher.fingerprints
+        trained = training.Trained(
+            self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer, frozen=frozen
+        )
+        self.lr_scheduler = optim.build_lr_scheduler(schedule, self.optimizer, *run.resume(trained))
 
     # ---- Objective and update -------------------------------------------------------------------
 
@@ -198,13 +156,13 @@ class KDRecipe:
                 metrics += sums * scale
             else:
                 for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
-                    with gradient_sync(self.model, is_last, self.settings.gradient_sync):
+                    with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
                         scaled = self.sums(microbatch) * scale
                         with record_function("backward"):
                             scaled[0].backward()
                     metrics += scaled.detach()
 
-        grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)
+        grad_norm = optim.clip_grad_norm_(self.model, self.settings.optimizer.clip_grad_norm, self.pipeline)
         # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
@@ -215,14 +173,15 @@ class KDRecipe:
 
     def validate(self) -> dict[str, Tensor]:
         """Returns means per target token of ``dataset_val`` over all ranks."""
-        how = len(self.metrics), self.pipeline, self.ranks.device, self.attached
-        sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
-        return means_over_ranks(self.named(sums, "val_"), totals, "target_tokens", self.ranks.dp_degree)
+        sums, totals = training.sum_over(
+            self.val_loader, self.model, self.sums, len(self.metrics), self.pipeline, self.ranks.device, self.attached
+        )
+        return parallel.means_over_ranks(self.named(sums, "val_"), totals, "target_tokens", self.ranks.dp_degree)
 
     def named(self, sums: Tensor, prefix: str = "") -> dict[str, Tensor]:
         """Returns sums [5] or [1] by name, without those that are not computed."""
         found = dict(zip(self.metrics, sums, strict=True))
-        if self.settings.kd_ratio == 1:
+        if self.settings.teacher.kd_ratio == 1:
             del found["ce_loss"]
         return {f"{prefix}{name}": value for name, value in found.items()}
 
@@ -235,7 +194,7 @@ class KDRecipe:
             self.run.finish(step, metrics, grad_norm, teacher_seconds=self.teacher.read_seconds())
 
 
-@entry_point
+@training.entry_point
 def recipe_main(cfg: DictConfig) -> None:
     """Trains with a config; ``key=value`` on the command line overrides its keys."""
     recipe = KDRecipe(cfg)

@@ -5,9 +5,11 @@ import re
 import sys
 import tomllib
 from collections import Counter
+from importlib import import_module
 from importlib.metadata import packages_distributions
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "recipe_utils"
@@ -152,6 +154,23 @@ def test_the_core_is_small():
     core = ("step", "order", "loader")
     num_lines = sum(len((PACKAGE / "update_steps" / f"{name}.py").read_text().splitlines()) for name in core)
     assert num_lines <= 370
+
+
+def test_a_recipe_is_on_the_first_screen():
+    """Its import statements have at most 20 lines."""
+    for path in (ROOT / "recipes").glob("*_update_step.py"):
+        imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert sum(node.end_lineno - node.lineno + 1 for node in imports) <= 20, path
+
+
+def test_what_packages_export_exists_and_is_no_module():
+    """A module of the same name would hide it once it is imported."""
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__getattr__":
+                for name in ast.literal_eval(node.value.args[0]):
+                    exports = getattr(import_module(module.removesuffix(".__init__")), name)
+                    assert not isinstance(exports, ModuleType), f"{module}: {name}"
 
 
 def test_loaders_settings_steps_recipes_and_logs_have_types():

@@ -24,7 +24,7 @@ from recipe_utils.settings import __main__ as settings_command
 from recipe_utils.settings.describe import SECTIONS, settings_of
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.read import read_settings
-from recipe_utils.training.entry_point import with_overrides
+from recipe_utils.training.command import with_overrides
 
 ROOT = Path(__file__).parents[1]
 FIRST = "full_finetune_update_step"

@@ -47,7 +47,7 @@ from recipe_utils.settings.problems import ConfigError, build
 from recipe_utils.settings.read import read_settings
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.torchtune_names import DTYPES, instantiate
-from recipe_utils.training.entry_point import entry_point
+from recipe_utils.training.command import entry_point
 from recipe_utils.update_steps.step import UpdateStep
 
 FACTOR = 3.0
@@ -112,9 +112,9 @@ def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
             samples = f"{len(loader.order.samples(0, step.index)) - int(step.totals['skipped_samples'])} samples"
             how = [] if "pairs" in step.totals else [samples]
             how += [f"{step.totals[key]:,} {key.replace('_', ' ')}" for key in _COUNTED if key in step.totals]
-            how += [f"{world_size_from_env()} rank{'s' * (world_size_from_env() > 1)}", settings.microbatching]
-            if settings.is_packed:
-                whole = build_on_meta(partial(instantiate, cfg.model), settings)
+            how += [f"{world_size_from_env()} rank{'s' * (world_size_from_env() > 1)}", settings.data.microbatching]
+            if settings.data.is_packed:
+                whole = build_on_meta(partial(instantiate, cfg.model), settings.model)
                 how += [attention_of(whole, ranks.device).kernel]
             how += [cfg.get("dtype") or "fp32", *["compiled"] * bool(cfg.get("compile"))]
             print(f"update step {step.index + 1} of {name}, after one: {', '.join(how)}")
@@ -149,7 +149,8 @@ def config_of(cfg: DictConfig, settings_class: type, folder: Path, num_samples: 
         cfg.epochs, cfg.max_steps_per_epoch = 1, 3  # outputs of few update steps
     settings: Any = read_settings(cfg, settings_class)
     cfg.gradient_accumulation_steps = None
-    cfg.global_batch_size = min(settings.samples_per_update_step(settings.dims.dp_degree), num_samples)
+    dp_degree = settings.ranks.dims.dp_degree
+    cfg.global_batch_size = min(settings.data.samples_per_update_step(dp_degree), num_samples)
     return cfg
 
 

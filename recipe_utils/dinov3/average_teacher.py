@@ -19,8 +19,8 @@ from recipe_utils.dinov3.sinkhorn import num_prototypes_used, sinkhorn
 from recipe_utils.distillation.losses import TeacherHidden
 from recipe_utils.losses.attach import HiddenAtTargets, attach_loss
 from recipe_utils.models.construct import build_stages
+from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.frozen import FrozenModel
-from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import has_output, local_stages

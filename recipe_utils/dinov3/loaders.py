@@ -1,11 +1,11 @@
 """Builders of the loaders and the optimizer of a vision transformer."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
+from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,10 +20,29 @@ from recipe_utils.dinov3.self_distillation import ObjectiveSettings
 from recipe_utils.optim.optimizer import OptimizerSettings, make_optimizer, trained_parameters
 from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.settings.components import Component
+from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import build, naming
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
 from recipe_utils.update_steps.settings import DataSettings
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ImageComponents:
+    """Components of a recipe for images."""
+
+    model: Component
+    """Backbone: ``recipe_utils.dinov3.dinov3_vit`` or one of its sizes."""
+    dataset: Component | list[Component]
+    """Map-style images; labels are ignored. A list is concatenated, or mixed by ``weight``."""
+    checkpointer: Component
+    """``recipe_utils.dinov3.DINOv3Checkpointer``. Loads a given backbone, saves the
+    teacher's."""
+    dataset_knn: Component | list[Component] | None = None
+    """Labeled images that the k-NN classifier votes with; null is ``dataset``."""
+    dataset_val: Component | list[Component] | None = None
+    """Labeled images for the k-NN accuracy; requires ``run_val_every_n_steps``."""
 
 
 def build_image_loaders(
@@ -52,9 +71,7 @@ def build_image_loaders(
         bank = build("dataset_knn", load_labeled, cfg_knn)
         images = build("dataset_val", load_labeled, cfg.dataset_val)
     with naming():
-        # The keys of views alone, which DataLoader workers can unpickle without the recipe.
-        keys = {key.name: getattr(views, key.name) for key in fields(ViewSettings)}
-        crops = Views(dataset, transform, ViewSettings(**keys), layout, data.data_seed)
+        crops = Views(dataset, transform, views, layout, data.data_seed)
         budget = RowBudget(ViewCollator(data, views, layout))
         loader = build_loader(crops, budget, data, ranks, "dataset", num_to_run)
         if objective.ibot_loss_weight > 0:

@@ -2,4 +2,13 @@
 
 from recipe_utils import exported
 
-__getattr__ = exported({"LinearDistillationLoss": "recipe_utils.distillation.losses"})
+__getattr__ = exported(
+    {
+        "build_teacher_on_meta": "recipe_utils.distillation.teacher",
+        "LinearDistillationLoss": "recipe_utils.distillation.losses",
+        "make_distillation_loss": "recipe_utils.distillation.losses",
+        "SUMS": "recipe_utils.distillation.losses",
+        "Teacher": "recipe_utils.distillation.teacher",
+        "TeacherSettings": "recipe_utils.distillation.teacher",
+    }
+)

@@ -28,7 +28,7 @@ from recipe_utils.settings.components import taken_by
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.read import read_settings
-from recipe_utils.training.entry_point import entry_point
+from recipe_utils.training.command import entry_point
 
 USABLE, EFFICIENCY = 0.92, 0.4
 """Share of the memory that counted bytes may take, and of ``--tflops`` that update steps reach."""
@@ -50,8 +50,8 @@ def training_of(recipe: str, cfg: DictConfig, **changes: Any) -> FakeTraining:
     settings: Any = read_settings(made, settings_of(recipe))
     if on_cuda and taken_by(made.optimizer, {"foreach": True}) and not made.optimizer.get("fused"):
         made.optimizer.setdefault("foreach", True)  # PyTorch's default there
-    if settings.plans_by_tokens:
-        settings = replace(settings, max_tokens_per_microbatch=1 << 24)
+    if settings.data.plans_by_tokens:
+        settings = replace(settings, data=replace(settings.data, max_tokens_per_microbatch=1 << 24))
     return FakeTraining(made, settings, on_cuda)
 
 
@@ -62,13 +62,13 @@ def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> None:
     without = {"ac_mode": None, "ac_option": None}
     for way in (True, False):
         made = training_of(recipe, cfg, enable_activation_checkpointing=way, **without)
-        settings, collator = made.settings, made.collator
+        data, collator = made.settings.data, made.collator
         length = min(collator.reader.max_seq_len or 4096, collator.reader.limits.max_seq_len)
         # A first update step of one sample: its FLOPs, and the optimizer's state that the next ones hold.
         sample_size, _, flops = made.measure(1, length)
-        most = sample_size * settings.batch_size * settings.num_accumulated(made.ranks.dp_degree)
+        most = sample_size * data.batch_size * data.num_accumulated(made.ranks.dp_degree)
         size = cfg.get("max_tokens_per_microbatch")
-        size = size if isinstance(size, int) else settings.batch_size * sample_size
+        size = size if isinstance(size, int) else data.batch_size * sample_size
         # Memory is linear in the positions of a microbatch, so two sizes give all others.
         count = 1 if size >= most else 2  # without accumulated gradients
         size, peak, _ = made.measure(min(size, most), length, count)

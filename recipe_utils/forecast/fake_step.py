@@ -4,7 +4,7 @@ import gc
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,14 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.distillation.losses import TeacherHidden, make_distillation_loss
+from recipe_utils.distillation.teacher import TeacherSettings
 from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.losses.attach import HiddenAtTargets, attach_loss, build_loss
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_on_meta, build_stages
+from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.frozen import FrozenModel, trained_model
-from recipe_utils.models.parallelize import parallelize
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import limits_of
@@ -30,8 +31,8 @@ from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, single_optimizers
 from recipe_utils.parallel.fsdp import gradient_sync, local
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.preference.losses import PreferenceLoss, make_preference_loss
-from recipe_utils.preference.pairs import pair_collator
+from recipe_utils.preference.losses import PreferenceLoss, PreferenceSettings, make_preference_loss
+from recipe_utils.preference.pairs import PairSettings, pair_collator
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import RowCollator, text_collator
 from recipe_utils.torchtune_names import instantiate
@@ -57,41 +58,44 @@ def row_of(collator: RowCollator, size: int, length: int) -> Microbatch:
     return collator.collate(samples * num_samples)[0]
 
 
-class TextSettings(ModelSettings, PipelineSettings, OptimizerSettings, DataSettings, RankSettings):
-    """Settings of the recipes for text; the others' keys are only read where a recipe has them."""
+class TextSettings(Protocol):
+    """Settings of the recipes for text; ``preference``, ``pairs`` and ``teacher`` are of one recipe each."""
 
-    prefix_sharing: bool | None
-    tokens_per_chunk: int
-    kd_ratio: float
-    teacher_dtype: str | None
-    teacher_custom_sharded_layers: list[str] | None
+    model: ModelSettings
+    pipeline: PipelineSettings
+    optimizer: OptimizerSettings
+    data: DataSettings
+    ranks: RankSettings
+    preference: PreferenceSettings
+    pairs: PairSettings
+    teacher: TeacherSettings
 
 
 class FakeTraining:
     """Models, loss and optimizer of a recipe for text or pairs on rank 0, with ``device=cpu``."""
 
     def __init__(self, cfg: DictConfig, settings: TextSettings, is_of_cuda: bool) -> None:
-        self.settings, self.ranks, self._frozen = settings, join_ranks(settings), None
+        self.settings, self.ranks, self._frozen = settings, join_ranks(settings.ranks), None
         self._fake, self._live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
-        self._is_of_pairs = hasattr(settings, "prefix_sharing")
-        self._has_teacher = getattr(settings, "kd_ratio", 0) > 0
-        meta_model = build("model", build_on_meta, partial(instantiate, cfg.model), settings)
+        self._is_of_pairs = hasattr(settings, "pairs")
+        self._has_teacher = hasattr(settings, "teacher") and settings.teacher.kd_ratio > 0
+        meta_model = build("model", build_on_meta, partial(instantiate, cfg.model), settings.model)
         meta_frozen, teacher = meta_model, None
         if hasattr(meta_model, "decoder"):
             raise ConfigError("model: images beside text have no forecast; set a decoder")
-        modules, frozen_loss = settings.without_gradients(), None
+        modules, frozen_loss = settings.model.without_gradients(), None
         if self._is_of_pairs:
             pair_loss = build("loss", make_preference_loss, partial(instantiate, cfg.loss))
-            loss_fn: Any = PreferenceLoss(pair_loss, settings.tokens_per_chunk)
+            loss_fn: Any = PreferenceLoss(pair_loss, settings.preference.tokens_per_chunk)
             frozen_loss = loss_fn if getattr(pair_loss, "needs_reference", True) else None
         else:
             loss_fn = build("loss", build_loss, cfg.loss)
         if self._has_teacher:
             divergence = build("kd_loss", instantiate, cfg.get("kd_loss"))
-            loss_fn = build("", make_distillation_loss, loss_fn, divergence, settings.kd_ratio)
-            modules = settings.without_gradients(
-                dtype=settings.teacher_dtype or settings.dtype,
-                custom_sharded_layers=settings.teacher_custom_sharded_layers,
+            loss_fn = build("", make_distillation_loss, loss_fn, divergence, settings.teacher.kd_ratio)
+            modules = settings.model.without_gradients(
+                dtype=settings.teacher.teacher_dtype or settings.model.dtype,
+                custom_sharded_layers=settings.teacher.teacher_custom_sharded_layers,
                 quantizer=None,
             )
             make_teacher, frozen_loss = partial(instantiate, cfg.teacher_model), HiddenAtTargets()
@@ -99,15 +103,15 @@ class FakeTraining:
         limits = limits_of(meta_model, self.ranks.device, self.ranks.dims.tp, teacher)
         tokens: Any = SimpleNamespace(pad_id=0, max_seq_len=cfg.tokenizer.get("max_seq_len"))
         if self._is_of_pairs:
-            self.collator = pair_collator(settings, tokens, limits, settings.prefix_sharing)
+            self.collator = pair_collator(settings.data, tokens, limits, settings.pairs.prefix_sharing)
         else:
-            self.collator = text_collator(settings, tokens, loss_fn.ignore_index, limits)
+            self.collator = text_collator(settings.data, tokens, loss_fn.ignore_index, limits)
         # A step with numbers makes the tables that optimizers keep.
         small = nn.ModuleDict({"layers": nn.Linear(8, 8)})
         small["layers"].weight.grad = torch.zeros(8, 8)
-        build("optimizer", build_optimizer, cfg.optimizer, small, settings).step()
-        self._model = self._build(meta_model, settings, loss_fn)
-        self._optimizer = build_optimizer(cfg.optimizer, self._model, settings)
+        build("optimizer", build_optimizer, cfg.optimizer, small, settings.optimizer).step()
+        self._model = self._build(meta_model, settings.model, loss_fn)
+        self._optimizer = build_optimizer(cfg.optimizer, self._model, settings.optimizer)
         speed_up_adapters(self._model, self._optimizer)
         trained = [local(p) for p in self._model.parameters() if p.requires_grad]
         self.shares = {"weights": self._live.now, "gradients": sum(p.nbytes for p in trained)}
@@ -123,7 +127,7 @@ class FakeTraining:
 
     def _build(self, meta_model: nn.Module, modules: ModelSettings, loss_fn: Any) -> nn.Module:
         with naming():
-            model = build_stages(meta_model, self.settings, self.ranks)
+            model = build_stages(meta_model, self.settings.pipeline, self.ranks)
             attend_within_documents(model, self.ranks.device, self.collator.longest_row)
             attach_loss(model, loss_fn)
             parallelize(model, modules, self.ranks)
@@ -159,10 +163,10 @@ class FakeTraining:
             pairs = zip(microbatches, outputs, strict=True)
             microbatches = [microbatch.with_outputs(**{name: output}) for microbatch, output in pairs]
         for microbatch, is_last in mark_last(microbatches):
-            with gradient_sync(self._model, is_last, self.settings.gradient_sync):
+            with gradient_sync(self._model, is_last, self.settings.ranks.gradient_sync):
                 sums = self._model(**microbatch.inputs, targets=microbatch.targets)
                 (sums[0] + sums[-1] if self._is_of_pairs else sums[0]).backward()
-        clip_grad_norm_(self._model, self.settings.clip_grad_norm)
+        clip_grad_norm_(self._model, self.settings.optimizer.clip_grad_norm)
         before = self._live.peak
         self._optimizer.step()
         if self._compiled_bytes:

@@ -21,7 +21,7 @@ from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.construct import build_stages
-from recipe_utils.models.parallelize import parallelize
+from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import has_output, local_stages

@@ -177,13 +177,22 @@ def make_optimizer(cfg: DictConfig, groups: list[Any], parameters: Mapping[str, 
     return optimizer
 
 
-def build_optimizer(cfg: DictConfig, model: nn.Module, settings: OptimizerSettings) -> Optimizer | OptimizerInBackward:
-    """Builds an optimizer of the trained parameters of a model that is wrapped and on its device."""
+def build_optimizer(
+    cfg: DictConfig,
+    model: nn.Module,
+    settings: OptimizerSettings,
+    groups: Callable[[Mapping[str, nn.Parameter]], list[Any]] | None = None,
+) -> Optimizer | OptimizerInBackward:
+    """Builds an optimizer of the trained parameters of a model that is wrapped and on its device.
+
+    ``groups`` maps parameters by name to the optimizer's first argument; None: those of the settings.
+    """
+    groups = groups or settings.groups
     if settings.optimizer_in_bwd:
-        one_group = lambda ps: settings.groups(dict(zip("p", ps, strict=True)))  # noqa: E731
+        one_group = lambda ps: groups(dict(zip("p", ps, strict=True)))  # noqa: E731
         return OptimizerInBackward(model, lambda ps: make_optimizer(cfg, one_group(ps), {}))
     parameters = trained_parameters(model)
-    return make_optimizer(cfg, settings.groups(parameters), parameters)
+    return make_optimizer(cfg, groups(parameters), parameters)
 
 
 def check_optimizer(

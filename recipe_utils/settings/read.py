@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from recipe_utils.settings.components import MadeWith, check_component, component_at, names_of_paths
 from recipe_utils.settings.describe import type_in_words
-from recipe_utils.settings.keys import AS_WRITTEN, OnlyWith, alternatives_of, keys_of, metadata_of
+from recipe_utils.settings.keys import AS_WRITTEN, OnlyWith, alternatives_of, groups_of, keys_of, metadata_of, own_keys
 from recipe_utils.settings.problems import ConfigError, Problem
 
 T = TypeVar("T")
@@ -35,9 +35,10 @@ about any other."""
 def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
     """Builds a recipe's settings from its config. Expands ``~`` in paths of ``cfg`` in place.
 
-    Unknown keys are allowed if another value refers to them as ``${key}``. Raises ConfigError with all unknown and
-    missing keys, wrong types, values out of bounds, and components that do not match their signatures; if there are
-    none, with all keys without effect, and the results of ``problems()`` of the class and its bases.
+    Keys of groups (:func:`.groups_of`) stand beside the others. Unknown keys are allowed if another value refers to
+    them as ``${key}``. Raises ConfigError with all unknown and missing keys, wrong types, values out of bounds, and
+    components that do not match their signatures; if there are none, with all keys without effect, and the results of
+    ``problems()`` of groups, the last one first, and of the class.
     """
     parts: Any = OmegaConf.to_container(cfg, resolve=False)
     for key, part in parts.items():
@@ -45,17 +46,33 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
             cfg[key] = None  # torchtune parses ``KEY=null`` of a component so
     values, problems = check_keys(cfg, settings_class)
     known = keys_of(settings_class)
-    try:
-        settings = settings_class(**{key: values[key] for key in known if key in values})
-    except ValidationError as error:
-        problems += _problems_of_values(error, values, known, {p.root for p in problems})
+    errors = list[Any]()
+    settings = _made(settings_class, values, errors)
+    problems += _problems_of_values(errors, values, known, {p.root for p in problems})
     if not problems:
-        problems = [*_without_effect(values, known)]
-        for base in reversed(settings_class.__mro__):
-            problems += vars(base)["problems"](settings) if "problems" in vars(base) else ()
-    if problems:
+        problems = [*_without_effect(values, known), *_problems_between(settings)]
+    if problems or settings is None:
         raise ConfigError(*problems)
     return settings
+
+
+def _made(settings_class: type[T], values: Mapping[str, Any], errors: list[Any]) -> T | None:
+    """Returns the settings of a class with those of its groups; None after adding pydantic's ``errors`` of values."""
+    groups = groups_of(settings_class)
+    made = {name: _made(group, values, errors) for name, group in reversed(groups.items())}
+    try:
+        return settings_class(**made, **{key: values[key] for key in own_keys(settings_class) if key in values})
+    except ValidationError as error:
+        errors += [details for details in error.errors() if details["loc"][0] not in groups]
+        return None
+
+
+def _problems_between(settings: object) -> Iterator[Problem]:
+    """Yields the results of ``problems()`` of groups, the last one first, and of the settings."""
+    for group in reversed(groups_of(type(settings))):
+        yield from _problems_between(getattr(settings, group))
+    if hasattr(settings, "problems"):
+        yield from settings.problems()
 
 
 def check_keys(cfg: DictConfig, settings_class: type) -> tuple[dict[str, Any], list[Problem]]:
@@ -138,10 +155,10 @@ def _check_names(given: Any, known: Mapping[str, FieldInfo]) -> Iterator[Problem
 
 
 def _problems_of_values(
-    error: ValidationError, values: Mapping[str, Any], known: Mapping[str, FieldInfo], reported: set[str]
+    errors: Sequence[Any], values: Mapping[str, Any], known: Mapping[str, FieldInfo], reported: set[str]
 ) -> Iterator[Problem]:
     """Yields the first problem of each value that does not match type or bounds of its key."""
-    for details in error.errors():
+    for details in errors:
         key, bounds = str(details["loc"][0]), details.get("ctx", {})
         if key in reported or details["type"] == "missing":  # by name already
             continue

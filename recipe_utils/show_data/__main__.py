@@ -24,7 +24,7 @@ from recipe_utils.data.loaders import build_order, build_own_order
 from recipe_utils.preference.pairs import PairSettings, check_is_pair, pair_collator
 from recipe_utils.preference.rows import SIDES
 from recipe_utils.settings.describe import settings_of
-from recipe_utils.settings.keys import keys_of
+from recipe_utils.settings.keys import groups_of, keys_of
 from recipe_utils.settings.problems import ConfigError, build
 from recipe_utils.settings.read import check_keys, read_settings
 from recipe_utils.text.collator import text_collator
@@ -34,7 +34,7 @@ from recipe_utils.text.limits import NO_LIMITS
 from recipe_utils.text.mixture import MixtureOrder, problems_with_list
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.torchtune_names import instantiate
-from recipe_utils.training.entry_point import entry_point
+from recipe_utils.training.command import entry_point
 from recipe_utils.update_steps.samples import CheckedDataset, SampleError, unread
 from recipe_utils.update_steps.settings import DataSettings
 
@@ -55,7 +55,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     given = {key: values[key] for key in values.keys() & _KEYS}
     if not given.get("global_batch_size"):  # which another number of ranks may contradict
         given["gradient_accumulation_steps"] = values.get("gradient_accumulation_steps")
-    are_pairs = issubclass(recipe_settings, PairSettings)
+    are_pairs = PairSettings in groups_of(recipe_settings).values()
     settings = replace(
         read_settings(OmegaConf.create(given), DataSettings), mixture=values.get("mixture"), order=values.get("order")
     )

@@ -6,6 +6,10 @@ __getattr__ = exported(
     {
         "conversation_dataset": "recipe_utils.text.conversations.datasets:ConversationDataset",
         "folder_tokenizer": "recipe_utils.text.conversations.tokenizer:FolderTokenizer",
+        "load_dataset": "recipe_utils.text.datasets",
+        "makes_trees": "recipe_utils.text.trees",
+        "refused_weights": "recipe_utils.text.mixture",
+        "text_collator": "recipe_utils.text.collator",
         "text_pieces_dataset": "recipe_utils.text.conversations.datasets:TextPiecesDataset",
     }
 )

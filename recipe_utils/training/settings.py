@@ -14,10 +14,11 @@ from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith, Positive
 from recipe_utils.settings.problems import Problem, problems_with_folder
-from recipe_utils.text.mixture import problems_with_datasets
+from recipe_utils.text.mixture import problems_with_datasets, refused_weights
 from recipe_utils.update_steps.settings import DataSettings, data_on_ranks
 
 PROFILER = "torchtune.training.setup_torch_profiler"
+_OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -104,8 +105,26 @@ class RunSettings:
             yield Problem("keep_best_checkpoint", "there is no val_loss here; set export_every_n_steps instead", True)
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextComponents:
+    """Components of a recipe for text."""
+
+    model: Component
+    """Trained model (the student of a distillation): a torchtune decoder, a fusion model with a ``decoder`` (not with
+    pairs), or a transformers folder: recipe_utils.models.causal_lm."""
+    tokenizer: Component
+    """A torchtune tokenizer, or that of a transformers folder:
+    recipe_utils.text.folder_tokenizer. Its ``max_seq_len`` truncates samples."""
+    dataset: _OfTokenizer | list[_OfTokenizer]
+    """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by ``weight``."""
+    checkpointer: Component
+    """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
+    dataset_val: _OfTokenizer | list[_OfTokenizer] | None = None
+    """Validation dataset; requires ``run_val_every_n_steps``."""
+
+
 class Components(Protocol):
-    """Configs of components that every recipe has."""
+    """Components that every recipe has."""
 
     @property
     def dataset(self) -> Any: ...  # noqa: D102
@@ -115,27 +134,42 @@ class Components(Protocol):
     def checkpointer(self) -> Mapping[str, Any]: ...  # noqa: D102
 
 
-def problems_between(
-    *,
-    data: DataSettings,
-    ranks: RankSettings,
-    model: ModelSettings,
-    pipeline: PipelineSettings,
-    optimizer: OptimizerSettings,
-    run: RunSettings,
-    components: Components,
-    must_divide: bool = False,
-) -> Iterator[Problem]:
-    """Yields keys that exclude each other in any recipe. Each argument is the recipe's settings.
+class RecipeSettings(Protocol):
+    """Groups of keys that every recipe has."""
 
-    With ``must_divide``, ``global_batch_size`` must divide into whole microbatches.
+    @property
+    def components(self) -> Components: ...  # noqa: D102
+    @property
+    def model(self) -> ModelSettings: ...  # noqa: D102
+    @property
+    def pipeline(self) -> PipelineSettings: ...  # noqa: D102
+    @property
+    def optimizer(self) -> OptimizerSettings: ...  # noqa: D102
+    @property
+    def run(self) -> RunSettings: ...  # noqa: D102
+    @property
+    def data(self) -> DataSettings: ...  # noqa: D102
+    @property
+    def ranks(self) -> RankSettings: ...  # noqa: D102
+
+
+def problems_between(
+    settings: RecipeSettings, *, must_divide: bool = False, weighs_datasets: bool = False
+) -> Iterator[Problem]:
+    """Yields keys that exclude each other in any recipe.
+
+    With ``must_divide``, ``global_batch_size`` must divide into whole microbatches. Unless the recipe ``weighs_datasets``,
+    ``loss_weight`` of their entries is refused.
     """
+    data, ranks, run, components = settings.data, settings.ranks, settings.run, settings.components
     yield from data_on_ranks(data, ranks, must_divide)
     yield from budget_on_ranks(data, ranks)
-    yield from pipeline_on_ranks(pipeline, data, ranks)
-    yield from model_on_ranks(model, ranks)
-    yield from optimizer_on_ranks(optimizer, data, ranks)
+    yield from pipeline_on_ranks(settings.pipeline, data, ranks)
+    yield from model_on_ranks(settings.model, ranks)
+    yield from optimizer_on_ranks(settings.optimizer, data, ranks)
     yield from problems_with_datasets(data, components.dataset, components.dataset_val)
+    if not weighs_datasets:
+        yield from refused_weights(dataset=components.dataset, dataset_val=components.dataset_val)
     every = run.run_val_every_n_steps
     if every is not None and components.dataset_val is None:
         yield Problem("run_val_every_n_steps", "set dataset_val, too", every)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 
-from recipe_utils.models import parallelize, settings, sizes
+from recipe_utils.models import distribute, settings, sizes
 from recipe_utils.models.attention import document_mask, packed_attention
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.parallel import ranks
@@ -141,7 +141,7 @@ def arrivals(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     for module in (ranks, settings):
         monkeypatch.setattr(module, "resolve_device", torch.device)
-    monkeypatch.setattr(parallelize, "shard_model", Gathered)
+    monkeypatch.setattr(distribute, "shard_model", Gathered)
     for module in (document_mask, sizes):
         monkeypatch.setattr(module, "attention_of", lambda model, _, *o: attention_of(model, CUDA, *o))
     monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)

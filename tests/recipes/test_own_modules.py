@@ -23,7 +23,7 @@ CHANGES = {
         self.checkpointer = with_own_modules(self.checkpointer, meta_model, ["value_head"], run.seed)
         build("optimizer"''',
     "attach_loss(stage, loss_fn,": "attach_loss(stage, WithValues(loss_fn, stage.value_head),",
-    "\n\n@entry_point": '''
+    "\n\n@training.entry_point": '''
 
 class WithValues:
     """Sums cross-entropy, and squared errors of values whose target is 1."""
@@ -38,7 +38,7 @@ class WithValues:
         return self.loss_fn(output, hidden, targets, *parts) + (values - 1).square().sum()
 
 
-@entry_point''',
+@training.entry_point''',
 }
 
 

@@ -38,9 +38,8 @@ ATTACHED = {
     "noise": "Noise(run, self.model, alpha=5).attached",
 }
 CHANGES = {  # of both copies of the recipe; the z-loss needs none
-    "import torch\n": "import torch\nfrom own_objectives import Noise\n",
-    "import Attached, nothing_attached": "import Attached, trained_model",
-    "declared)\n": "declared, shares_beginnings=False)\n",
+    "import torch\n": "import torch\nfrom own_objectives import Noise\nfrom recipe_utils.models.frozen import trained_model\n",
+    "declared=declared\n": "declared=declared, shares_beginnings=False\n",
 }
 WRONG = {
     "padding counted as real": (BalancedLoss, "real", lambda self, owners: owners == owners),
@@ -103,7 +102,7 @@ def train(name, layout, changes, weights_folder, folder, mutant=None):
     own = folder_keys(weights_folder, "model", "qwen3_moe") if name == "balance" else {}
     keys = {**KEYS, "optimizer": {"_component_": "tiny.RecordingSGD", **SGD}, **LOSSES.get(name, {}), **own}
     config = writing_to(folder / "out", tiny_config(weights_folder, **keys, **dims, **changes))
-    attached = {"nothing_attached  # or a pass before the pass": ATTACHED.get(name)}
+    attached = {"models.nothing_attached  # or a pass before the pass": ATTACHED.get(name)}
     recipe = changed_recipe(folder, {**CHANGES, **attached}) if name in ATTACHED else SFT
     return run_distributed(run_in, world_size, str(folder), mutant, config, recipe, name == "balance")
 

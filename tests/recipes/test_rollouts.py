@@ -31,8 +31,8 @@ KEYS = {
     "gradient_accumulation_steps": ...,
 }
 OF_START = {
-    "        self.attached: Attached = nothing_attached  # or a pass before the pass\n": """        start = frozen_copy(
-            "start", meta_model, LinearLogProbs(), self.checkpointer, settings, ranks, collator.longest_row, groups
+    "        self.attached: models.Attached = models.nothing_attached  # or a pass before the pass\n": """        start = frozen_copy(
+            "start", meta_model, LinearLogProbs(), self.checkpointer, settings.model, ranks, collator.longest_row, groups
         )
         self.attached, frozen = start.attached, frozen | start.fingerprints
 """,

@@ -177,15 +177,17 @@ def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_k
 
 KL = "## 11. A pass before the pass"
 OF_ADAPTERS = {  # the frozen model is the trained one without its adapters
-    '        start = frozen_copy("start", *of_copy)\n': """        start = trained_model(self.model, self.pipeline, ranks.device, lambda: disable_adapter(self.model))
+    """        start = frozen_copy(
+            "start", meta_model, LinearLogProbs(), self.checkpointer, settings.model, ranks, collator.longest_row, groups
+        )
+""": """        start = trained_model(self.model, self.pipeline, ranks.device, lambda: disable_adapter(self.model))
         start.name = "start"
 """,
     "import frozen_copy\n": "import trained_model\nfrom torchtune.modules.peft import disable_adapter\n",
     "        log_ratio = ": """        if "start" not in targets.outputs:
             return log_probs
         log_ratio = """,
-    "attach_loss(stage, loss_fn, settings.splits_backward, settings.compile, num_sums=len(self.names))": "attach_loss(stage, loss_fn)",
-    "        of_copy = meta_model, LinearLogProbs(), self.checkpointer, settings, ranks, collator.longest_row, groups\n": "",
+    "losses.attach_loss(stage, loss_fn, splits_backward, compiles, num_sums=len(self.names))": "losses.attach_loss(stage, loss_fn)",
 }  # fmt: skip
 ITSELF = {  # the outputs are those of the weights that are trained
     **OF_ADAPTERS, ", lambda: disable_adapter(self.model))": ")", "from torchtune.modules.peft import disable_adapter\n": "",

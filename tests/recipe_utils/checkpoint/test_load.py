@@ -17,7 +17,7 @@ from recipe_utils.checkpoint.load import _check_frozen, differences, load
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.checkpoint.tensors import note_options, optimizer_contents
 from recipe_utils.files import CheckpointError
-from recipe_utils.models.parallelize import parallelize
+from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.optim.optimizer import unwrapped
 from recipe_utils.parallel.process_group import new_cpu_group

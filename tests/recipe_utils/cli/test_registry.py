@@ -6,7 +6,7 @@ from recipe_runs import slow
 
 RECIPE = """
 import os, sys
-from recipe_utils.training.entry_point import entry_point
+from recipe_utils.training.command import entry_point
 
 @entry_point
 def main(cfg):

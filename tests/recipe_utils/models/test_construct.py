@@ -8,7 +8,7 @@ from tiny import on_meta
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_utils.models.construct import build_stages
-from recipe_utils.models.parallelize import parallelize
+from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import NotOnThisStage, Stages, has_output, local_stages
 from recipe_utils.models.settings import ModelSettings

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.construct import build_stages
-from recipe_utils.models.parallelize import parallelize
+from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import local_stages
 from recipe_utils.models.settings import ModelSettings

@@ -42,9 +42,10 @@ def open_oven(where: Path | None, note: str, path: str, extra: dict | None = Non
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Settings(Oven):
+class Settings:
     """Keys of a recipe."""
 
+    oven: Oven
     bread: Annotated[dict[str, Any], MadeWith(num_positional=1)]
     """What is baked."""
     extra: Component | list[Component] | None = None
@@ -53,8 +54,8 @@ class Settings(Oven):
     text: str | None = None
 
     def problems(self):
-        if self.guests > 4 * self.num_trays:
-            yield Problem("guests", f"{self.num_trays} trays are too few; set num_trays", self.guests)
+        if self.guests > 4 * self.oven.num_trays:
+            yield Problem("guests", f"{self.oven.num_trays} trays are too few; set num_trays", self.guests)
 
 
 BREAD = {"_component_": "bakery.bake", "minutes": 30}
@@ -76,10 +77,10 @@ def problems_of(**changes):
     return [*map(str, raised.value.problems)]
 
 
-def test_a_config_fills_the_settings_of_all_classes():
+def test_a_config_fills_the_settings_and_their_groups():
     settings = read_settings(config(num_trays=3, guests=5, heat=200), Settings)
-    assert (settings.num_trays, settings.heat, settings.guests) == (3, 200, 5)
-    assert settings.mode == "fan"
+    assert (settings.oven.num_trays, settings.oven.heat, settings.guests) == (3, 200, 5)
+    assert settings.oven.mode == "fan"
     assert [*keys_of(Settings)][:2] == ["bread", "extra"]  # its own keys first
     assert keys_of(Settings)["num_trays"].description == "How many ``trays``\nit has."
     with pytest.raises(AttributeError):
@@ -199,7 +200,7 @@ def test_a_tilde_at_the_start_of_a_path_is_the_home_directory(given, expected, m
     settings = read_settings(cfg, Settings)
     assert cfg.output_dir == str(settings.output_dir) == expected.replace("HOME", "/home/baker")
     assert settings.text == f"{cfg.output_dir}/l"
-    assert settings.names == ["~/runs", "~"]
+    assert settings.oven.names == ["~/runs", "~"]
 
 
 def test_arguments_that_are_paths_are_expanded_at_any_depth(monkeypatch):

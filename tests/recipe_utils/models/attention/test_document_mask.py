@@ -16,7 +16,7 @@ from recipe_utils.models.attention import document_mask
 from recipe_utils.models.attention.block_mask import block_mask
 from recipe_utils.models.attention.document_mask import attend_within_documents, compile_flex_attention
 from recipe_utils.models.attention.packed_attention import self_attentions
-from recipe_utils.models.parallelize import apply_compile
+from recipe_utils.models.distribute import apply_compile
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.text.documents import Documents, length_of, tree

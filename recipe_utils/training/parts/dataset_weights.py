@@ -8,43 +8,37 @@ the loss is divided by 6 + 8. With ``loss_weights: datasets`` the means of a and
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic.dataclasses import dataclass
 
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.components import component_at
-from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
 from recipe_utils.text.mixture import Mixture, refused_weights
+from recipe_utils.training.settings import TextComponents
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 
-@dataclass(frozen=True, config=STRICT)
-class LossWeightSettings:
-    """Weights of named datasets in the loss."""
+def problems_of_weights(loss_weights: str, components: TextComponents, loss: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yields weights that are wrong, or have no effect with the recipe's datasets or loss.
 
-    loss_weights: Literal["tokens", "datasets"] = "tokens"
-    """What the ``loss_weight`` of a named dataset weighs in an update step. ``tokens``: each target token;
-    ``datasets``: the dataset's mean loss. The loss is divided by the sum of weights."""
-
-    def problems_of_weights(self, dataset: Any, dataset_val: Any, loss: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yields weights that are wrong, or have no effect with the recipe's datasets or loss."""
-        yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
-        text, component = "", str(loss.get("_component_"))
-        with suppress(ValueError):  # another problem
-            if "weights" not in getattr(component_at(component), "columns", ()):
-                instead = "set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
-                text = f"{component} cannot weight targets; {instead}"
-        yield from refused_weights(text, dataset=dataset)
-        entries = dataset if isinstance(dataset, list) else []
-        if not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
-            text = "it has no effect without named datasets; set dataset to a list with names"
-        if text and self.loss_weights != "tokens":
-            yield Problem("loss_weights", text, self.loss_weights)
+    ``loss_weights`` is the config key: what the ``loss_weight`` of a named dataset weighs.
+    """
+    yield from refused_weights("validation has no weights; remove it", dataset_val=components.dataset_val)
+    text, component = "", str(loss.get("_component_"))
+    with suppress(ValueError):  # another problem
+        if "weights" not in getattr(component_at(component), "columns", ()):
+            instead = "set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
+            text = f"{component} cannot weight targets; {instead}"
+    yield from refused_weights(text, dataset=components.dataset)
+    entries = components.dataset if isinstance(components.dataset, list) else []
+    if not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
+        text = "it has no effect without named datasets; set dataset to a list with names"
+    if text and loss_weights != "tokens":
+        yield Problem("loss_weights", text, loss_weights)
 
 
 @contextmanager

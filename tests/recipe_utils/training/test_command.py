@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from programs import tune
 
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.training.entry_point import entry_point, with_overrides
+from recipe_utils.training.command import entry_point, with_overrides
 
 MIXTURE = {"dataset": [{"name": "a", "weight": 1.0}, {"name": "b"}], "lr": {"0": 1}, "seed": 1}
 
@@ -69,7 +69,7 @@ import faulthandler
 import os
 import threading
 
-from recipe_utils.training.entry_point import entry_point
+from recipe_utils.training.command import entry_point
 
 
 def in_a_thread():
@@ -112,7 +112,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from recipe_utils.training.entry_point import entry_point
+from recipe_utils.training.command import entry_point
 
 
 class FreedSlowly:
