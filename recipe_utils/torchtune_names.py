@@ -23,6 +23,7 @@ __getattr__ = exported(
         "get_device": "torchtune.utils",
         "get_distributed_backend": "torchtune.training",
         "get_dtype": "torchtune.training",
+        "get_memory_stats": "torchtune.training",
         "instantiate": "torchtune.config",
         "set_default_dtype": "torchtune.training",
         "set_seed": "torchtune.training",

@@ -28,7 +28,6 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic.dataclasses import dataclass
-from torchtune import utils
 from tqdm import tqdm
 
 from recipe_utils.benchmark import report
@@ -44,10 +43,8 @@ from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath, Positive
 from recipe_utils.settings.problems import ConfigError, Problem, problems_with_folder
 from recipe_utils.settings.read import read_settings
-from recipe_utils.torchtune_names import instantiate
+from recipe_utils.torchtune_names import instantiate, logger
 from recipe_utils.training.command import entry_point
-
-log = utils.get_logger("INFO")
 
 ARGUMENTS = sys.argv[1:]  # entry_point takes out those that remove keys
 # Waits until the threads of the last baseline have stopped.
@@ -240,7 +237,7 @@ class BenchmarkTokensPerSecond:
         raw_text = json.dumps(raw, indent=1, default=asdict)
         (self.settings.output_dir / "benchmark.json").write_text(raw_text + "\n")
         print(text)  # noqa: T201
-        log.info(f"Written to {self.settings.output_dir}: benchmark.md, benchmark.json")
+        logger.info(f"Written to {self.settings.output_dir}: benchmark.md, benchmark.json")
 
     def _start(self, baseline: Baseline, round: int) -> Processes:
         """Starts the processes of a baseline; they wait for their first turn."""
@@ -258,7 +255,7 @@ class BenchmarkTokensPerSecond:
         """Drops a failed baseline; raises the error if it is the reference."""
         if name == self.reference:
             raise error
-        log.warning(f"{error}\nThe benchmark continues without it.")
+        logger.warning(f"{error}\nThe benchmark continues without it.")
         self.missing[name] = "failed, see the log"
         self.steps = [step for step in self.steps if step.baseline != name]
 
@@ -293,7 +290,7 @@ def recipe_main(cfg: DictConfig) -> None:
     """Runs a benchmark config; ``key=value`` on the command line overrides its keys."""
     # SIGTERM ends the processes of the baselines, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    log.info(f"Benchmark of\n{OmegaConf.to_yaml(cfg)}")  # unresolved: overrides refer to the config that they change
+    logger.info(f"Benchmark of\n{OmegaConf.to_yaml(cfg)}")  # unresolved: overrides refer to the config that they change
     benchmark = BenchmarkTokensPerSecond(cfg)
     benchmark.write_start_adapters()
     for number in range(1, benchmark.settings.num_rounds + 1):

@@ -20,12 +20,11 @@ from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
-from torchtune import config
 
 from recipe_utils import check_version, dinov3, losses, models, optim, parallel, training
 from recipe_utils.dinov3 import SUMS
 from recipe_utils.parallel import gradient_sync, to_device_ahead
-from recipe_utils.settings import STRICT, Problem, build, naming, read_settings
+from recipe_utils.settings import STRICT, Problem, build, instantiate, naming, read_settings
 from recipe_utils.torchtune_names import MODEL_KEY
 from recipe_utils.update_steps import DataSettings, Microbatch, UpdateStep, mark_last
 
@@ -82,10 +81,10 @@ class DINOv3Recipe:
 
         # ---- Components: errors name the key
         heads = settings.dino_head or {}, settings.ibot_head or {}
-        make_model = partial(dinov3.with_heads, partial(config.instantiate, cfg.model), *heads)
+        make_model = partial(dinov3.with_heads, partial(instantiate, cfg.model), *heads)
         meta_model = build("model", models.build_on_meta, make_model, settings.model)
-        transform = build("transform", config.instantiate, cfg.transform)
-        self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
+        transform = build("transform", instantiate, cfg.transform)
+        self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
         build("checkpointer", dinov3.check_normalization, self.checkpointer, transform)
         build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
 

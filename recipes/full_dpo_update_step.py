@@ -15,12 +15,11 @@ from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
-from torchtune import config
 
 from recipe_utils import check_version, data, losses, models, optim, parallel, preference, text, training
 from recipe_utils.parallel import gradient_sync, to_device_ahead
 from recipe_utils.preference import METRICS
-from recipe_utils.settings import STRICT, Component, Problem, build, naming, read_settings
+from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, naming, read_settings
 from recipe_utils.update_steps import DataSettings, Microbatch, UpdateStep, mark_last
 
 RECIPE_NAME = "full_dpo_update_step"
@@ -66,11 +65,11 @@ class FullDPORecipe:
         settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
 
         # ---- Components: errors name the key
-        self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-        loss_fn = build("loss", preference.make_preference_loss, partial(config.instantiate, cfg.loss))
+        self.tokenizer = build("tokenizer", instantiate, cfg.tokenizer)
+        loss_fn = build("loss", preference.make_preference_loss, partial(instantiate, cfg.loss))
         pair_loss = preference.PreferenceLoss(loss_fn, settings.preference.tokens_per_chunk)
-        meta_model = build("model", models.build_on_meta, partial(config.instantiate, cfg.model), settings.model)
-        self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
+        meta_model = build("model", models.build_on_meta, partial(instantiate, cfg.model), settings.model)
+        self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
         build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
         ref_checkpointer = build(
             "ref_checkpointer",

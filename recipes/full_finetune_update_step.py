@@ -21,11 +21,10 @@ from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
-from torchtune import config
 
 from recipe_utils import check_version, data, long_rows, losses, models, optim, parallel, text, training
 from recipe_utils.parallel import gradient_sync, to_device_ahead
-from recipe_utils.settings import STRICT, Component, Problem, build, naming, read_settings
+from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, naming, read_settings
 from recipe_utils.update_steps import DataSettings, Microbatch, UpdateStep, declared_by, mark_last
 
 RECIPE_NAME = "full_finetune_update_step"
@@ -70,12 +69,12 @@ class FullFinetuneRecipe:
         settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
 
         # ---- Components: errors name the key
-        self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
+        self.tokenizer = build("tokenizer", instantiate, cfg.tokenizer)
         loss_fn = build("loss", losses.build_loss, cfg.loss)
         declared = build("", declared_by, loss_fn)  # what it takes of each target, its divisor, its sums
         self.divisor, self.names = declared.divisor, declared.sums
-        meta_model = build("model", models.build_on_meta, partial(config.instantiate, cfg.model), settings.model)
-        self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
+        meta_model = build("model", models.build_on_meta, partial(instantiate, cfg.model), settings.model)
+        self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
         build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
 
         # ---- Data: the collator makes rows that this model can compute

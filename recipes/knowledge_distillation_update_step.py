@@ -16,12 +16,11 @@ from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
-from torchtune import config
 
 from recipe_utils import check_version, data, distillation, long_rows, losses, models, optim, parallel, text, training
 from recipe_utils.distillation import SUMS
 from recipe_utils.parallel import gradient_sync, to_device_ahead
-from recipe_utils.settings import STRICT, Component, Problem, build, naming, read_settings
+from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, naming, read_settings
 from recipe_utils.update_steps import DataSettings, Microbatch, UpdateStep, mark_last
 
 RECIPE_NAME = "knowledge_distillation_update_step"
@@ -73,11 +72,11 @@ class KDRecipe:
         self.metrics = SUMS if kd_ratio > 0 else SUMS[:1]  # those of fine-tuning
 
         # ---- Components: errors name the key
-        self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
+        self.tokenizer = build("tokenizer", instantiate, cfg.tokenizer)
         loss_fn = build("loss", losses.build_loss, cfg.loss)
-        kd_loss_fn = build("kd_loss", config.instantiate, cfg.get("kd_loss"))
-        meta_model = build("model", models.build_on_meta, partial(config.instantiate, cfg.model), settings.model)
-        self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
+        kd_loss_fn = build("kd_loss", instantiate, cfg.get("kd_loss"))
+        meta_model = build("model", models.build_on_meta, partial(instantiate, cfg.model), settings.model)
+        self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
         build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
         meta_teacher = distillation.build_teacher_on_meta(
             cfg, settings.teacher, settings.model, meta_model, self.checkpointer

@@ -163,6 +163,12 @@ def test_a_recipe_is_on_the_first_screen():
         assert sum(node.end_lineno - node.lineno + 1 for node in imports) <= 20, path
 
 
+def test_few_files_import_torchtune():
+    """They do for its models, formats, data and command line; other names are in torchtune_names.py."""
+    paths = [*MODULES.values(), *(ROOT / "recipes").glob("*.py")]
+    assert sum(bool(re.search(r"^\s*(from|import) torchtune\b", path.read_text(), re.M)) for path in paths) <= 45
+
+
 def test_what_packages_export_exists_and_is_no_module():
     """A module of the same name would hide it once it is imported."""
     for module, path in MODULES.items():

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torchtune.training.metric_logging import MetricLoggerInterface
 
 from recipe_utils.benchmark.token_audit import FedTokens
 
@@ -89,8 +88,8 @@ class Gate:
         self._losses = []
 
 
-class LossLogger(MetricLoggerInterface):
-    """Metric logger that passes the loss of each step to the gate of its process.
+class LossLogger:
+    """Metric logger of torchtune's interface that passes the loss of each step to the gate of its process.
 
     torchtune's divergence includes the teacher's entropy. An entropy that is logged separately is
     added with the weight ``kd_ratio`` of the divergence.

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark.baselines.kinds import DISTILLATION, KINDS, OWN_KEYS, PAIRS, TEXT, why_skipped
 from recipe_utils.benchmark.baselines.start import adapters_in, llama_config
@@ -23,6 +22,7 @@ from recipe_utils.settings.describe import load_recipe, settings_of
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.read import check_keys, read_settings
+from recipe_utils.torchtune_names import instantiate
 from recipe_utils.update_steps.settings import DataSettings
 
 # Unmeasured update steps at the end, because the last steps of an epoch prefetch no data.
@@ -253,7 +253,7 @@ def _contents_of(
 ) -> list[StepContents]:
     """Counts the contents of update steps; raises ValueError if the dataset is too small."""
     cfg: Any = OmegaConf.create(dict(config))
-    tokenizer = torchtune_config.instantiate(cfg.tokenizer)
+    tokenizer = instantiate(cfg.tokenizer)
     samples = samples_in_order(cfg, tokenizer, num_ranks)
     per_step = cfg.batch_size * cfg.gradient_accumulation_steps * num_ranks
     if len(samples) < num_steps * per_step:

@@ -6,6 +6,7 @@ __getattr__ = exported(
     {
         "build": "recipe_utils.settings.problems",
         "Component": "recipe_utils.settings.components",
+        "instantiate": "recipe_utils.torchtune_names",
         "naming": "recipe_utils.settings.problems",
         "Problem": "recipe_utils.settings.problems",
         "read_settings": "recipe_utils.settings.read",

@@ -11,13 +11,12 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
-from torchtune import training
 
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.torchtune_names import instantiate
+from recipe_utils.torchtune_names import get_memory_stats, instantiate
 from recipe_utils.training.log import Log
 from recipe_utils.training.parts.protocol import Metric, Part
 from recipe_utils.training.settings import PROFILER, RunSettings
@@ -157,7 +156,7 @@ class Metrics:
             metrics[f"num_{total.removeprefix('target_')}"] = step.totals[total]
         metrics["num_spanning_samples"] = step.totals.get("spanning_samples")
         if logs_memory and self._device.type != "cpu":
-            metrics |= training.get_memory_stats(device=self._device)
+            metrics |= get_memory_stats(device=self._device)
         on_host = {name: value for name, value in metrics.items() if not (value is None or isinstance(value, Tensor))}
 
         # One copy to the host takes all tensors: means, further metrics, and the guard's counts.

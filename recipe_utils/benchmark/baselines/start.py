@@ -9,8 +9,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torchtune import config as torchtune_config
-from torchtune import training
 
 from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.examples.fresh_weights import _DEFAULTS, _FIXED, _HF_NAMES
@@ -19,6 +17,7 @@ from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.optim.optimizer import unwrapped
 from recipe_utils.settings.problems import naming
+from recipe_utils.torchtune_names import ADAPTER_KEY, MODEL_KEY, instantiate
 
 
 def adapters_in(config: Mapping[str, Any]) -> Adapters:
@@ -26,7 +25,7 @@ def adapters_in(config: Mapping[str, Any]) -> Adapters:
     cfg_model = config["model"]
     if isinstance(cfg_model, DictConfig):
         cfg_model = OmegaConf.to_container(cfg_model, resolve=True)
-    make_model = partial(torchtune_config.instantiate, OmegaConf.create(cfg_model))
+    make_model = partial(instantiate, OmegaConf.create(cfg_model))
     with naming("model"):
         return find_adapters(build_on_meta(make_model, ModelSettings()))
 
@@ -47,10 +46,10 @@ def write_fresh_adapters(config: DictConfig) -> None:
     path = Path(config.checkpointer.adapter_checkpoint)
     without = {k: v for k, v in config.checkpointer.items() if k != "adapter_checkpoint"}
     with naming("checkpointer"):
-        base = torchtune_config.instantiate(OmegaConf.create(without)).load_checkpoint()
+        base = instantiate(OmegaConf.create(without)).load_checkpoint()
     dtype = ModelSettings(dtype=config.dtype).torch_dtype
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(fresh_adapters(adapters_in(config), base[training.MODEL_KEY], config.seed, dtype), path)
+    torch.save(fresh_adapters(adapters_in(config), base[MODEL_KEY], config.seed, dtype), path)
 
 
 @torch.no_grad()
@@ -72,5 +71,5 @@ def load_adapters(model: nn.Module, path: str) -> None:
 def load_start(model: nn.Module, config: DictConfig) -> None:
     """Loads weights and adapters of ``checkpointer`` into an unsharded model; freezes its base."""
     freeze_base(model)
-    loaded = load_checkpoint(torchtune_config.instantiate(config.checkpointer), config.checkpointer)
-    model.load_state_dict({**loaded[training.MODEL_KEY], **loaded.get(training.ADAPTER_KEY, {})})
+    loaded = load_checkpoint(instantiate(config.checkpointer), config.checkpointer)
+    model.load_state_dict({**loaded[MODEL_KEY], **loaded.get(ADAPTER_KEY, {})})
