@@ -22,6 +22,7 @@ from gradient_rows import (
 )
 from recipe_runs import recipe_class, slow
 
+from recipe_utils import parallel
 from recipe_utils.long_rows import exchange, parts
 from recipe_utils.models.attention import document_mask
 from recipe_utils.models.pipeline import microbatches as pipeline
@@ -173,20 +174,15 @@ def gradients_scaled_by_the_schedule(patches):
     patches.setitem(pipeline.SCHEDULES, "1F1B", ScalingSchedule)
 
 
-def replace(patches, name, make):
-    """Puts another function in the place of one that the recipe imports."""
-    names = recipe_class().update.__globals__
-    patches.setitem(names, name, make(names[name]))
-
-
 def tensor_parallel_ranks_counted_twice(patches):
     leads = lambda join: lambda *args: dataclasses.replace(join(*args), is_dp_leader=True)  # noqa: E731
-    replace(patches, "join_ranks", leads)
+    patches.setattr(parallel, "join_ranks", leads(parallel.join_ranks))
 
 
 def no_sync_at_the_last_microbatch(patches):
     never = lambda sync: lambda model, _, mode: sync(model, False, "last_microbatch")  # noqa: E731
-    replace(patches, "gradient_sync", never)
+    names = recipe_class().update.__globals__
+    patches.setitem(names, "gradient_sync", never(names["gradient_sync"]))
 
 
 def weights_of_targets_not_counted(patches):

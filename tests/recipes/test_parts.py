@@ -24,6 +24,7 @@ from recipe_runs import (
 )
 from torch.distributed.tensor import DTensor
 
+from recipe_utils import models
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.training import metrics
 from recipe_utils.training.parts import answers
@@ -243,18 +244,16 @@ def test_groups_of_the_page_have_their_own_rates(tiny_config, tmp_path):
 
 def first_line_with_frozen_layer(config):
     """Returns the log line of the model with the first layer frozen by the recipe's ``prepare``."""
-    names = recipe_class().setup.__globals__
+    attend = models.attend_within_documents
 
     def freeze_and_attend(decoder, *args):
         decoder.layers[0].requires_grad_(False)
         attend(decoder, *args)
 
-    attend, names["attend_within_documents"] = names["attend_within_documents"], freeze_and_attend
-    try:
-        with keep_messages() as messages, with_parts(config):
+    with pytest.MonkeyPatch.context() as patches, keep_messages() as messages:
+        patches.setattr(models, "attend_within_documents", freeze_and_attend)
+        with with_parts(config):
             return next((text for text in messages if text.startswith("Model: ")), "")
-    finally:
-        names["attend_within_documents"] = attend
 
 
 @pytest.mark.parametrize("layout", ["one", "fsdp-2", "pp-2"])
