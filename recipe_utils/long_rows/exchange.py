@@ -1,9 +1,9 @@
-"""Attention of a row whose parts are on several ranks: all tokens of some heads instead of some tokens of all.
+"""Attention of a row whose shares are on several ranks: all tokens of some heads instead of some tokens of all.
 
 After Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv:2309.14509), with a group of ranks for each row
 instead of one for all. Everything but attention is computed token by token, each on one rank.
 
-Shapes: s tokens of a part, c ranks of the row, h query heads, g heads of keys, d width of a head.
+Shapes: s tokens of a share, c ranks of the row, h query heads, g heads of keys, d width of a head.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class PartMask:
 
 
 def heads_of_row(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchanges the tokens of this rank's part for heads of the whole row, in one collective.
+    """Exchanges the tokens of this rank's share for heads of the whole row, in one collective.
 
     Takes q [s, h, d], k and v [s, g, d]; returns [c * s, h / c, d] and twice [c * s, g' / c, d]. The
     number of ranks divides h; if it does not divide g, keys and values are repeated to g' = c heads,
@@ -61,7 +61,7 @@ def heads_of_row(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> t
 
 
 def tokens_of_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchanges heads of the whole row [c * s, h / c, d] for all heads of this rank's part [s, h, d]."""
+    """Exchanges heads of the whole row [c * s, h / c, d] for all heads of this rank's share [s, h, d]."""
     c = dist.get_world_size(group)
     received = _all_to_all(x.unflatten(0, (-1, c)).transpose(0, 1), group)  # [c, s, h / c, d]
     return received.transpose(0, 1).flatten(1, 2)

@@ -173,7 +173,7 @@ def _dealt(rows: Sequence[_Row], num_ranks: int) -> list[Microbatches]:
                 for rank in range(first, first + size):
                     ranks[rank].append(row.positions)
                     loads[rank] += row.cost
-        # A rank without a row has an empty place, so that the parts of later rows meet in one round.
+        # A rank without a row has an empty place, so that the shares of later rows meet in one round.
         for microbatches in ranks:
             microbatches += [[]] * (len(microbatches) == index)
     for microbatches in ranks:

@@ -26,7 +26,7 @@ def longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """Tokens of a row that one rank computes: ``first``, ``first + num_ranks``, ..."""
 
     first: int = 0
@@ -34,11 +34,11 @@ class Part(NamedTuple):
     """Ranks that compute the row together."""
 
 
-WHOLE = Part()
+WHOLE = Share()
 
 
-def part_of(planned: Sequence[Microbatches], rank: int, index: int) -> Part:
-    """Returns the part that a rank has of its microbatch ``index``."""
+def share_of(planned: Sequence[Microbatches], rank: int, index: int) -> Share:
+    """Returns a rank's share of its microbatch ``index``."""
     row = planned[rank][index]
     ranks = [r for r, microbatches in enumerate(planned) if row and microbatches[index : index + 1] == [row]]
-    return Part(ranks.index(rank), len(ranks)) if row else WHOLE
+    return Share(ranks.index(rank), len(ranks)) if row else WHOLE

@@ -239,7 +239,7 @@ def text_collator(
     max_seq_len = getattr(tokenizer, "max_seq_len", None)
     if declared.of_samples and not is_alone:
         text = (
-            f"the loss takes values of samples ({', '.join(declared.of_samples)}), which a part of a row does not have"
+            f"the loss takes values of samples ({', '.join(declared.of_samples)}), which a share of a row does not have"
         )
         raise ConfigError(Problem("max_ranks_per_row", f"{text}; remove it", settings.max_ranks_per_row))
     most_positions = None

@@ -60,7 +60,7 @@ class Documents(Sequence[Sequence[Document]]):
     max_seqlen: int
     """Tokens of the longest document, all segments of a tree included."""
     num_ranks: int
-    """Ranks that compute the row together, each a part of the positions; documents are the whole row's."""
+    """Ranks that compute the row together, each a share of the positions; documents are the whole row's."""
 
     def __init__(self, lengths: DocumentLengths, num_ranks: int = 1) -> None:
         self.lengths = lengths

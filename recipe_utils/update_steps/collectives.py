@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from recipe_utils.plans.rounds import WHOLE, Part, Plan, part_of
+from recipe_utils.plans.rounds import WHOLE, Plan, Share, share_of
 from recipe_utils.update_steps.samples import Prepared
 
 _POLL_SECONDS = 0.0005
@@ -38,8 +38,8 @@ class Row(NamedTuple):
     """Samples of a microbatch, none in a round without one."""
 
     samples: list[Prepared]
-    part: Part = WHOLE
-    """Part of a packed row that this rank computes."""
+    share: Share = WHOLE
+    """Share of a packed row that this rank computes."""
 
 
 class RankCounts(NamedTuple):
@@ -147,7 +147,7 @@ class StepCollectives:
             for part in self._all_to_all(outgoing):
                 held.update(pickle.loads(part) if part else {})
         return [
-            Row([held[p] for p in microbatch], part_of(planned, me, index))
+            Row([held[p] for p in microbatch], share_of(planned, me, index))
             for index, microbatch in enumerate(planned[me])
         ]
 

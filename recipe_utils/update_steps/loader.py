@@ -126,13 +126,13 @@ class UpdateStepLoader:
 
 
 def _collate(collator: Collator, row: Row, dummy: Microbatch | None) -> list[Microbatch]:
-    """Returns a planned row's microbatches: a part of one, or several, if a long tree was cut."""
+    """Returns a planned row's microbatches: a share of one, or several, if a long tree was cut."""
     if not row.samples:  # a plan over several ranks has none here
         assert dummy is not None
         return [dummy]
-    if row.part.num_ranks > 1:
-        from recipe_utils.long_rows.parts import cut  # the one place where the core names it
+    if row.share.num_ranks > 1:
+        from recipe_utils.long_rows.shares import cut  # the one place where the core names it
 
         (whole_row,) = collator.collate(row.samples)
-        return [cut(whole_row, row.part, len(row.samples), collator.layout.row_multiple)]
+        return [cut(whole_row, row.share, len(row.samples), collator.layout.row_multiple)]
     return collator.collate(row.samples)

@@ -29,7 +29,7 @@ class Targets(NamedTuple):
     as ``owners``, if a ``collate_fn`` made another number of rows than samples."""
     items: Tensor | None = None
     ends: Tensor | None = None
-    """[p]: index of each sequence's last token in the flattened positions; None in a part of a row."""
+    """[p]: index of each sequence's last token in the flattened positions; None in a share of a row."""
     values: Mapping[str, Tensor] = {}
     """[n] fp64 each: columns of the samples at the targets; ``defaults`` names those that nowhere differ from theirs."""
     defaults: frozenset[str] = frozenset()

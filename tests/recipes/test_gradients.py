@@ -23,7 +23,7 @@ from gradient_rows import (
 from recipe_runs import recipe_class, slow
 
 from recipe_utils import parallel
-from recipe_utils.long_rows import exchange, parts
+from recipe_utils.long_rows import exchange, shares
 from recipe_utils.models.attention import document_mask
 from recipe_utils.models.pipeline import microbatches as pipeline
 from recipe_utils.text.limits import ModelLimits
@@ -192,10 +192,10 @@ def weights_of_targets_not_counted(patches):
 # Of rows that several ranks compute
 
 
-def change_parts(patches, change):
-    """Has ``change`` make a part from that part and the whole row."""
-    cut = parts.cut
-    patches.setattr(parts, "cut", lambda row, *args: change(cut(row, *args), row))
+def change_shares(patches, change):
+    """Has ``change`` make a share from that share and the whole row."""
+    cut = shares.cut
+    patches.setattr(shares, "cut", lambda row, *args: change(cut(row, *args), row))
 
 
 def labels_shifted_after_the_cut(patches):
@@ -204,19 +204,19 @@ def labels_shifted_after_the_cut(patches):
         labels = tokens.roll(-1).where(own.targets.labels != tiny.IGNORE, tiny.IGNORE)
         return type(own)(own.inputs, own.targets._replace(labels=labels), own.counts)
 
-    change_parts(patches, change)
+    change_shares(patches, change)
 
 
-def positions_restarted_in_each_part(patches):
+def positions_restarted_in_each_share(patches):
     def change(own, row):
         positions = torch.arange(own.inputs["tokens"].numel()).unsqueeze(0)
         return type(own)({**own.inputs, "input_pos": positions}, own.targets, own.counts)
 
-    change_parts(patches, change)
+    change_shares(patches, change)
 
 
 def targets_counted_on_each_rank(patches):
-    change_parts(patches, lambda own, row: type(own)(own.inputs, own.targets, row.counts))
+    change_shares(patches, lambda own, row: type(own)(own.inputs, own.targets, row.counts))
 
 
 def no_exchange_in_the_backward(patches):
@@ -225,21 +225,21 @@ def no_exchange_in_the_backward(patches):
 
 
 def rows_not_cut(patches):
-    change_parts(patches, lambda _, row: row)
+    change_shares(patches, lambda _, row: row)
 
 
-def parts_padded(patches):
+def shares_padded(patches):
     patches.setattr(ModelLimits, "multiple_of_packed_rows", lambda *_, **__: 4)
 
 
 ONE, TWO = Row("one", "untied", "in_order", 2), Row("fsdp-2", "untied", "in_order", 2)
 STAGES = Row("pp-2", "tied", "in_order", 2, changes={"max_steps_per_epoch": 1})
-PARTS = FAST[2]
+SHARES = FAST[2]
 MUTANTS = {
     a_mean_of_means: ONE,
     scale_of_one_rank: TWO,
     documents_seen_by_each_other: Row("one", "untied"),
-    labels_shifted_after_the_cut: PARTS,
+    labels_shifted_after_the_cut: SHARES,
     # slow
     weights_normalized_by_microbatch: ONE._replace(objective="tokens"),
     weights_of_targets_not_counted: ONE._replace(objective="targets"),
@@ -247,10 +247,10 @@ MUTANTS = {
     a_microbatch_left_out: STAGES,
     gradients_of_tied_copies_not_summed: STAGES,
     gradients_scaled_by_the_schedule: STAGES,
-    positions_restarted_in_each_part: PARTS,
-    targets_counted_on_each_rank: PARTS,
-    no_exchange_in_the_backward: PARTS,
-    rows_not_cut: PARTS,
+    positions_restarted_in_each_share: SHARES,
+    targets_counted_on_each_rank: SHARES,
+    no_exchange_in_the_backward: SHARES,
+    rows_not_cut: SHARES,
 }
 
 
@@ -262,9 +262,9 @@ def test_a_wrong_recipe_misses_the_big_batch(mutate, weights_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_padded_parts_are_exact(weights_folder, tmp_path):
+def test_padded_shares_are_exact(weights_folder, tmp_path):
     """Rows are padded on CUDA, and where they have few lengths."""
-    assert error_of_mutant(parts_padded, PARTS, weights_folder, tmp_path) < 1e-9
+    assert error_of_mutant(shares_padded, SHARES, weights_folder, tmp_path) < 1e-9
 
 
 @pytest.mark.slow

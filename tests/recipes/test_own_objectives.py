@@ -28,7 +28,7 @@ KEYS = {**STEP_OF_16, "dataset": COMMON, "model": tiny.DEEP_UNTIED_MODEL}
 SGD = {"lr": 0.5, "momentum": 0.9}
 PACKED = {"microbatching": "packed", "batch_size": 1, "max_tokens_per_microbatch": 64}
 PADDED = {"microbatching": "least_padding", "batch_size": 3}
-PARTS = {**PACKED, **spanning(2, 24)}  # of rows with odd numbers of tokens, too
+SHARES = {**PACKED, **spanning(2, 24)}  # of rows with odd numbers of tokens, too
 LOSSES = {
     "balance": {"loss": {"_component_": "own_objectives.BalancedLoss", "weight": 0.3}},
     "z-loss": {"loss": {"_component_": "z_loss_of_the_page.ZLoss", "weight": 0.02, "tokens_per_chunk": 7}},
@@ -111,12 +111,12 @@ ROWS = [
     ("balance", "one", PACKED, None),
     ("balance", "fsdp-2", PADDED, None),
     *[slow("balance", "one", changes, None) for changes in (PADDED, {**PACKED, **RECOMPUTED})],
-    *[slow("balance", "fsdp-2", changes, None) for changes in (PACKED, PARTS)],
+    *[slow("balance", "fsdp-2", changes, None) for changes in (PACKED, SHARES)],
     ("balance", "one", PADDED, "padding counted as real"),
     ("balance", "fsdp-2", PACKED, "counts of one rank"),
     ("noise", "fsdp-2", PACKED, None),
     ("noise", "pp-2", PADDED, None),
-    *[slow("noise", *at, None) for at in (("one", PACKED), ("one", PADDED), ("fsdp-2", PADDED), ("fsdp-2", PARTS))],
+    *[slow("noise", *at, None) for at in (("one", PACKED), ("one", PADDED), ("fsdp-2", PADDED), ("fsdp-2", SHARES))],
     ("noise", "one", PADDED, "noise by row"),
     ("z-loss", "one", PACKED, None),
     ("z-loss", "fsdp-2", PADDED, None),
@@ -129,8 +129,8 @@ def test_it_is_exact_unless_the_recipe_is_wrong(name, layout, changes, mutant, w
     ranks = train(name, layout, changes, weights_folder, tmp_path, mutant)
     tolerance = 1e-6 if "enable_activation_checkpointing" in changes else TOLERANCE
     assert_steps(ranks, expected_steps(name, weights_folder), mutant, tolerance)
-    if changes is PARTS:
-        assert set().union(*(parts for *_, parts, _ in ranks)) == {1, 2}
+    if changes is SHARES:
+        assert set().union(*(sizes for *_, sizes, _ in ranks)) == {1, 2}
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from gradient_rows import assert_steps, run_row, run_row_in, spanning
 from recipe_runs import changed_recipe, recipe_of_page, slow, tiny_config
 
 from recipe_utils.checkpoint.own_modules import fresh_weights
-from recipe_utils.long_rows import parts
+from recipe_utils.long_rows import shares
 from recipe_utils.text.reader import TextReader
 
 NUM_GROUPS, PER_STEP, RATE = 10, 5, 0.5  # the second update step has a gradient of the KL
@@ -83,11 +83,13 @@ def a_default_for_a_missing_column(patches):
 
 
 def a_group_counted_by_each_of_its_ranks(patches):
-    cut = parts.cut
+    cut = shares.cut
     patches.setattr(
-        parts,
+        shares,
         "cut",
-        lambda row, part, *args: replace(cut(row, part, *args), counts=cut(row, part._replace(first=0), *args).counts),
+        lambda row, share, *args: replace(
+            cut(row, share, *args), counts=cut(row, share._replace(first=0), *args).counts
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
 from recipe_utils.long_rows.exchange import row_groups
-from recipe_utils.long_rows.parts import Part, cut
+from recipe_utils.long_rows.shares import Share, cut
 from recipe_utils.losses import LinearCrossEntropyLoss
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.models.attention.document_mask import attend_within_documents
@@ -80,9 +80,9 @@ def saved_bytes(num_ranks, recomputes):
         set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     tokens = torch.randint(tiny.VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).numpy()  # fmt: skip
-    part = Part(ranks.dp_rank % num_ranks, num_ranks)
+    share = Share(ranks.dp_rank % num_ranks, num_ranks)
     whole = tiny.packed_row([{"tokens": tokens, "labels": tokens}])
-    row = cut(whole, part, 1, None)
+    row = cut(whole, share, 1, None)
     sizes = {}
 
     def save(tensor):

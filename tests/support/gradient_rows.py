@@ -349,10 +349,10 @@ def run_rows(cases, mutate=None):
 
 
 def run_row(config, recipe, in_float64, mutate):
-    parts, by_sample = [], []
+    shares, by_sample = [], []
     with pytest.MonkeyPatch.context() as patches:
-        part_of = collectives.part_of
-        patches.setattr(collectives, "part_of", lambda *args: parts.append(part_of(*args)) or parts[-1])  # fmt: skip
+        share_of = collectives.share_of
+        patches.setattr(collectives, "share_of", lambda *args: shares.append(share_of(*args)) or shares[-1])  # fmt: skip
         write = SampleLosses.write
         patches.setattr(SampleLosses, "write", lambda *args: by_sample.append(args[2:]) or write(*args))  # fmt: skip
         if mutate:
@@ -360,7 +360,7 @@ def run_row(config, recipe, in_float64, mutate):
         run = gradients_in_float64 if in_float64 else run_recipe_recording_gradients
         gradients = run(config, recipe)
     losses = [dict(zip(map(int, i), x.tolist(), strict=True)) for i, x in by_sample]
-    return gradients, list(ListLogger.logged), {part.num_ranks for part in parts}, losses
+    return gradients, list(ListLogger.logged), {share.num_ranks for share in shares}, losses
 
 
 def run_row_in(folder, *args):
@@ -422,7 +422,7 @@ def assert_exact(rows, weights_folder, folder):
             assert found == pytest.approx({"step": found["step"], **losses}, rel=1e-12), row
         if "max_ranks_per_row" in config:
             sizes = {1 << i for i in range(config["max_ranks_per_row"].bit_length())}
-            assert set().union(*(parts for *_, parts, _ in of_ranks)) == sizes, row
+            assert set().union(*(sizes_of_rank for *_, sizes_of_rank, _ in of_ranks)) == sizes, row
             assert logged[0]["num_spanning_samples"] > 0, row
 
 

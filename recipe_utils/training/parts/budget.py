@@ -129,6 +129,6 @@ class StepMemory(Part):
 
 
 def longest_row(step: UpdateStep) -> int:
-    """Returns the most positions of a microbatch, or part of one, on this rank; 0 for images."""
+    """Returns the most positions of a microbatch, or share of one, on this rank; 0 for images."""
     rows = [microbatch.inputs.get("tokens") for microbatch in step.microbatches]
     return max((row.numel() for row in rows if isinstance(row, Tensor)), default=0)

@@ -31,8 +31,8 @@ def exchange(num_keys):
         q, k, v = heads_of_row(q, k, v, group)
         k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
         attended = torch.einsum("shd,thd,the->she", q, k, v)
-        part = tokens_of_part(attended, group)
-        return part.sum() + part.square().sum()
+        share = tokens_of_part(attended, group)
+        return share.sum() + share.square().sum()
 
     gradients = torch.autograd.grad(output(q, k, v), (q, k, v))
     ranks.leave()

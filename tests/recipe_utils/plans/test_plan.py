@@ -16,7 +16,7 @@ from recipe_utils.plans import packed
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.packed import plan_packed
 from recipe_utils.plans.padded import plan_in_order, plan_least_padding
-from recipe_utils.plans.rounds import Part, part_of
+from recipe_utils.plans.rounds import Share, share_of
 
 LENGTHS = st.lists(st.integers(1, 600), max_size=40)
 NUM_RANKS = st.integers(1, 9)
@@ -221,8 +221,8 @@ def rows_of(ranks):
         holders.pop((), None)
         for of_row in holders.values():
             assert of_row == list(range(of_row[0], of_row[0] + len(of_row)))
-            parts = [part_of(ranks, rank, index) for rank in of_row]
-            assert parts == [Part(i, len(of_row)) for i in range(len(of_row))]
+            shares = [share_of(ranks, rank, index) for rank in of_row]
+            assert shares == [Share(i, len(of_row)) for i in range(len(of_row))]
         rounds.append([(ranks[0], len(ranks), row) for row, ranks in holders.items()])
     return rounds
 

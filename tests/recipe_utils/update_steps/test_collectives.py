@@ -9,7 +9,7 @@ from distributed_runs import run_distributed
 from recipe_utils.parallel.process_group import new_cpu_group
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.packed import plan_packed
-from recipe_utils.plans.rounds import WHOLE, Part
+from recipe_utils.plans.rounds import WHOLE, Share
 from recipe_utils.update_steps.collectives import (
     AbandonedError,
     OtherRankFailedError,
@@ -127,9 +127,9 @@ def test_tensor_parallel_ranks_exchange_with_ranks_of_the_same_coordinate():
     assert sorted(len(s["tokens"]) for s in got[0][0][0]) == [1, 9]
 
 
-def test_a_row_of_several_ranks_arrives_on_each_of_them_with_its_part():
+def test_a_row_of_several_ranks_arrives_on_each_of_them_with_its_share():
     limits = {"max_tokens_per_microbatch": 10, "max_ranks_per_row": 2}
     plan = partial(plan_packed, cost=MicrobatchCost(), **limits)
     got = run_distributed(exchange, 2, [[], [sample(1, 15), sample(2, 5)]], plan)
     assert names(got[0]) == names(got[1]) == [[1, 2]]
-    assert [microbatches[0][1] for microbatches in got] == [Part(0, 2), Part(1, 2)]
+    assert [microbatches[0][1] for microbatches in got] == [Share(0, 2), Share(1, 2)]

@@ -7,9 +7,9 @@ import tiny
 import torch
 
 from recipe_utils.data.loaders import build_loaders
-from recipe_utils.long_rows.parts import cut
+from recipe_utils.long_rows.shares import cut
 from recipe_utils.plans.cost import MicrobatchCost
-from recipe_utils.plans.rounds import Part
+from recipe_utils.plans.rounds import Share
 from recipe_utils.text.collator import text_collator
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.training.parts.budget import RowsDoNotFitError, StepMemory, longest_row
@@ -57,9 +57,9 @@ def test_a_row_of_several_samples_and_padding_is_not_taken_for_one_sample(max_to
         memory.close(torch.OutOfMemoryError())
 
 
-def test_the_longest_part_of_a_row_is_that_of_the_rank(one_process):
+def test_the_longest_share_of_a_row_is_that_of_the_rank(one_process):
     loader = make_loader(one_process, 64)
     sample = loader.budget.collator().prepare(tiny.make_samples(12)[0], "sample")
     (row,), multiple = loader.budget.collator().collate([sample]), loader.budget.collator().layout.row_multiple
-    parts = [cut(row, Part(first, 4), 1, multiple) for first in range(4)]
-    assert {longest_row(UpdateStep(0, [part], {}, 4)) for part in parts} == {64}
+    shares = [cut(row, Share(first, 4), 1, multiple) for first in range(4)]
+    assert {longest_row(UpdateStep(0, [share], {}, 4)) for share in shares} == {64}
