@@ -1,7 +1,7 @@
 """Signal handling of ``tune run --nproc_per_node`` for this project's recipes.
 
-After a signal, torchrun kills its ranks within 30 seconds and reports a failure, even if all of
-them saved a checkpoint and exited with code 0.
+torchrun cannot be configured to do it: it also sends a signal to DataLoader workers, kills the ranks after
+``--shutdown-timeout`` (30 seconds), and exits with code 1 even if all ranks saved a checkpoint and exited with code 0.
 """
 
 import logging
@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +29,8 @@ CONFIG_ERROR_EXIT_CODE = 2
 """Exit code of all ranks and the launcher after a config error."""
 REPORTED_EXIT_CODE = 3
 """Exit code of a rank whose error has been reported, by itself or by another rank."""
+_REPORTED = re.compile(rf"Sending process|failed \(exitcode: ({CONFIG_ERROR_EXIT_CODE}|{REPORTED_EXIT_CODE})\)")
+"""Start of torchrun's messages about errors that ranks reported."""
 
 
 def wait_for_ranks() -> None:
@@ -41,38 +42,37 @@ def wait_for_ranks() -> None:
 
     Config errors are not restarted. The launcher prints nothing about errors that ranks reported.
     """
-    torch_start, torch_wait, torch_launch = PContext.start, PContext.wait, api.launch_agent
+    torch_wait, torch_launch = PContext.wait, api.launch_agent
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    waited_for: PContext | None = None
     received: list[signal.Signals] = []
 
     def raise_if_received() -> None:
         if received:
-            raise SignalException(f"Not all ranks exited with code 0 after {received[0].name}", received[0])
+            raise SignalException(f"Not all ranks exited with code 0 after {received[0].name}", signal.SIGTERM)
 
-    def start(ranks: PContext) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # the ranks inherit it
-        raise_if_received()  # this is a restart
-        hangup = signal.getsignal(signal.SIGHUP)
-        torch_start(ranks)
-        if threading.current_thread() is not threading.main_thread():
-            return
-        torch_handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-
-        def forward(number: int, _: FrameType | None) -> None:
-            received.append(signal.Signals(number))
-            # The second ends ranks that do not save.
-            for first in torch_handlers if sum(each in torch_handlers for each in received) > 1 else ():
-                signal.signal(first, torch_handlers[first])
-            # Not to the process group: it contains DataLoader workers, which are still needed.
-            for pid in ranks.pids().values():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-
-        for number in (*torch_handlers, *USER_SIGNALS):
-            signal.signal(number, forward)
-        signal.signal(signal.SIGHUP, hangup if hangup is signal.SIG_IGN else forward)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, USER_SIGNALS)
+    def forward(number: int, _: FrameType | None) -> None:
+        assert waited_for is not None
+        received.append(signal.Signals(number))
+        # The second ends ranks that do not save.
+        if sum(each in (signal.SIGTERM, signal.SIGINT) for each in received) > 2:
+            raise_if_received()
+        # Not to the process group: it contains DataLoader workers, which are still needed.
+        for pid in waited_for.pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def wait(ranks: PContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        nonlocal waited_for
+        if ranks is not waited_for:
+            raise_if_received()  # this is a restart
+            waited_for = ranks
+            # A start installs torchrun's handlers, which end ranks that still import.
+            for number in (signal.SIGTERM, signal.SIGINT, *hangup, *USER_SIGNALS):
+                signal.signal(number, forward)
+        # Pending ones are forwarded here. Otherwise they are blocked, as the ranks of a restart must inherit.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, USER_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)
         result = torch_wait(ranks, timeout, period)
         if result is not None and result.is_failed():
             raise_if_received()
@@ -81,6 +81,8 @@ def wait_for_ranks() -> None:
         return result
 
     def launch(config: api.LaunchConfig, *args: Any, **kwargs: Any) -> Any:
+        if not hangup:
+            config.signals_to_handle = config.signals_to_handle.replace("SIGHUP,", "")
         try:
             return torch_launch(config, *args, **kwargs)
         except ChildFailedError as error:
@@ -95,14 +97,9 @@ def wait_for_ranks() -> None:
                 raise SystemExit(1) from None
             raise
 
-    def is_not_reported(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        reported = (f"(exitcode: {n})" for n in (CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE))
-        return not text.startswith("Sending process") and not any(each in text for each in reported)
-
+    logger = logging.getLogger(multiprocessing_api.__name__)
+    logger.addFilter(lambda record: not _REPORTED.match(record.getMessage()))
     api.launch_agent = launch
-    logging.getLogger(multiprocessing_api.__name__).addFilter(is_not_reported)
-    PContext.start = start  # type: ignore[method-assign, assignment]
     PContext.wait = wait  # type: ignore[method-assign, assignment]
 
 
