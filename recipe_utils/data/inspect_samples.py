@@ -47,14 +47,14 @@ def inspect_samples(
 
 
 def report_of(
-    dataset: CheckedDataset, collator: Collator, part_lengths: Sequence[int], has_remarks: bool
+    dataset: CheckedDataset, collator: Collator, source_lengths: Sequence[int], has_remarks: bool
 ) -> SampleReport:
     """Returns facts about a dataset of at least one sample.
 
     Args:
         dataset: samples are read from a copy of it.
         collator: collator of its samples.
-        part_lengths: lengths of the parts of the dataset that are hashed.
+        source_lengths: lengths of the sources of the dataset that are hashed.
         has_remarks: True to read up to 100 samples, evenly spaced, for remarks, within 10 s.
 
     Raises:
@@ -62,9 +62,9 @@ def report_of(
         ValueError: no sample has a target.
     """
     dataset, num_samples = dataset.unread(), len(dataset)
-    if isinstance(dataset.parts, Mixture):  # a resume may weigh them otherwise
-        dataset.parts.loss_weights = (1.0,) * len(dataset.parts.names)
-    corners = _corners(part_lengths)
+    if isinstance(dataset.sources, Mixture):  # a resume may weigh them otherwise
+        dataset.sources.loss_weights = (1.0,) * len(dataset.sources.names)
+    corners = _corners(source_lengths)
     num_spread = min(num_samples, _NUM_REMARKED) if has_remarks else 0
     spread = sorted({i * num_samples // num_spread for i in range(num_spread)})
     with torch.random.fork_rng(devices=[]):
@@ -102,11 +102,11 @@ def content_hashes(dataset: Any, name: str) -> dict[str, str]:
     if isinstance(content_hash := getattr(dataset, "content_hash", None), str):
         return {name: content_hash}  # of all bytes of its file
     # The dataset of a transform, or of torchtune's packed dataset
-    parts = [(name, getattr(dataset, key)) for key in ("dataset", "ds") if hasattr(dataset, key)]
+    sources = [(name, getattr(dataset, key)) for key in ("dataset", "ds") if hasattr(dataset, key)]
     if (several := getattr(dataset, "_datasets", None)) is not None:  # a concatenation or mixture
         names = getattr(dataset, "names", range(len(several)))
-        parts = [(f"{name}.{part_name}", part) for part_name, part in zip(names, several, strict=True)]
-    return {key: value for part_name, part in parts for key, value in content_hashes(part, part_name).items()}
+        sources = [(f"{name}.{each}", source) for each, source in zip(names, several, strict=True)]
+    return {key: value for each, source in sources for key, value in content_hashes(source, each).items()}
 
 
 def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
@@ -150,10 +150,10 @@ def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
         logger.warning(f"last_update_step=drop: {num_left_over} of {len(dataset)} samples are skipped in every epoch")
 
 
-def _corners(part_lengths: Sequence[int]) -> list[int]:
-    """Returns the first, the middle and the last index of each part."""
+def _corners(source_lengths: Sequence[int]) -> list[int]:
+    """Returns the first, the middle and the last index of each source."""
     corners, end = set[int](), 0
-    for length in filter(None, part_lengths):
+    for length in filter(None, source_lengths):
         start, end = end, end + length
         corners |= {start, start + length // 2, end - 1}
     return sorted(corners)
@@ -226,7 +226,7 @@ def _with_remarks(
         remarks.update(collator.remarks(sample))
         lengths += [int(counts["real_tokens"])] if "real_tokens" in counts else []
         totals.update(counts)
-        name = "" if dataset.parts is None else dataset.parts.names[dataset.parts.dataset_of(index)]
+        name = "" if dataset.sources is None else dataset.sources.names[dataset.sources.dataset_of(index)]
         num_read[name] += 1
         num_without_targets[name] += not counts[collator.counts[0]]
     remarks.update(dict(_remarks_on_targets(num_read, num_without_targets, collator.counts[0])))

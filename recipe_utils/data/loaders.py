@@ -112,7 +112,7 @@ def build_loader(
 def build_order(dataset: CheckedDataset, settings: DataSettings, dp_degree: int, is_training: bool = True) -> Order:
     """Returns the order of the config: by weight if the dataset is a mixture with weights, else shuffled."""
     size, most = settings.samples_per_update_step(dp_degree), settings.max_steps_per_epoch
-    mixture = dataset.parts
+    mixture = dataset.sources
     if is_training and isinstance(mixture, Mixture) and mixture.weights is not None:
         per_epoch = (settings.mixture or {}).get("samples_per_epoch")
         order = MixtureOrder(mixture, size, per_epoch, most, settings.shuffle, settings.data_seed)
@@ -156,11 +156,11 @@ def _inspected(
             "time, so no run could be repeated or resumed; set num_workers to 1 or more"
         )
         raise ConfigError(Problem("num_workers", text, 0))
-    # Of a mixture each part is recognized on resume; of a validation nothing is.
-    dataset, part_lengths = replace(dataset, draws=draws), [len(dataset)]
-    if isinstance(dataset.parts, Mixture) and dataset.parts.weights is not None:
-        part_lengths = [*dataset.parts.lengths]
-    report = report_of(dataset, collator, part_lengths if is_training else (), is_training and ranks.is_zero)
+    # Of a mixture each source is recognized on resume; of a validation nothing is.
+    dataset, source_lengths = replace(dataset, draws=draws), [len(dataset)]
+    if isinstance(dataset.sources, Mixture) and dataset.sources.weights is not None:
+        source_lengths = [*dataset.sources.lengths]
+    report = report_of(dataset, collator, source_lengths if is_training else (), is_training and ranks.is_zero)
     return replace(dataset, report=report)
 
 

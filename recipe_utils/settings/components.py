@@ -116,9 +116,9 @@ def _allows_path(hint: Any) -> bool:
 def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[Problem]:
     """Yields the problems of a component, a list of components or null, without building them."""
     if isinstance(value, list):
-        for index, part in enumerate(value):
-            part = split_entry(part)[0] if isinstance(part, dict) else part
-            yield from check_component(f"{key}.{index}", part, made_with)
+        for index, entry in enumerate(value):
+            entry = split_entry(entry)[0] if isinstance(entry, dict) else entry
+            yield from check_component(f"{key}.{index}", entry, made_with)
         if not value:
             yield Problem(key, "it is empty; set it to a component (_component_: ...)", value)
         return

@@ -50,8 +50,8 @@ class OnlyWith:
         if self.above is not None:
             return bool(other > self.above)
         if self.argument is not None:
-            parts = other if isinstance(other, list) else [other]
-            return any(isinstance(part, dict) and part.get(self.argument) for part in parts)
+            entries = other if isinstance(other, list) else [other]
+            return any(isinstance(entry, dict) and entry.get(self.argument) for entry in entries)
         return other in self.values if self.values else other not in (None, False)
 
     @property

@@ -113,12 +113,12 @@ def _statistics(checked: CheckedDataset, collator: Any) -> Iterator[str]:
     num_read, lengths = min(len(checked), _NUM_READ), list[int]()
     remarks, first, totals = Counter[str](), dict[str, str](), Counter[str]()
     for index in (i * len(checked) // num_read for i in range(num_read)):
-        part = checked.name_of(index).rpartition(" ")[2]
+        source = checked.name_of(index).rpartition(" ")[2]
         try:
             sample = checked[index]
         except SampleError as error:
             kind = "skipped" if checked.skips(error) else "bad, which ends the training"
-            remarks[f"{kind}; the first: {first.setdefault(part + kind, str(error))}"] += 1
+            remarks[f"{kind}; the first: {first.setdefault(source + kind, str(error))}"] += 1
             continue
         counts = Counter[str]()
         for microbatch in collator.collate([sample]):
@@ -126,7 +126,7 @@ def _statistics(checked: CheckedDataset, collator: Any) -> Iterator[str]:
         totals.update(counts)
         lengths.append(collator.length(sample))
         texts = [*collator.remarks(sample), *["no target"] * (not counts["target_tokens"])]
-        remarks.update(f"{text} ({part})" for text in texts)
+        remarks.update(f"{text} ({source})" for text in texts)
     yield f"dataset: {len(checked):,} samples, {num_read:,} of them read"
     # A bar for each power of two, the longest of 40 characters.
     bins = Counter(length.bit_length() for length in lengths)

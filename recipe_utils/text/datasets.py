@@ -27,13 +27,13 @@ def load_dataset(
     if not isinstance(cfg, ListConfig):
         dataset = _instantiate(cfg, *given)
     else:
-        parts: Any = OmegaConf.to_container(cfg, resolve=True)
-        components, mixture_keys = zip(*map(split_entry, parts), strict=True)
-        for name in (part["name"] for part in parts if may_mean_subset(part)):
+        configs: Any = OmegaConf.to_container(cfg, resolve=True)
+        components, mixture_keys = zip(*map(split_entry, configs), strict=True)
+        for name in (each["name"] for each in configs if may_mean_subset(each)):
             text = f"name={name} is the name of a dataset in the log; set subset={name} for a subset of the hub"
             log_rank_zero(text, logging.WARNING)
         datasets = [_instantiate(OmegaConf.create(component), *given) for component in components]
-        dataset = Mixture(datasets, entries_of(parts)) if any(mixture_keys) else ConcatDataset(datasets)
+        dataset = Mixture(datasets, entries_of(configs)) if any(mixture_keys) else ConcatDataset(datasets)
     if check is not None:
         try:
             sample = unread(dataset)[0]

@@ -40,7 +40,7 @@ class Mixture(ConcatDataset):
 
     def __init__(self, datasets: Sequence[Any], entries: Sequence[Any]) -> None:
         super().__init__(list(datasets))
-        self.parts, self.lengths = tuple(datasets), tuple(map(len, datasets))
+        self.lengths = tuple(map(len, datasets))
         self.starts: tuple[int, ...] = tuple(np.cumsum([0, *self.lengths[:-1]]).tolist())
         self.names: tuple[str, ...] = tuple(str(entry["name"]) for entry in entries)
         self.loss_weights = tuple(float(entry.get("loss_weight", 1.0)) for entry in entries)
@@ -150,14 +150,14 @@ class MixtureOrder(Order):
     def samples(self, epoch: int, step: int) -> np.ndarray:
         """Returns the dataset indices of an update step."""
         step += epoch * self._num_steps
-        parts = []
+        pieces = []
         for which, (drawn, number) in enumerate(zip(*self.shares.before_and_in(step), strict=True)):
             while number > 0:
                 num_passes, at = divmod(drawn, self.mixture.lengths[which])
-                part = np.asarray(self._pass(which, num_passes)[at : at + number])
-                parts.append(part + self.mixture.starts[which])
-                drawn, number = drawn + len(part), number - len(part)
-        indices: np.ndarray = np.concatenate(parts)
+                piece = np.asarray(self._pass(which, num_passes)[at : at + number])
+                pieces.append(piece + self.mixture.starts[which])
+                drawn, number = drawn + len(piece), number - len(piece)
+        indices: np.ndarray = np.concatenate(pieces)
         if not self._shuffle:
             return indices
         generator = torch.Generator().manual_seed(seed_of(self._seed, 0, step))
@@ -203,31 +203,31 @@ class MixtureOrder(Order):
 # ---- Config ---------------------------------------------------------------------------------------
 
 
-def entries_of(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def entries_of(datasets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns each dataset's ``weight``, ``loss_weight`` and ``name``, by default its component's."""
-    names = [str(part.get("_component_")).rpartition(".")[2] for part in parts]
-    return [{"name": n, **split_entry(part)[1]} for n, part in zip(names, parts, strict=True)]
+    names = [str(dataset.get("_component_")).rpartition(".")[2] for dataset in datasets]
+    return [{"name": n, **split_entry(dataset)[1]} for n, dataset in zip(names, datasets, strict=True)]
 
 
 def problems_with_datasets(data: DataSettings, dataset: Any, dataset_val: Any) -> Iterator[Problem]:
     """Yields problems of lists of datasets, and of a ``mixture`` without one that has weights."""
     yield from problems_with_list("dataset", dataset)
     yield from problems_with_list("dataset_val", dataset_val)
-    if data.mixture and not (isinstance(dataset, list) and any("weight" in part for part in dataset)):
+    if data.mixture and not (isinstance(dataset, list) and any("weight" in entry for entry in dataset)):
         yield Problem("mixture", "it has no effect without a list of weights; set dataset")
 
 
-def problems_with_list(key: str, parts: Any) -> Iterator[Problem]:
+def problems_with_list(key: str, datasets: Any) -> Iterator[Problem]:
     """Yields problems of the keys of a list of datasets."""
-    parts = parts if isinstance(parts, list) else []
-    entries = entries_of(parts)
+    datasets = datasets if isinstance(datasets, list) else []
+    entries = entries_of(datasets)
     number = sum("weight" in entry for entry in entries)
     if number and key != "dataset":
         yield Problem(key, "validation takes each sample once; take the weights out")
     elif 0 < number < len(entries):
         yield Problem(key, f"{number} of {len(entries)} datasets have a weight; give all of them one, or none")
     # Metrics and samples are named by the dataset.
-    is_mixture = any(split_entry(part)[1] for part in parts)
+    is_mixture = any(split_entry(dataset)[1] for dataset in datasets)
     for name, number in Counter(str(entry["name"]) for entry in entries).items():
         if number > 1 and is_mixture:
             yield Problem(key, f"{number} of its datasets are called {name}; give each a name")
@@ -248,8 +248,8 @@ def refused_weights(text: str = "this recipe weights no datasets; remove it", **
     With ``text``, the reason why weights have no effect, any but 1 is wrong.
     """
     for key, entries in datasets.items():
-        for index, part in enumerate(entries if isinstance(entries, list) else []):
-            weight = part.get("loss_weight", 1)
+        for index, entry in enumerate(entries if isinstance(entries, list) else []):
+            weight = entry.get("loss_weight", 1)
             is_valid = type(weight) in (int, float) and 0 < weight < inf
             if not is_valid or (text and weight != 1):
                 reason = text or "it must be a number above 0"

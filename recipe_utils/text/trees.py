@@ -41,9 +41,8 @@ class _Segment:
 
 
 def makes_trees(dataset: Any) -> bool:
-    """Returns True if samples of a dataset, or of one of its parts, may have ``sequences``."""
-    parts: Sequence[Any] = getattr(dataset, "parts", getattr(dataset, "_datasets", ()))
-    return getattr(dataset, "makes_trees", False) or any(map(makes_trees, parts))
+    """Returns True if samples of a dataset, or of one of its sources, may have ``sequences``."""
+    return getattr(dataset, "makes_trees", False) or any(map(makes_trees, getattr(dataset, "_datasets", ())))
 
 
 def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index: int) -> TextSample:
@@ -104,12 +103,12 @@ def split_trees(sample: TextSample) -> list[TextSample]:
     """Returns a sample for each tree of a sample."""
     assert sample.sequences is not None
     assert sample.positions is not None
-    parts, start = [], 0
+    trees, start = [], 0
     owners, ends = sample.sequences
     for document, num_shared in zip(sample.documents, sample.num_shared, strict=True):
         stop = start + length_of(document)
         here, which = slice(start, stop), np.flatnonzero((start <= ends) & (ends < stop))
-        part = sample._replace(
+        tree = sample._replace(
             tokens=sample.tokens[here],
             labels=sample.labels[here],
             documents=[document],
@@ -119,9 +118,9 @@ def split_trees(sample: TextSample) -> list[TextSample]:
             positions=sample.positions[here],
             num_shared=[num_shared],
         )
-        parts.append(part)
+        trees.append(tree)
         start = stop
-    return parts
+    return trees
 
 
 def _path(root: _Segment, places: np.ndarray, flat: _Tokens) -> list[tuple[_Segment, int]]:

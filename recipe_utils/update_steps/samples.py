@@ -64,8 +64,8 @@ def whole_numbers(sample: Sample, key: str, name: str) -> np.ndarray:
     return numbers.astype(np.int64)
 
 
-class NamedParts(Protocol):
-    """Dataset that consists of named ones, one after the other."""
+class Sources(Protocol):
+    """Dataset that consists of named ones, its sources, one after the other."""
 
     names: tuple[str, ...]
     starts: tuple[int, ...]
@@ -81,7 +81,7 @@ class SampleReport(NamedTuple):
     example: int = 0
     """Index of a sample that can be trained on."""
     hash_of_samples: str = ""
-    """Hash of the first, the middle and the last sample of each part of the dataset."""
+    """Hash of the first, the middle and the last sample of each source of the dataset."""
     other_content_hash: str = ""
     """Hash of their values besides tokens and labels."""
     remarks: Mapping[str, int] = {}
@@ -124,7 +124,7 @@ class CheckedDataset(Dataset[Prepared]):
         return len(self.dataset)
 
     @property
-    def parts(self) -> NamedParts | None:
+    def sources(self) -> Sources | None:
         """Named datasets that the dataset consists of, or whose samples it transforms."""
         candidates: tuple[Any, ...] = (self.dataset, getattr(self.dataset, "dataset", None))
         return next((dataset for dataset in candidates if hasattr(dataset, "dataset_of")), None)
@@ -163,10 +163,10 @@ class CheckedDataset(Dataset[Prepared]):
 
     def name_of(self, index: int) -> str:
         """Returns the name of a sample, such as ``sample 17 of dataset``."""
-        if (parts := self.parts) is None:
+        if (sources := self.sources) is None:
             return f"sample {index} of {self.name}"
-        which = parts.dataset_of(index)
-        return f"sample {index - parts.starts[which]} of {self.name}.{parts.names[which]}"
+        which = sources.dataset_of(index)
+        return f"sample {index - sources.starts[which]} of {self.name}.{sources.names[which]}"
 
     def _row(self, index: int) -> str:
         """Returns the row behind a sample of torchtune's datasets, shortened; empty for others."""

@@ -35,7 +35,7 @@ def problems_of_weights(loss_weights: str, components: TextComponents, loss: Map
             text = f"{component} cannot weight targets; {instead}"
     yield from refused_weights(text, dataset=components.dataset)
     entries = components.dataset if isinstance(components.dataset, list) else []
-    if not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
+    if not any({"name", "weight", "loss_weight"} & entry.keys() for entry in entries):
         text = "it has no effect without named datasets; set dataset to a list with names"
     if text and loss_weights != "tokens":
         yield Problem("loss_weights", text, loss_weights)

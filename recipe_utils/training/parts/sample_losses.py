@@ -51,7 +51,7 @@ class SampleLosses(Part):
         self._is_open = False
         self._held: Callable[[], None] | None = None
         self._file: np.ndarray | None = None
-        mixture = loader.dataset.parts
+        mixture = loader.dataset.sources
         self._starts: dict[str, int] = {}
         if mixture is not None:
             self._starts = dict(zip(mixture.names, mixture.starts, strict=True))
@@ -143,8 +143,8 @@ class DatasetLosses(Part):
     def __init__(self, run: Run, loss_module: Any, *loaders: UpdateStepLoader | None) -> None:
         self._run, self._ranks = run, run.ranks
         # Of training and, if there is one, of validation; now, because a copy to the device waits for it.
-        parts = [None if loader is None else loader.dataset.parts for loader in loaders]
-        self._mixtures = [part if isinstance(part, Mixture) else None for part in parts]
+        sources = [None if loader is None else loader.dataset.sources for loader in loaders]
+        self._mixtures = [source if isinstance(source, Mixture) else None for source in sources]
         self._starts = [torch.tensor(m.starts if m else (), device=self._ranks.device) for m in self._mixtures]
         self._records = hasattr(loss_module, "records")
         if self._records and any(self._mixtures):  # else no loss is computed by target

@@ -32,8 +32,8 @@ def printed(tmp_path, monkeypatch, capsys):
 def test_the_first_samples_of_the_training_are_printed(kind, tiny_config, tiny_dpo_config, printed):
     recipe, config = (DPO, tiny_dpo_config()) if kind == "pairs" else (SFT, tiny_config())
     if kind == "mixture":
-        parts = [{**config["dataset"], "name": f"part_{i}", "weight": 3 - i} for i in range(2)]
-        config |= {"dataset": parts, "epochs": 2}
+        sources = [{**config["dataset"], "name": f"source_{i}", "weight": 3 - i} for i in range(2)]
+        config |= {"dataset": sources, "epochs": 2}
     with set_up(config, recipe) as made:
         indices = made.loader.order.samples(0, 0).tolist()
         dataset, order = made.loader.dataset.dataset, made.loader.order
@@ -44,7 +44,7 @@ def test_the_first_samples_of_the_training_are_printed(kind, tiny_config, tiny_d
     for index in indices[:3]:
         name = f"sample {index} of dataset"
         if kind == "mixture":
-            name = f"sample {index % 32} of dataset.part_{index // 32}"
+            name = f"sample {index % 32} of dataset.source_{index // 32}"
         for side, pair in keys.items():
             tokens, labels = (list(dataset[index][key]) for key in pair)
             trained = [i > 0 and label != -100 for i, label in enumerate(labels)]

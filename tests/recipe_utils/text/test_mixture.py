@@ -68,9 +68,9 @@ LENGTHS, SHARES = (40, 7, 300), ("0.5", "0.3", "0.2")
 NAMES = ("chat", "code", "math")
 
 
-def mixture_of(parts, weights=SHARES, **keys):
+def mixture_of(datasets, weights=SHARES, **keys):
     entries = zip(NAMES, weights, strict=True)
-    return Mixture(parts, [{"name": name, "weight": weight, **keys} for name, weight in entries])
+    return Mixture(datasets, [{"name": name, "weight": weight, **keys} for name, weight in entries])
 
 
 def order_of(shuffle=True):
@@ -113,14 +113,14 @@ def test_orders_of_more_samples_than_the_limit_are_computed_by_index(length):
 
 # ---- Through the loader ---------------------------------------------------------------------------
 
-PARTS = [tiny.make_samples(n, seed=n) for n in (40, 7, 60)]
+SOURCES = [tiny.make_samples(n, seed=n) for n in (40, 7, 60)]
 SETTINGS = {"global_batch_size": 12, "num_workers": 0}
 
 
 def make_loader(weights=SHARES, **settings):
     data = DataSettings(**{**SETTINGS, **settings})
     limits = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
-    mixture = mixture_of([tiny.Samples(list(part)) for part in PARTS], weights)
+    mixture = mixture_of([tiny.Samples(list(source)) for source in SOURCES], weights)
     collator = text_collator(data, tiny.tiny_tokenizer(), tiny.IGNORE, limits)
     return build_loader(mixture, RowBudget(collator), data, join_ranks(RankSettings(device="cpu")))
 
@@ -158,7 +158,7 @@ def test_update_steps_are_the_same_on_any_layout_and_after_a_resume(world_size, 
 def test_samples_carry_their_dataset_and_errors_its_name(one_process):
     loader = make_loader()
     assert [loader.dataset[i].at.item for i in (0, 39, 40, 46, 47)] == [0, 39, 40, 46, 47]
-    loader.dataset.dataset.parts[1].samples[2] = {}
+    loader.dataset.dataset._datasets[1].samples[2] = {}
     with pytest.raises(ValueError, match=r"^sample 2 of dataset.code: it has no 'tokens'"):
         loader.dataset[42]
 
@@ -177,7 +177,7 @@ def takes_names(tokenizer, name, weight=1):
 
 
 def passes_on(tokenizer, **arguments):
-    return tiny.Samples(PARTS[0])
+    return tiny.Samples(SOURCES[0])
 
 
 def test_a_component_keeps_its_own_parameters_and_a_subset_of_the_hub_its_name(caplog):

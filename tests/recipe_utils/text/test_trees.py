@@ -68,9 +68,9 @@ def test_every_target_occurs_once_behind_its_tokens(drawn, max_tokens, random):
     assert sum(sizes) + sum(sample.num_shared) == sum(len(s.tokens) for s in sequences)
     longest = max(len(s.tokens) for s in sequences)
     assert max(sizes) <= max(max_tokens or sum(sizes), longest)
-    parts = split_trees(sample)
-    assert sum((targets_in_row(part) for part in parts), Counter()) == targets_of(sequences)
-    assert sum(len(part.sequences[1]) for part in parts) == len(sequences)
+    trees = split_trees(sample)
+    assert sum((targets_in_row(tree) for tree in trees), Counter()) == targets_of(sequences)
+    assert sum(len(tree.sequences[1]) for tree in trees) == len(sequences)
 
 
 @given(some_sequences, st.integers(1, 30))
@@ -89,10 +89,10 @@ def test_columns_values_owners_and_ends_are_those_of_the_sequences(drawn, max_to
         if s.labels[i] != IGNORE
     )
     sample = merge(sequences, max_tokens, IGNORE)
-    for parts in ([sample], split_trees(sample)):
+    for split in ([sample], split_trees(sample)):
         found = []
-        for part in parts:
-            row = tiny.laid_out([part], TextReader(IGNORE, columns={"number": None}))
+        for one in split:
+            row = tiny.laid_out([one], TextReader(IGNORE, columns={"number": None}))
             targets, inputs = row.targets, row.inputs
             labels, numbers = targets.labels.flatten()[targets.positions], targets.of_samples["sequence"]
             assert torch.equal(numbers[:, 0], -numbers[:, 1])
@@ -123,7 +123,7 @@ def test_the_longest_branch_follows_its_parent():
     sample = merge(turns, None, IGNORE)
     assert sample.documents == [tree(2, tree(2, 3, 2), 2)]
     assert sample.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 5, 9, 3]
-    assert [part.tokens.tolist() for part in split_trees(merge(turns, 9, IGNORE))] == [
+    assert [tree.tokens.tolist() for tree in split_trees(merge(turns, 9, IGNORE))] == [
         [1, 2, 3, 4, 5, 6, 7, 8, 5], [1, 2, 9, 3],
     ]  # fmt: skip
 

@@ -162,7 +162,7 @@ def test_a_dataset_whose_hashed_samples_are_all_bad_ends_the_run_at_once():
     assert report_of(checked([BAD, BAD, GOOD[0]]), Checks(), (3,), has_remarks=True).example == 2
 
 
-def test_the_hash_depends_on_three_samples_of_each_part_and_their_keys():
+def test_the_hash_depends_on_three_samples_of_each_source_and_their_keys():
     samples = tiny.make_samples(5)
     relabeled = [dict(sample) for sample in samples]
     relabeled[-1]["labels"] = [1] * len(samples[-1]["labels"])
