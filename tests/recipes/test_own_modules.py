@@ -33,9 +33,9 @@ class WithValues:
     def __init__(self, loss_fn, value_head):
         self.loss_fn, self.value_head = loss_fn, value_head
 
-    def __call__(self, output, hidden, targets, *parts):
+    def __call__(self, output, hidden, targets, backward_in_parts=False):
         values = self.value_head(hidden.flatten(0, 1).index_select(0, targets.positions))
-        return self.loss_fn(output, hidden, targets, *parts) + (values - 1).square().sum()
+        return self.loss_fn(output, hidden, targets, backward_in_parts) + (values - 1).square().sum()
 
 
 @training.entry_point''',

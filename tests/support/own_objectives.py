@@ -59,8 +59,8 @@ class BalancedLoss(LinearCrossEntropyLoss):
         dist.all_reduce(counts, group=self.ranks.dp_group)
         return counts
 
-    def forward(self, output, hidden, targets, *parts):
-        cross_entropy = super().forward(output, hidden, targets, *parts)
+    def forward(self, output, hidden, targets, backward_in_parts=False):
+        cross_entropy = super().forward(output, hidden, targets, backward_in_parts)
         balance = (self.factors * torch.stack(self.probs).sum(0)).sum()
         return torch.stack([cross_entropy + self.weight * balance, balance.detach()])
 

@@ -71,8 +71,8 @@ class LossByAnswers(LinearLogProbs):
     divisor = "per_answer"
     sums = ("loss", "kl")
 
-    def forward(self, output, hidden, targets, *parts):
-        log_probs = super().forward(output, hidden, targets, *parts)
+    def forward(self, output, hidden, targets, backward_in_parts=False):
+        log_probs = super().forward(output, hidden, targets, backward_in_parts)
         advantages, sampled, per_answer = (targets.values[name] for name in self.columns)
         ratio, log_ratio = (log_probs - sampled).exp(), targets.outputs["start"] - log_probs
         kl = per_answer * (log_ratio.exp() - 1 - log_ratio)
