@@ -9,6 +9,7 @@ import torch.distributed as dist
 from distributed_runs import run_distributed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from recipe_utils.optim.grad_norm import clip_grad_norm_, grad_norms
 from recipe_utils.parallel.fsdp import shard_model
@@ -163,6 +164,8 @@ def part_of(name):
 
 def test_the_gradients_of_each_name_are_measured_and_clipped_by_their_own_norm():
     model, expected = model_of_layers(), model_of_layers()
+    layers = model["stage_0"]["layers"]
+    layers["a"] = torch.compile(checkpoint_wrapper(layers["a"]))  # names are those within wrappers
     norms = {name: norm.item() for name, norm in grad_norms(model, part_of).items()}
     parts = {name: expected["stage_0"].get_submodule(name) for name in norms}
     assert list(parts) == ["layers.a", "layers.b", "output", "unused"]
