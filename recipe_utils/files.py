@@ -1,10 +1,11 @@
-"""Atomic writes of files, and safetensors files."""
+"""Atomic writes of files and folders, and safetensors files."""
 
 import errno
 import json
 import logging
 import os
 import secrets
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -129,6 +130,31 @@ def fsync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Renames a synced folder; an existing ``final`` is replaced.
+
+    After a kill at any moment :func:`recipe_utils.checkpoint.folder.remove_leftovers` leaves one of the two. If it
+    raises OSError, nothing has changed outside of ``temporary``.
+    """
+    replaced = rename_away(final) if final.exists() else None
+    try:
+        temporary.rename(final)
+    except OSError:
+        if replaced is not None:
+            replaced.rename(final)
+        raise
+    fsync_folder(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def rename_away(path: Path) -> Path:
+    """Renames a folder that will be removed to a temporary name, which it returns."""
+    away = path.with_name(path.name + ".old.tmp")
+    shutil.rmtree(away, ignore_errors=True)
+    return path.rename(away)
 
 
 @contextmanager

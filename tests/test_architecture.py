@@ -92,6 +92,12 @@ def test_only_recipes_and_commands_import_an_objective():
         assert not there or here in COMMANDS or (here, there) == ("dinov3", {"distillation"}), module
 
 
+def test_formats_of_models_know_no_step_checkpoints():
+    step_checkpoints = {f"recipe_utils.checkpoint.{name}" for name in ("folder", "layout", "load", "save", "tensors")}
+    for name in ("export", "own_modules", "peft", "transformers"):
+        assert not step_checkpoints & set(imports_of(f"recipe_utils.checkpoint.{name}")), name
+
+
 def test_no_module_is_named_like_its_package():
     for package, module in (name.split(".")[-2:] for name in MODULES if "." in name):
         assert module != package.removesuffix("s"), f"{package}/{module}.py"

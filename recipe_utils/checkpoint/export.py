@@ -12,9 +12,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from torchtune import training
 
-from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, publish
 from recipe_utils.checkpoint.peft import DESCRIPTION, write_peft
-from recipe_utils.files import fsync_folder, if_supported, log_once
+from recipe_utils.files import fsync_folder, if_supported, log_once, publish
 from recipe_utils.settings.components import component_at, taken_by
 from recipe_utils.torchtune_names import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY
 
@@ -53,7 +52,7 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mappi
     export fails, it raises ExportError, removes its files and leaves an existing folder unchanged.
     """
     output_dir = Path(checkpointer._output_dir)
-    temporary = output_dir / TEMPORARY_EXPORT
+    temporary = output_dir / "export.tmp"  # a leftover is removed by recipe_utils.checkpoint.folder
     redirected = copy.copy(checkpointer)
     redirected._output_dir = temporary
     try:

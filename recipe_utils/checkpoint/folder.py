@@ -22,14 +22,11 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from recipe_utils.files import CheckpointError, FileFacts, fsync_folder, write_atomically
+from recipe_utils.files import CheckpointError, FileFacts, fsync_folder, publish, rename_away, write_atomically
 
 T = TypeVar("T")
 
 MARKER = "complete.json"
-
-TEMPORARY_EXPORT = "export.tmp"
-"""Temporary folder of a model that is being exported."""
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"(step_\d+|export|start_\w+)\.tmp|((step|epoch|export_step)_\d+|best)\.old\.tmp")
@@ -53,31 +50,17 @@ class Marker:
 # ---- Writing ------------------------------------------------------------------------------------
 
 
-def publish(temporary: Path, final: Path, marker: Marker | None = None) -> None:
-    """Renames a synced folder, after writing the marker of a checkpoint; an existing ``final`` is replaced.
-
-    After a kill at any moment :func:`remove_leftovers` leaves one of the two. If it raises OSError,
-    nothing has changed outside of ``temporary``.
-    """
-    if marker is not None:
-        write_atomically(temporary / MARKER, json.dumps(asdict(marker), indent=1))
-    replaced = _rename_away(final) if final.exists() else None
-    try:
-        temporary.rename(final)
-    except OSError:
-        if replaced is not None:
-            replaced.rename(final)
-        raise
-    fsync_folder(final.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
+def publish_checkpoint(temporary: Path, final: Path, marker: Marker) -> None:
+    """Writes the marker of a checkpoint, whose other files are complete, and renames its folder as :func:`publish`."""
+    write_atomically(temporary / MARKER, json.dumps(asdict(marker), indent=1))
+    publish(temporary, final)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Removes partially written and partially removed folders of a killed run.
 
-    Only folders with a temporary name of this module, directly inside ``folder``. A complete
-    checkpoint or export that was about to be replaced is renamed back.
+    Only folders with a temporary name of a checkpoint, an export or the lock, directly inside ``folder``. A complete
+    checkpoint or export that was about to be replaced by :func:`recipe_utils.files.publish` is renamed back.
     """
     for path in sorted(folder.glob("*.tmp")):
         if not _LEFTOVER.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
@@ -118,13 +101,7 @@ def remove_older(folder: Path, step: int, keep: int, recipe: str) -> None:
     older = [path for other, path in _steps(folder) if other < step and check_whole(path, recipe) is None]
     for path in older[keep - 1 :]:
         # Partially removed under its own name, it would look like a checkpoint.
-        shutil.rmtree(_rename_away(path))
-
-
-def _rename_away(path: Path) -> Path:
-    away = path.with_name(path.name + ".old.tmp")
-    shutil.rmtree(away, ignore_errors=True)
-    return path.rename(away)
+        shutil.rmtree(rename_away(path))
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:

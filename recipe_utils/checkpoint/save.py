@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recipe_utils.checkpoint.folder import Marker, publish, remove_leftovers, remove_older
+from recipe_utils.checkpoint.folder import Marker, publish_checkpoint, remove_leftovers, remove_older
 from recipe_utils.checkpoint.layout import SaveLayout, copy_to_cpu, layout_of, plan_save, rank_file
 from recipe_utils.checkpoint.load import MODEL, OPTIMIZER, PART, RANDOM, TrainingState
 from recipe_utils.checkpoint.tensors import AnyOptimizer, merge_descriptions, model_tensors, optimizer_contents
@@ -164,7 +164,8 @@ class CheckpointWriter:
             warning = None
             if not errors and self._rank == 0:
                 all_files = {name: facts for files_of_rank, _ in reports for name, facts in files_of_rank.items()}
-                _, error = self._attempt(publish, temporary, final, Marker(state.recipe, step, len(reports), all_files))
+                marker = Marker(state.recipe, step, len(reports), all_files)
+                _, error = self._attempt(publish_checkpoint, temporary, final, marker)
                 if error:
                     errors = [f"rank 0: {error}"]
                 elif self._keep_last_n is not None:

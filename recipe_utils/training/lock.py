@@ -11,8 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from recipe_utils.checkpoint.folder import publish
-from recipe_utils.files import write_atomically
+from recipe_utils.files import publish, write_atomically
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError
