@@ -232,7 +232,6 @@ class Run:
         self.metrics.stop(step)
         # Not earlier: a request during the update step would cost another one.
         wait = all_reduce_any([self.stop.is_set(), self.checkpointing.is_due_by_clock()], self.ranks.cpu_group)
-        of_parts = self.parts.after(step)
         self.state = replace(
             state,
             global_step=state.global_step + 1,
@@ -241,7 +240,7 @@ class Run:
             num_images_seen=state.num_images_seen + int(totals.get("images", 0)),
             num_samples_skipped=state.num_samples_skipped + int(totals["skipped_samples"]),
         )
-        return wait, of_parts
+        return wait, self.parts.after(step)
 
     # ---- Checkpoints, exports and the end -------------------------------------------------------
 

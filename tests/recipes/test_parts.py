@@ -222,6 +222,33 @@ def test_an_evaluation_runs_and_is_written_when_due_and_takes_no_training_time(t
     assert trained["tokens_per_second_per_gpu"] == trained["num_tokens_seen"] / 4
 
 
+class Steps(Part):
+    """Keeps what ``run.global_step`` is in each call."""
+
+    def __init__(self, run):
+        self.run, self.calls = run, []
+
+    def before(self, step):
+        self.calls.append(("before", step.index, self.run.global_step))
+
+    def after(self, step):
+        self.calls.append(("after", step.index, self.run.global_step))
+        return {}
+
+
+@pytest.mark.parametrize("interval", [(), (1,)], ids=["add", "add_every"])
+def test_a_finished_update_step_counts_in_after_of_every_part(interval, tiny_config):
+    added = []
+
+    def add(run, _):
+        added.append(Steps(run))
+        (run.parts.add_every if interval else run.parts.add)(*interval, "steps", added[0])
+
+    with with_parts(tiny_config(max_steps_per_epoch=2), add) as made:
+        made.train()
+    assert added[0].calls == [("before", 0, 0), ("after", 0, 1), ("before", 1, 1), ("after", 1, 2)]
+
+
 # ---- Rates by layer ---------------------------------------------------------------------------------
 
 

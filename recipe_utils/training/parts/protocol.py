@@ -34,10 +34,10 @@ class Part(Protocol):
     """
 
     def before(self, step: UpdateStep) -> None:
-        """Called before each update step."""
+        """Called before each update step; ``run.global_step`` does not count it yet."""
 
     def after(self, step: UpdateStep) -> Mapping[str, Metric]:
-        """Called after an update step is enqueued. Returns metrics, equal on all ranks.
+        """Called after an update step is enqueued; ``run.global_step`` counts it. Returns metrics, equal on all ranks.
 
         After each one, in training time: it should not wait for the device, and its metrics are logged with the
         update step's. With an interval it is called when due, timed apart, and its metrics are always written.

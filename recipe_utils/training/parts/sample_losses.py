@@ -183,7 +183,7 @@ class DatasetLosses(Part):
 
     def after(self, step: UpdateStep) -> dict[str, Metric]:
         """Returns the metrics, where they are logged."""
-        if self._mixture is None or (self._run.global_step + 1) % (self._run.settings.log_every_n_steps or 1):
+        if self._mixture is None or self._run.global_step % (self._run.settings.log_every_n_steps or 1):
             return {}
         # On the CPU, so that the host knows which datasets are logged without waiting for the device.
         totals = np.sum(gather_objects(self._mine, self._ranks.cpu_group), axis=0)
