@@ -108,7 +108,7 @@ class CheckpointWriter:
 
         def write() -> SaveOutcome:
             if self._rank == 0:
-                documents["optimizer.json"] = json.dumps(description).encode()
+                documents["optimizer.json"] = json.dumps(asdict(description)).encode()
                 documents["tensors.json"] = json.dumps(layout.index).encode()
             return self._write(final, (mine or {}) | random, documents, state, problem)
 

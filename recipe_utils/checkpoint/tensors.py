@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recipe_utils.files import CheckpointError, dtype_name
+from recipe_utils.files import dtype_name
 from recipe_utils.optim.optimizer import OptimizerInBackward, single_optimizers, trained_parameters, unwrapped
 from recipe_utils.parallel.fsdp import local, reshard, sharded_as
 
@@ -49,16 +50,36 @@ def note_options(optimizer: AnyOptimizer, **more: Any) -> None:
         group[_BUILT] = deepcopy({**options, **more})  # schedules set a tensor in place
 
 
-def optimizer_contents(model: nn.Module, optimizer: AnyOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns an optimizer's state by parameter name. Initializes nothing and takes no step.
+@dataclass
+class GroupDescription:
+    """Parameters and options of a group of an optimizer."""
 
-    It is ``PARAMETER.KEY`` -> tensor; and a description for JSON: ``state``, parameter -> key -> None for a tensor and
-    ``[value]`` for a plain value, and ``groups``, each with ``names`` and ``options``. Raises ValueError with the name of
-    a state or an option that cannot be saved.
+    names: list[str]
+    options: dict[str, Any]
+
+
+@dataclass
+class OptimizerDescription:
+    """Content of ``optimizer.json``: everything of an optimizer's state that is not a tensor."""
+
+    state: dict[str, dict[str, list[Any] | None]]
+    """Parameter -> key -> None for a tensor, ``[value]`` for a plain value."""
+    groups: list[GroupDescription]
+
+    @property
+    def options_of(self) -> dict[str, dict[str, Any]]:
+        """Options by parameter."""
+        return {name: group.options for group in self.groups for name in group.names}
+
+
+def optimizer_contents(model: nn.Module, optimizer: AnyOptimizer) -> tuple[dict[str, Tensor], OptimizerDescription]:
+    """Returns an optimizer's state as ``PARAMETER.KEY`` -> tensor, and its description.
+
+    Initializes nothing and takes no step. Raises ValueError with the name of a state or an option that cannot be saved.
     """
     names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
     tensors: dict[str, Tensor] = {}
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[str, dict[str, list[Any] | None]] = {}
     groups = []
     for part, group in _groups(optimizer):
         where = f"optimizer={type(part).__name__}"
@@ -68,7 +89,7 @@ def optimizer_contents(model: nn.Module, optimizer: AnyOptimizer) -> tuple[dict[
             if key not in _IMPLEMENTATION_OPTIONS
         }
         members = [names[id(parameter)] for parameter in group["params"]]
-        groups.append({"names": members, "options": options})
+        groups.append(GroupDescription(members, options))
         # Tensors go to safetensors, in parts of ranks; everything else into JSON, so that nothing is pickled.
         for name, parameter in zip(members, group["params"], strict=True):
             for key, value in part.state.get(parameter, {}).items():
@@ -82,21 +103,22 @@ def optimizer_contents(model: nn.Module, optimizer: AnyOptimizer) -> tuple[dict[
                     state.setdefault(name, {})[key] = None
                 else:
                     state.setdefault(name, {})[key] = [_plain(value, what)]
-    return tensors, {"state": state, "groups": groups}
+    return tensors, OptimizerDescription(state, groups)
 
 
-def merge_descriptions(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_descriptions(descriptions: Sequence[OptimizerDescription]) -> OptimizerDescription:
     """Merges the descriptions by :func:`optimizer_contents` of all ranks, which have different stages.
 
     A rank may have groups that others have not.
     """
-    state, groups = dict[str, Any](), dict[str, Any]()
+    merged, groups = OptimizerDescription({}, []), dict[str, GroupDescription]()
     for description in descriptions:
-        state |= description["state"]
-        for group in description["groups"]:
-            merged = groups.setdefault(repr(group["options"]), {**group, "names": []})
-            merged["names"] = list(dict.fromkeys(merged["names"] + group["names"]))
-    return {"state": state, "groups": list(groups.values())}
+        merged.state |= description.state
+        for group in description.groups:
+            same = groups.setdefault(repr(group.options), GroupDescription([], group.options))
+            same.names = list(dict.fromkeys(same.names + group.names))
+    merged.groups += groups.values()
+    return merged
 
 
 def _groups(optimizer: AnyOptimizer) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
@@ -118,118 +140,123 @@ def _plain(value: Any, what: str) -> Any:
     raise ValueError(f"{what} is a {type(value).__name__}, which step checkpoints cannot hold")
 
 
-def restore_optimizer(
+def misfits_of_optimizer(
     model: nn.Module,
     optimizer: AnyOptimizer,
-    description: Mapping[str, Any],
+    description: OptimizerDescription,
     saved: Mapping[str, Tensor],
     names_of_other_stages: Collection[str] = (),
-) -> dict[str, Tensor]:
-    """Sets an optimizer's options and plain values from a checkpoint, and allocates its state tensors.
+) -> Iterator[str]:
+    """Yields why an optimizer cannot continue from a checkpoint: its parameters, their options, or its state.
 
-    Options that were built with another value than now, see :func:`note_options`, keep their current values.
-    Nothing is changed if anything does not fit. The parameter groups may differ, as they do between
-    an optimizer and :class:`recipe_utils.optim.optimizer.OptimizerInBackward`.
-
-    Args:
-        model: sharded or not.
-        optimizer: optimizer of the same class as the saved one.
-        description: second result of :func:`optimizer_contents`.
-        saved: meta tensors like the saved ones, by the names of its first result.
-        names_of_other_stages: parameters that other pipeline stages step.
-
-    Returns:
-        The new, still empty state tensors by the same names, sharded as the parameters.
-
-    Raises:
-        CheckpointError: parameters or options, named in the message, do not fit.
+    ``description`` and ``saved``, which may be meta tensors, are what :func:`optimizer_contents` returned at the save;
+    ``names_of_other_stages`` are parameters that other pipeline stages step. Parameter groups may differ, as they do
+    between an optimizer and :class:`recipe_utils.optim.optimizer.OptimizerInBackward`.
     """
     # Groups are compared by the names of their parameters: their number and order may have changed.
     names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
-    options_of = {name: group["options"] for group in description["groups"] for name in group["names"]}
+    options_of = description.options_of
     current = {names[id(p)] for _, group in _groups(optimizer) for p in group["params"]}
     lacking = current - options_of.keys()
     superfluous = options_of.keys() - current - set(names_of_other_stages)
     if lacking or superfluous:
-        raise CheckpointError(
+        yield (
             "optimizer: it steps other parameters than when it was saved; new: "
             f"{in_words(lacking)}; no longer: {in_words(superfluous)}"
         )
+        return
 
-    # What will be set, so that an error leaves the optimizer as it was.
-    tensors: dict[str, Tensor] = {}
-    new_options, new_states = [], []
     for part, group in _groups(optimizer):
         members = [names[id(parameter)] for parameter in group["params"]]
-        changed = set[str]().union(*(_changed(options_of[name], group) for name in members))
-        unchanged = {name: {k: v for k, v in options_of[name].items() if k not in changed} for name in members}
-        options = unchanged[members[0]] if members else {}
-        differing = [name for name in members if unchanged[name] != options]
+        saved_options = [options_of[name] for name in members]
+        # One group has one value of each option, so its parameters must continue with equal ones.
+        continued = _continued(saved_options, group)
+        for name, options in zip(members, continued, strict=True):
+            if options != continued[0]:
+                both = f"{continued[0]} and {options}"
+                yield f"optimizer: {members[0]} and {name} are in one group, but were saved with {both}"
+                break
         ours = group.keys() - _IMPLEMENTATION_OPTIONS
-        if differing:
-            raise CheckpointError(
-                f"optimizer: {members[0]} and {differing[0]} are in one group, but were saved with "
-                f"{options} and {unchanged[differing[0]]}"
-            )
-        # Schedulers add initial_lr.
-        if members and (ours ^ options_of[members[0]].keys()) - {"initial_lr", _BUILT}:
-            raise CheckpointError(
+        if members and (ours ^ saved_options[0].keys()) - {"initial_lr", _BUILT}:  # schedulers add initial_lr
+            yield (
                 f"optimizer={type(part).__name__}: its options are {in_words(ours)}; it was saved with "
-                f"{in_words(options_of[members[0]])}; set the same optimizer"
+                f"{in_words(saved_options[0])}; set the same optimizer"
             )
-        new_options.append((group, options))
+        # State is sharded as its parameter, so it must have the parameter's shape, whole rows of it, or one value.
         for name, parameter in zip(members, group["params"], strict=True):
-            state = {}
-            for key, value in description["state"].get(name, {}).items():
+            for key, value in description.state.get(name, {}).items():
+                what, like = f"optimizer: its state {key} of {name}", saved.get(f"{name}.{key}")
+                if value is None and like is None:
+                    yield f"{what} is missing in tensors.json"
+                elif like is None or not isinstance(parameter, DTensor) or like.numel() == 1:
+                    continue
+                elif like.shape != parameter.shape and not _has_rows(like, parameter):
+                    shapes = f"has shape {tuple(like.shape)}, the parameter {tuple(parameter.shape)}"
+                    yield f"{what} {shapes}; how the one is sharded does not follow from the other"
+
+
+def restore_optimizer(
+    model: nn.Module, optimizer: AnyOptimizer, description: OptimizerDescription, saved: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Sets an optimizer's options and plain values from a checkpoint that fits, and allocates its state tensors.
+
+    Options that were built with another value than now, see :func:`note_options`, keep their current values. Arguments
+    are those of :func:`misfits_of_optimizer`. Returns the new, still empty state tensors by the names of ``saved``,
+    sharded as the parameters.
+    """
+    names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
+    options_of = description.options_of
+    tensors: dict[str, Tensor] = {}
+    for part, group in _groups(optimizer):
+        members = [names[id(parameter)] for parameter in group["params"]]
+        # A schedule or a fused step holds tensors of options, so these are filled in place.
+        for options in _continued([options_of[name] for name in members], group)[:1]:  # equal for all
+            for key, value in options.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(value, list) else value
+        # Not by load_state_dict, which would cast the state to the parameter's dtype.
+        for name, parameter in zip(members, group["params"], strict=True):
+            state: dict[str, Any] = {}
+            for key, value in description.state.get(name, {}).items():
                 if value is None:
-                    state[key] = _zeros_like(saved[f"{name}.{key}"], key, name, parameter, group)
+                    state[key] = _zeros_like(saved[f"{name}.{key}"], key, parameter, group)
                     tensors[f"{name}.{key}"] = state[key]
                 else:
                     state[key] = value[0]
-            new_states.append((part, parameter, state))
-
-    # Everything fits. A schedule or a fused step holds tensors of options, so these are filled in place.
-    for group, options in new_options:
-        for key, value in options.items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(value, list) else value
-    for part, parameter, state in new_states:
-        # load_state_dict would cast the state to the parameter's dtype.
-        part.state.pop(parameter, None)
-        if state:
-            part.state[parameter] = state
+            part.state.pop(parameter, None)
+            if state:
+                part.state[parameter] = state
     return tensors
 
 
-def _changed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> set[str]:
-    """Returns the options of a group that keep their current values, because they were built with others."""
-    then, now, changed = saved.get(_BUILT), group.get(_BUILT), set()
-    if then is not None and now is not None:
-        changed = {key for key in now if then.get(key) != _plain(now[key], key)}
+def _continued(saved: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns saved options of the parameters of a group, without those that were built with another value than now."""
+    now, changed = group.get(_BUILT), {_BUILT}
+    for then in (options.get(_BUILT) for options in saved):
+        if then is not None and now is not None:
+            changed |= {key for key in now if then.get(key) != _plain(now[key], key)}
     # Without a schedule, the checkpoint's rate would be that of the old schedule's last step.
     if {"lr", "lr_scheduler"} & changed:
         changed |= {"lr", "initial_lr"}
-    return {*changed, _BUILT}
+    return [{key: value for key, value in options.items() if key not in changed} for options in saved]
 
 
-def _zeros_like(saved: Tensor, key: str, name: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+def _has_rows(saved: Tensor, parameter: DTensor) -> bool:
+    """Returns True for values of whole rows: sharded as the parameter, unless that is within rows."""
+    is_alike = saved.ndim == parameter.ndim > 1 and saved.shape[:-1] == parameter.shape[:-1]
+    return is_alike and not any(placement.is_shard(parameter.ndim - 1) for placement in parameter.placements)
+
+
+def _zeros_like(saved: Tensor, key: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
     """Returns zeros for a saved optimizer state, on the parameter's device and sharded as it is."""
     if key != "step" and saved.shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
-    has_rows = saved.ndim == parameter.ndim > 1 and saved.shape[:-1] == parameter.shape[:-1]
-    if isinstance(parameter, DTensor) and has_rows:
-        # Values of whole rows: sharded as the parameter, whose last dimension never is.
+    if isinstance(parameter, DTensor) and _has_rows(saved, parameter):
         rows = local(parameter)
         zeros = torch.zeros(*rows.shape[:-1], saved.size(-1), dtype=saved.dtype, device=rows.device)
-        if not any(placement.is_shard(parameter.ndim - 1) for placement in parameter.placements):
-            return sharded_as(parameter, zeros)
-    if isinstance(parameter, DTensor) and saved.numel() != 1:
-        raise CheckpointError(
-            f"optimizer: its state {key} of {name} has shape {tuple(saved.shape)}, the parameter "
-            f"{tuple(parameter.shape)}; how the one is sharded does not follow from the other"
-        )
+        return sharded_as(parameter, zeros)
     # Step counts are on the CPU, except in implementations that use them on the device.
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device if on_device else "cpu")

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup
-from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load, read_state
+from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, read_as
+from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load
 from recipe_utils.checkpoint.tensors import AnyOptimizer, note_options
 from recipe_utils.files import CheckpointError
 from recipe_utils.model_kinds import text_decoder
@@ -148,7 +148,7 @@ class Resume:
     def saved(self) -> TrainingState | None:
         """State of the checkpoint; None without one, or if its file is corrupt."""
         with suppress(CheckpointError):
-            return read_state(self.path) if self.path else None
+            return read_as(TrainingState, self.path / "state.json") if self.path else None
         return None
 
     def _new_run(self) -> str:
@@ -183,10 +183,8 @@ class Resume:
                     self.path,
                     trained.model,
                     trained.optimizer,
-                    recipe=self.recipe,
-                    data_fingerprint=(None if self.settings.resume_with_other_data else now.data_fingerprint),
-                    frozen=now.frozen,
-                    config=self.config,
+                    now,
+                    other_data=self.settings.resume_with_other_data,
                     other_model=self.settings.resume_with_other_model,
                     part_tensors=self.parts.tensors(),
                     group=self.group,

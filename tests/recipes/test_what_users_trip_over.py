@@ -289,12 +289,9 @@ def change_state(config, change):
     (folder / MARKER).write_text(json.dumps(marker))
 
 
-def test_other_weights_of_targets_are_refused_unless_the_checkpoint_has_no_hash_of_them(resumed):
-    config = resumed(dataset={**DATA, "has_weights": True})
+def test_other_weights_of_targets_are_refused(resumed):
     with pytest.raises(CheckpointError, match=r"^other_content_hash=.*: the checkpoint was saved with"):
-        run_recipe(config)
-    change_state(config, lambda content: content["data_fingerprint"].pop("other_content_hash"))
-    assert len(run_recipe(config)) == 4
+        run_recipe(resumed(dataset={**DATA, "has_weights": True}))
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)

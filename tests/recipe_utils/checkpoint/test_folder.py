@@ -9,7 +9,7 @@ import zlib
 import checkpoint_runs
 import pytest
 import torch
-from checkpoint_runs import RECIPE, Malicious, build, change_marker, flip_a_bit, save_once
+from checkpoint_runs import RECIPE, Malicious, build, change_marker, flip_a_bit, save_once, state
 
 from recipe_utils.checkpoint.folder import MARKER, find_newest_whole, remove_leftovers
 from recipe_utils.checkpoint.layout import read_index
@@ -70,7 +70,7 @@ def test_a_torn_or_foreign_checkpoint_is_skipped_with_a_reason(folder, damage):
     assert (found, path) == (folder / "step_1", folder / "step_2")
     assert re.search(reason, given)
     with pytest.raises(CheckpointError, match=reason):
-        load(path, *build(seed=1), recipe=RECIPE)
+        load(path, *build(seed=1), state(0))
 
 
 def test_the_newest_is_the_one_with_the_most_steps(folder):
@@ -86,7 +86,7 @@ def test_a_flipped_bit_is_found_before_anything_is_loaded(folder, name):
     before = checkpoint_runs.contents(model, optimizer)
     assert find_newest_whole(folder, RECIPE)[0] == folder / "step_2"
     with pytest.raises(CheckpointError, match=rf"{name}: its bytes"):
-        load(folder / "step_2", model, optimizer, recipe=RECIPE)
+        load(folder / "step_2", model, optimizer, state(0))
     checkpoint_runs.assert_equal(checkpoint_runs.contents(model, optimizer), before)
 
 
@@ -104,10 +104,10 @@ def test_a_pickle_in_place_of_a_file_is_not_executed(folder, tmp_path, name, zip
 
     find_newest_whole(folder, RECIPE)
     if name == ".metadata":  # the name of PyTorch's own; never opened
-        load(path.parent, *build(seed=1), recipe=RECIPE)
+        load(path.parent, *build(seed=1), state(0))
     else:
         with pytest.raises(CheckpointError, match=name):
-            load(path.parent, *build(seed=1), recipe=RECIPE)
+            load(path.parent, *build(seed=1), state(0))
     assert not crime.exists()
     with path.open("rb") as file:
         torch.load(file, weights_only=False) if zipped else pickle.load(file)

@@ -8,12 +8,12 @@ import tiny
 import torch
 import torch.distributed as dist
 import torchao
-from checkpoint_runs import RECIPE, build, contents, save_once, state, train
+from checkpoint_runs import build, contents, save_once, state, train
 from distributed_runs import run_distributed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from recipe_utils.checkpoint.load import _check_frozen, differences, load
+from recipe_utils.checkpoint.load import DamagedError, differences, load
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.checkpoint.tensors import note_options, optimizer_contents
 from recipe_utils.files import CheckpointError
@@ -37,7 +37,7 @@ def test_a_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path, optimizer
 
     resumed, resumed_optim = build(optimizer, seed=1, dtype=dtype)
     train(resumed, resumed_optim, range(7, 8))
-    assert load(tmp_path / "step_2", resumed, resumed_optim, recipe=RECIPE) == state(2)
+    assert load(tmp_path / "step_2", resumed, resumed_optim, state(0)) == state(2)
     assert random.random() == drawn[0]
     assert torch.equal(torch.rand(3), drawn[1])
     train(resumed, resumed_optim, range(2, 4))
@@ -48,7 +48,7 @@ def test_a_checkpoint_from_before_the_first_step_leaves_the_optimizer_without_st
     save_once(tmp_path, 0)
     model, optimizer = build(seed=1)
     train(model, optimizer, range(1))
-    load(tmp_path / "step_0", model, optimizer, recipe=RECIPE)
+    load(tmp_path / "step_0", model, optimizer, state(0))
     assert not optimizer.state
 
 
@@ -56,7 +56,7 @@ def test_a_checkpoint_from_before_the_first_step_leaves_the_optimizer_without_st
 def test_an_optimizer_and_one_that_steps_in_the_backward_load_each_others_state(tmp_path, saved, loaded):
     model, optim = save_once(tmp_path, 2, saved)
     resumed, resumed_optim = build(loaded, seed=1)
-    load(tmp_path / "step_2", resumed, resumed_optim, recipe=RECIPE)
+    load(tmp_path / "step_2", resumed, resumed_optim, state(0))
     for each in ((model, optim), (resumed, resumed_optim)):
         train(*each, range(2, 4))
     for ours, theirs in zip(model.parameters(), resumed.parameters(), strict=True):
@@ -68,7 +68,7 @@ def test_what_a_wrapper_adds_to_the_names_does_not_matter(tmp_path):
     wrapped, _ = build(seed=1)
     wrapped.layers[0] = checkpoint_wrapper(wrapped.layers[0])
     wrapped_optim = torch.optim.AdamW(wrapped.parameters())
-    load(tmp_path / "step_1", wrapped, wrapped_optim, recipe=RECIPE)
+    load(tmp_path / "step_1", wrapped, wrapped_optim, state(0))
     found = {unwrapped(name): value for name, value in contents(wrapped, wrapped_optim).items()}
     checkpoint_runs.assert_equal(found, contents(model, optim))
 
@@ -82,7 +82,7 @@ def test_persistent_buffers_are_saved_and_the_other_ones_are_not(tmp_path):
 
     CheckpointWriter(tmp_path).save(*make(1.0), state(1))
     model, optimizer = make(2.0)
-    load(tmp_path / "step_1", model, optimizer, recipe=RECIPE)
+    load(tmp_path / "step_1", model, optimizer, state(0))
     assert model.kept.tolist() == [1.0] * 3
     assert model.cache.tolist() == [2.0] * 3
 
@@ -106,7 +106,7 @@ def test_copies_of_a_shard_are_saved_once_and_load_on_one_process(tmp_path):
     at_save, *_ = run_distributed(save_on_ranks, 4, tmp_path, 2, 2)
     model, optimizer = build(seed=1)
     before = torch.get_rng_state()
-    load(tmp_path / "step_2", model, optimizer, recipe=RECIPE)
+    load(tmp_path / "step_2", model, optimizer, state(0))
     assert torch.equal(torch.get_rng_state(), before)
     checkpoint_runs.assert_equal(contents(model, optimizer), at_save)
     num_bytes = sum(v.nbytes for v in at_save.values() if isinstance(v, torch.Tensor))
@@ -116,23 +116,38 @@ def test_copies_of_a_shard_are_saved_once_and_load_on_one_process(tmp_path):
     assert max(sizes) < 1.5 * min(sizes)
 
 
-def load_with_one_file_unreadable_on_rank_1(path):
-    model, optimizer = build(shard=2, seed=1)
-    before = contents(model, optimizer)
-    if dist.get_rank() == 1:
-        path = path.with_name("nowhere")
-    with pytest.raises(CheckpointError) as caught:
-        load(path, model, optimizer, recipe=RECIPE, group=new_cpu_group())
-    checkpoint_runs.assert_equal(contents(model, optimizer), before)
-    return str(caught.value)
+def load_with_a_problem_on_one_rank(folder):
+    """Returns the errors of a missing folder, of a damaged file that both ranks read, and of an optimizer."""
+    errors, group = [], new_cpu_group()
+    is_second = dist.get_rank() == 1
+    for name, optimizer, expected in (
+        ("nowhere" if is_second else "step_1", "adamw", DamagedError),
+        ("step_2", "adamw", DamagedError),
+        ("step_1", "sgd" if is_second else "adamw", CheckpointError),
+    ):
+        loaded = build(optimizer, shard=2, seed=1)
+        before = contents(*loaded)
+        with pytest.raises(CheckpointError) as caught:
+            load(folder / name, *loaded, state(0), group=group)
+        checkpoint_runs.assert_equal(contents(*loaded), before)
+        assert type(caught.value) is expected
+        errors.append(str(caught.value))
+    return errors
 
 
-def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
-    path = tmp_path / "step_1"
-    save_once(tmp_path)
-    first, second = run_distributed(load_with_one_file_unreadable_on_rank_1, 2, path)
-    assert second.startswith(f"resume_from_checkpoint: {path.with_name('nowhere')} cannot be used")
-    assert first == f"rank 1: {second}"
+def test_what_one_rank_finds_is_an_error_on_all_and_changes_none(tmp_path):
+    """Rank 0 checks optimizer.json and state.json, rank 1 the other two files."""
+    for step in (1, 2):
+        save_once(tmp_path, step)
+    index = tmp_path / "step_2" / "tensors.json"
+    index.write_bytes(b"{" * index.stat().st_size)
+    errors, same = run_distributed(load_with_a_problem_on_one_rank, 2, tmp_path)
+    assert errors == same
+    missing, damaged, optimizer = errors
+    assert missing.startswith(f"rank 1: resume_from_checkpoint: {tmp_path / 'nowhere'} cannot be used")
+    assert damaged.startswith("rank 1: resume_from_checkpoint: ")
+    assert "tensors.json: its bytes are not those that were written" in damaged
+    assert optimizer.startswith("rank 1: optimizer=SGD: its options are")
 
 
 def save_split_layers(folder):
@@ -151,7 +166,7 @@ def test_a_checkpoint_of_split_layers_loads_on_one_process(tmp_path):
     at_save, *_ = run_distributed(save_split_layers, 4, tmp_path)
     model = tiny.tiny_model(tiny.UNTIED_MODEL, seed=1)
     optimizer = torch.optim.AdamW(model.parameters())
-    load(tmp_path / "step_2", model, optimizer, recipe=RECIPE)
+    load(tmp_path / "step_2", model, optimizer, state(0))
     checkpoint_runs.assert_equal(contents(model, optimizer), at_save)
 
 
@@ -182,7 +197,7 @@ def test_a_model_that_does_not_fit_is_named_with_both_values(tmp_path, words):
     optimizer = torch.optim.AdamW(model.parameters())
     before = contents(model, optimizer)
     with pytest.raises(CheckpointError, match=words):
-        load(tmp_path / "step_1", model, optimizer, recipe=RECIPE)
+        load(tmp_path / "step_1", model, optimizer, state(0))
     checkpoint_runs.assert_equal(contents(model, optimizer), before)
 
 
@@ -199,7 +214,7 @@ def test_an_optimizer_that_does_not_fit_is_named_with_both_values(tmp_path, make
     model, _ = build()
     optimizer = make(model)
     with pytest.raises(CheckpointError, match=words):
-        load(tmp_path / "step_1", model, optimizer, recipe=RECIPE)
+        load(tmp_path / "step_1", model, optimizer, state(0))
     assert not optimizer.state
 
 
@@ -207,7 +222,7 @@ def test_how_the_optimizer_computes_is_the_resumed_runs_choice_and_the_rest_is_n
     save_once(tmp_path, 1)
     model, _ = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=True)
-    load(tmp_path / "step_1", model, optimizer, recipe=RECIPE)
+    load(tmp_path / "step_1", model, optimizer, state(0))
     (group,) = optimizer.param_groups
     assert group["foreach"] is True
     assert group["lr"] == 0.01
@@ -243,7 +258,7 @@ def test_options_that_are_built_otherwise_are_those_of_now_and_the_others_contin
     configs = [{"optimizer": {"lr": 1, **(options or {})}} for options in (then, now)]
     CheckpointWriter(tmp_path).save(model, optimizer, state(2, config=configs[0]))
     loaded = resumed, resumed_optimizer
-    load(tmp_path / "step_2", *loaded, recipe=RECIPE, config=configs[1])
+    load(tmp_path / "step_2", *loaded, state(0, config=configs[1]))
     train(*loaded, range(2, 4))
 
     by_hand = adamw_of(model, then or {})
@@ -278,7 +293,7 @@ def test_another_frozen_set_is_refused_in_words(then, now, words, tmp_path):
     *other, frozen = freezing(now)
     for fingerprints, text in ((frozen, f"^model: .*{words}"), ({}, "^model: ")):
         with pytest.raises(CheckpointError, match=text):
-            load(tmp_path / "step_2", *other, recipe=RECIPE, frozen=fingerprints, other_model=True)
+            load(tmp_path / "step_2", *other, state(0, frozen=fingerprints), other_model=True)
 
 
 def test_optimizer_state_that_is_no_plain_tensor_is_named():
@@ -301,6 +316,23 @@ def test_differences_are_found_within_components_and_compare_values_as_json():
 
 def test_the_config_of_a_frozen_model_is_compared(tmp_path):
     crc, described = {"teacher_checkpointer": "1f"}, "teacher_checkpointer.config.json"
-    _check_frozen({**crc, described: "2a"}, {}, tmp_path)  # kd_ratio=0
+    model, optimizer = build()
+    CheckpointWriter(tmp_path).save(model, optimizer, state(1, frozen={**crc, described: "2a"}))
+    load(tmp_path / "step_1", model, optimizer, state(0))  # kd_ratio=0
     with pytest.raises(CheckpointError, match=f"^teacher_checkpointer: .*weights: {described}"):
-        _check_frozen({**crc, described: "2a"}, {**crc, described: "2b"}, tmp_path)
+        load(tmp_path / "step_1", model, optimizer, state(0, frozen={**crc, described: "2b"}))
+
+
+def test_all_differences_are_named_at_once(tmp_path):
+    model, optimizer = build()
+    CheckpointWriter(tmp_path).save(model, optimizer, state(1, frozen={"a": "1"}, config={"model": {"num_heads": 4}}))
+    sgd = torch.optim.SGD(model.parameters())
+    changes = {"data_fingerprint": {"shuffle": False}, "frozen": {"a": "2"}, "config": {"model": {"num_heads": 8}}}
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path / "step_1", model, sgd, state(0, **changes))
+    first, *problems = str(caught.value).splitlines()
+    assert first == "4 problems with the checkpoint:"
+    beginnings = ("dataset_length=None: ", "checkpointer: ", "model.num_heads=8: ", "optimizer=SGD: ")
+    for problem, beginning in zip(problems, beginnings, strict=True):
+        assert problem.startswith(f"  - {beginning}")
+    assert not sgd.state

@@ -61,7 +61,7 @@ def test_what_one_writer_saves_may_change_between_saves(tmp_path, asynchronous):
     writer.close()
     for step in range(3):
         resumed, resumed_optimizer = build(seed=1)
-        load(tmp_path / f"step_{step}", resumed, resumed_optimizer, recipe=RECIPE)
+        load(tmp_path / f"step_{step}", resumed, resumed_optimizer, state(0))
         checkpoint_runs.assert_equal(checkpoint_runs.contents(resumed, resumed_optimizer), expected[step])
 
 
@@ -119,7 +119,7 @@ def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new_checkpoint_w
     found = []
     for folder in killed_before_each_operation(checkpoint_runs.save_and_die_at, tmp_path):
         found.append(step_after_cleanup(folder))
-        load(folder / f"step_{found[-1]}", *build(seed=1), recipe=RECIPE)
+        load(folder / f"step_{found[-1]}", *build(seed=1), state(0))
     assert len(found) > 15
     assert found == sorted(found)
     assert {1, 2} == set(found)
