@@ -41,14 +41,14 @@ class ExportError(RuntimeError):
     """The export of a model failed."""
 
 
-def export(checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mapping[str, str] = {}) -> Path:
+def export(checkpointer: Any, contents: dict[str, Any], name: str, fingerprints: Mapping[str, str] = {}) -> Path:
     """Saves a model, its adapters or both as a folder in the checkpointer's output folder, and returns its path.
 
     The checkpointer writes into a temporary folder, which is synced and then renamed; it replaces
     an existing folder of that name. Files get the mode that the umask allows.
 
     ``checkpointer`` is one of torchtune's that has loaded the initial weights; ``contents`` are full (unsharded)
-    tensors by torchtune's names, under torchtune's keys; ``frozen`` are fingerprints of the adapters' base. If the
+    tensors by torchtune's names, under torchtune's keys; ``fingerprints`` are those of the adapters' base. If the
     export fails, it raises ExportError, removes its files and leaves an existing folder unchanged.
     """
     output_dir = Path(checkpointer._output_dir)
@@ -75,7 +75,7 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mappi
             (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
             for path in list(folder.glob("adapter_*")):
                 path.rename(folder / ADAPTER_FOLDER / path.name)
-            described = {"lora_alpha": contents[ADAPTER_CONFIG]["lora_alpha"], "frozen": dict(frozen)}
+            described = {"lora_alpha": contents[ADAPTER_CONFIG]["lora_alpha"], "frozen": dict(fingerprints)}
             (folder / ADAPTER_FOLDER / DESCRIPTION).write_text(json.dumps(described))
         _apply_umask(temporary)
         for path in [*temporary.rglob("*"), temporary]:

@@ -63,7 +63,7 @@ class TrainingState:
     """Values that must be equal for update steps to contain the same samples."""
     config: dict[str, Any] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
-    """Weights that are neither trained nor saved -> their fingerprint."""
+    """Fingerprints of weights that are neither trained nor saved. The name is a key of ``state.json``."""
     run_id: str = ""
     """Id of the run that started the training; kept on resume."""
     num_tokens_seen: _Counted = 0

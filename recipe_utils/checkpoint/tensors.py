@@ -285,6 +285,7 @@ def describe_mismatch(
         pairs = {name: (value(saved[name]), value(expected[name])) for name in expected.keys() & saved.keys()}
         return [f"{name} {then} instead of {now}" for name, (then, now) in pairs.items() if then != now]
 
+    # Each kind of difference is one clause with some names, and no clause without any.
     differences = {
         "it lacks {}": expected.keys() - saved.keys(),
         "it has {}, which the model does not have": saved.keys() - expected.keys() - set(names_of_other_stages),

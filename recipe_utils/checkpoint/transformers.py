@@ -83,6 +83,7 @@ class FolderCheckpointer:
             raise ValueError(f"{key}: it has no *.safetensors; {remedy}")
         if seed is not None and weights:
             raise ValueError(f"checkpointer.seed={seed}: {checkpoint_dir} has weights ({weights[0]}); remove this key")
+        # An export replaces a folder of its name, which must not be the one that training starts from.
         is_export = re.fullmatch(r"epoch_\d+|export_step_\d+|best", self._checkpoint_dir.name)
         if is_export and self._checkpoint_dir.resolve().parent == self._output_dir.resolve():
             raise ValueError(f"{key}: an export would replace it; set another output_dir")

@@ -100,13 +100,13 @@ def load_weights(
     given = checkpoint.pop(ADAPTER_KEY, None)
     described = checkpoint.pop(ADAPTER_CONFIG, {})
     adapters = adapters_of(model)
-    frozen = fingerprint_of_frozen(adapters, base)
-    check_origin(adapters, frozen, described)
+    fingerprints = fingerprint_of_frozen(adapters, base)
+    check_origin(adapters, fingerprints, described)
     weights = {**base, **initial_adapters(adapters, base, given, seed, settings.torch_dtype)}
     names = model.names_of_weights if isinstance(model, Stages) else ()
     for stage in local_stages(model):
         materialize(stage, weights, settings, device, names)
-    return frozen
+    return fingerprints
 
 
 def materialize(

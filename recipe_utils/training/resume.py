@@ -55,7 +55,7 @@ class Trained:
     checkpointer: Any
     """Exports the model."""
     frozen: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of frozen weights, which must equal the checkpoint's."""
+    """Fingerprints of frozen weights, which must equal the checkpoint's; see :attr:`TrainingState.frozen`."""
     exported: nn.Module | None = None
     """Model that is exported; None for ``model``."""
 
@@ -111,7 +111,7 @@ class Resume:
         Raises ConfigError if ranks have different data or old checkpoints cannot be moved,
         CheckpointError if no checkpoint can be used.
         """
-        # The transform of images is a part of the data.
+        # What decides which samples an update step has, on all ranks alike. The transform of images is a part of it.
         transform = self.config.get("transform") or {}
         fingerprint = {**trained.loader.dataset.fingerprint, **trained.loader.order.fingerprint()}
         fingerprint |= {f"transform.{key}": value for key, value in transform.items()}
@@ -124,6 +124,7 @@ class Resume:
                 f"({key}: {of_other} instead of {of_rank_zero}); give all ranks the same files and "
                 "the same tokenizer"
             )
+        # Before the first schedule changes them: a resume recognizes options that are built otherwise by these.
         note_options(trained.optimizer, lr_scheduler=self.config.get("lr_scheduler"))
         folder = self.settings.output_dir
         state = TrainingState(
@@ -137,6 +138,7 @@ class Resume:
             frozen=dict(trained.frozen),
             run_id=self._new_run(),  # moves old checkpoints, so after all other checks
         )
+        # Of a resumed training this is only what the checkpoint is compared with.
         if self.path is not None:
             return self._resume(self._load(trained, state), state)
         self.log.info(f"Run {state.run_id} starts in {folder}")
@@ -155,6 +157,7 @@ class Resume:
         """Returns a new run id. Unless training resumes, moves old checkpoints to a backup."""
         run_id, problem = "", None
         folder = self.settings.output_dir
+        # Rank 0 renames folders for all, and its clock and random numbers make the id of all.
         if self.ranks.is_zero:
             run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
             try:
@@ -209,12 +212,11 @@ class Resume:
 
     def _resume(self, saved: TrainingState, now: TrainingState) -> TrainingState:
         """Returns the position of ``saved`` in this run; logs it and what differs."""
-        run_id = saved.run_id or now.run_id
         if saved.seed != now.seed:
             self.log.warn(f"seed={now.seed}: the checkpoint was saved with {saved.seed}")
             set_seed(now.seed)  # instead of the checkpoint's random states
         self.log.info(
-            f"Resumes from {self.path}: run {run_id}, epoch {saved.epoch + 1}, after update step {saved.global_step}"
+            f"Resumes from {self.path}: run {saved.run_id}, epoch {saved.epoch + 1}, after update step {saved.global_step}"
         )
         then, current = _movable(saved.config), _movable(now.config)
         for key, (before, after) in differences(then, current, "its default").items():
@@ -223,7 +225,7 @@ class Resume:
         for name in self.parts.load(saved.parts):
             self.log.info(f"{name}: the checkpoint has no state of it, so it starts here")
         kept = {name: getattr(now, name) for name in ("seed", "data_fingerprint", "config", "frozen")}
-        return replace(saved, run_id=run_id, **kept)
+        return replace(saved, **kept)
 
     def _find_checkpoint(self, older_than: Path | None = None) -> Path | None:
         """Returns the newest checkpoint with all files in full size, the same on all ranks."""

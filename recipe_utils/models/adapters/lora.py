@@ -162,10 +162,10 @@ def fresh_adapters(adapters: Adapters, base: Mapping[str, Tensor], seed: int, dt
     return fresh
 
 
-def check_origin(adapters: Adapters, frozen: Mapping[str, str], described: Mapping[str, Any]) -> None:
+def check_origin(adapters: Adapters, fingerprints: Mapping[str, str], described: Mapping[str, Any]) -> None:
     """Raises ValueError if given adapters were trained with another alpha or base.
 
-    ``frozen`` are fingerprints of the base; ``described`` is what
+    ``fingerprints`` are those of the base; ``described`` is what
     :func:`recipe_utils.checkpoint.peft.load_checkpoint` found beside the adapters.
     """
     key, alpha = "checkpointer.adapter_checkpoint", described.get("lora_alpha")
@@ -176,7 +176,7 @@ def check_origin(adapters: Adapters, frozen: Mapping[str, str], described: Mappi
             f"model.lora_alpha={alpha:g}"
         )
     then = described.get("frozen", {})
-    others = [name for name in then if name in frozen and _plain(then[name]) != _plain(frozen[name])]
+    others = [name for name in then if name in fingerprints and _plain(then[name]) != _plain(fingerprints[name])]
     if others:
         raise ValueError(
             f"{key}: its adapters were trained on another base: {len(others)} of {len(then)} weights differ "
