@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -154,13 +155,9 @@ def read_marker(path: Path) -> Marker:
     return read_as(Marker, path / MARKER)
 
 
-def check_checksums(path: Path, names: list[str]) -> str | None:
-    """Compares the CRC-32 of files with the marker's. Returns the first problem, None if there is none.
-
-    Raises CheckpointError if the marker cannot be read.
-    """
-    files = read_marker(path).files
-    for name in names:
+def check_checksums(path: Path, files: Mapping[str, FileFacts]) -> str | None:
+    """Compares the CRC-32 of files with what was written. Returns the first problem, None if there is none."""
+    for name, facts in files.items():
         crc32 = 0
         try:
             with (path / name).open("rb") as file:
@@ -168,7 +165,7 @@ def check_checksums(path: Path, names: list[str]) -> str | None:
                     crc32 = zlib.crc32(content, crc32)
         except OSError as error:
             return f"{path / name}: {os.strerror(error.errno or 0)}"
-        if crc32 != files[name].crc32:
+        if crc32 != facts.crc32:
             return f"{path / name}: its bytes are not those that were written (CRC-32)"
     return None
 

@@ -164,7 +164,7 @@ def _read(
     problem = check_whole(path, recipe=recipe)
     if problem is None:
         marker = read_marker(path)
-        problem = check_checksums(path, sorted(marker.files)[rank::world_size])
+        problem = check_checksums(path, dict(sorted(marker.files.items())[rank::world_size]))
     if problem is not None:
         raise DamagedError(f"resume_from_checkpoint: {path} cannot be used: {problem}")
     state = read_as(TrainingState, path / "state.json")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def note_options(optimizer: AnyOptimizer, **more: Any) -> None:
     """Keeps the present options of each group, and ``more``, for a comparison when training resumes."""
-    for _, group in _groups(optimizer):
+    for group in chain.from_iterable(part.param_groups for part in single_optimizers(optimizer)):
         options = {k: v for k, v in group.items() if k not in {*_IMPLEMENTATION_OPTIONS, _BUILT}}
         group[_BUILT] = deepcopy({**options, **more})  # schedules set a tensor in place
 
@@ -77,21 +78,19 @@ def optimizer_contents(model: nn.Module, optimizer: AnyOptimizer) -> tuple[dict[
 
     Initializes nothing and takes no step. Raises ValueError with the name of a state or an option that cannot be saved.
     """
-    names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
     tensors: dict[str, Tensor] = {}
     state: dict[str, dict[str, list[Any] | None]] = {}
     groups = []
-    for part, group in _groups(optimizer):
+    for part, group, members in _groups(model, optimizer):
         where = f"optimizer={type(part).__name__}"
         options = {
             key: _plain(value, f"{where}: its option {key}")
             for key, value in group.items()
             if key not in _IMPLEMENTATION_OPTIONS
         }
-        members = [names[id(parameter)] for parameter in group["params"]]
-        groups.append(GroupDescription(members, options))
+        groups.append(GroupDescription([*members], options))
         # Tensors go to safetensors, in parts of ranks; everything else into JSON, so that nothing is pickled.
-        for name, parameter in zip(members, group["params"], strict=True):
+        for name, parameter in members.items():
             for key, value in part.state.get(parameter, {}).items():
                 what = f"{where}: its state {key} of {name}"
                 if isinstance(value, Tensor):
@@ -121,10 +120,14 @@ def merge_descriptions(descriptions: Sequence[OptimizerDescription]) -> Optimize
     return merged
 
 
-def _groups(optimizer: AnyOptimizer) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+def _groups(
+    model: nn.Module, optimizer: AnyOptimizer
+) -> Iterator[tuple[Optimizer, dict[str, Any], dict[str, nn.Parameter]]]:
+    """Yields each group of an optimizer, and its parameters by name."""
+    names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
     for part in single_optimizers(optimizer):
         for group in part.param_groups:
-            yield part, group
+            yield part, group, {names[id(parameter)]: parameter for parameter in group["params"]}
 
 
 def _plain(value: Any, what: str) -> Any:
@@ -154,9 +157,8 @@ def misfits_of_optimizer(
     between an optimizer and :class:`recipe_utils.optim.optimizer.OptimizerInBackward`.
     """
     # Groups are compared by the names of their parameters: their number and order may have changed.
-    names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
     options_of = description.options_of
-    current = {names[id(p)] for _, group in _groups(optimizer) for p in group["params"]}
+    current = {name for *_, members in _groups(model, optimizer) for name in members}
     lacking = current - options_of.keys()
     superfluous = options_of.keys() - current - set(names_of_other_stages)
     if lacking or superfluous:
@@ -166,15 +168,14 @@ def misfits_of_optimizer(
         )
         return
 
-    for part, group in _groups(optimizer):
-        members = [names[id(parameter)] for parameter in group["params"]]
+    for part, group, members in _groups(model, optimizer):
         saved_options = [options_of[name] for name in members]
         # One group has one value of each option, so its parameters must continue with equal ones.
         continued = _continued(saved_options, group)
         for name, options in zip(members, continued, strict=True):
             if options != continued[0]:
                 both = f"{continued[0]} and {options}"
-                yield f"optimizer: {members[0]} and {name} are in one group, but were saved with {both}"
+                yield f"optimizer: {next(iter(members))} and {name} are in one group, but were saved with {both}"
                 break
         ours = group.keys() - _IMPLEMENTATION_OPTIONS
         if members and (ours ^ saved_options[0].keys()) - {"initial_lr", _BUILT}:  # schedulers add initial_lr
@@ -183,7 +184,7 @@ def misfits_of_optimizer(
                 f"{in_words(saved_options[0])}; set the same optimizer"
             )
         # State is sharded as its parameter, so it must have the parameter's shape, whole rows of it, or one value.
-        for name, parameter in zip(members, group["params"], strict=True):
+        for name, parameter in members.items():
             for key, value in description.state.get(name, {}).items():
                 what, like = f"optimizer: its state {key} of {name}", saved.get(f"{name}.{key}")
                 if value is None and like is None:
@@ -193,6 +194,7 @@ def misfits_of_optimizer(
                 elif like.shape != parameter.shape and not _has_rows(like, parameter):
                     shapes = f"has shape {tuple(like.shape)}, the parameter {tuple(parameter.shape)}"
                     yield f"{what} {shapes}; how the one is sharded does not follow from the other"
+                    return  # one of many
 
 
 def restore_optimizer(
@@ -204,11 +206,9 @@ def restore_optimizer(
     are those of :func:`misfits_of_optimizer`. Returns the new, still empty state tensors by the names of ``saved``,
     sharded as the parameters.
     """
-    names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
     options_of = description.options_of
     tensors: dict[str, Tensor] = {}
-    for part, group in _groups(optimizer):
-        members = [names[id(parameter)] for parameter in group["params"]]
+    for part, group, members in _groups(model, optimizer):
         # A schedule or a fused step holds tensors of options, so these are filled in place.
         for options in _continued([options_of[name] for name in members], group)[:1]:  # equal for all
             for key, value in options.items():
@@ -217,7 +217,7 @@ def restore_optimizer(
                 else:
                     group[key] = tuple(value) if isinstance(value, list) else value
         # Not by load_state_dict, which would cast the state to the parameter's dtype.
-        for name, parameter in zip(members, group["params"], strict=True):
+        for name, parameter in members.items():
             state: dict[str, Any] = {}
             for key, value in description.state.get(name, {}).items():
                 if value is None:

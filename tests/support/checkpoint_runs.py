@@ -139,7 +139,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 def assert_whole(path: Path) -> None:
-    assert check_checksums(path, list(read_marker(path).files)) is None
+    assert check_checksums(path, read_marker(path).files) is None
 
 
 class Malicious:
