@@ -27,7 +27,7 @@ def test_the_plan_is_packed_where_that_is_exact_and_padded_otherwise(tiny_config
     for model_type, plan in (("qwen3", "packed"), ("roberta", "least_padding")):
         config = tiny_config(**save_tiny(tmp_path / model_type, model_type))
         with set_up(config) as made:
-            assert made.settings.microbatching == plan
+            assert made.settings.data.microbatching == plan
     module = "roberta.embeddings (RobertaEmbeddings)"
     text = f"microbatching=packed: {module} mixes the documents of a row; set microbatching=least_padding"
     assert text in refusal({**config, "microbatching": "packed"})
