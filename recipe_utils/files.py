@@ -9,7 +9,6 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from recipe_utils.torchtune_names import logger
+from recipe_utils.torchtune_names import log_once
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -167,13 +166,6 @@ def if_supported(operation: str) -> Iterator[None]:
             raise
         text = f"output_dir: its filesystem does not support {operation} ({error.strerror})"
         log_once(f"{text}; everything is written without it", logging.WARNING)
-
-
-@cache
-def log_once(text: str, level: int = logging.INFO) -> None:
-    """Logs a line on rank 0, also before process groups exist, once in a process."""
-    if os.environ.get("RANK", "0") == "0":
-        logger.log(level, text)
 
 
 class TensorFile:

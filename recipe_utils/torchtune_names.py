@@ -5,6 +5,8 @@ functions below are torchtune's, imported when a file first uses one.
 """
 
 import logging
+import os
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,6 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 
 __getattr__ = exported(
     {
-        "get_device": "torchtune.utils",
-        "get_distributed_backend": "torchtune.training",
         "get_dtype": "torchtune.training",
         "get_memory_stats": "torchtune.training",
         "instantiate": "torchtune.config",
@@ -49,3 +49,10 @@ def log_rank_zero(text: str, level: int = logging.INFO) -> None:
     """Logs a message on rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.log(level, text, stacklevel=2)
+
+
+@cache
+def log_once(text: str, level: int = logging.INFO) -> None:
+    """Logs a line on rank 0, also before process groups exist, once in a process."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.log(level, text)

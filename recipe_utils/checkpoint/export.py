@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from torchtune import training
 
 from recipe_utils.checkpoint.peft import DESCRIPTION, write_peft
-from recipe_utils.files import fsync_folder, if_supported, log_once, publish
+from recipe_utils.files import fsync_folder, if_supported, publish
 from recipe_utils.settings.components import component_at, taken_by
-from recipe_utils.torchtune_names import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY
+from recipe_utils.torchtune_names import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY, log_once
 
 _MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
 WEIGHTS = (*_MODEL_FILES, ".index.json", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".tflite", ".ckpt", ".pkl")

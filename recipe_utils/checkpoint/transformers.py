@@ -18,8 +18,8 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 from recipe_utils.checkpoint.export import WEIGHTS, copy_files
 from recipe_utils.checkpoint.peft import read_peft_of_transformers, write_peft_of_transformers
-from recipe_utils.files import TensorFile, log_once, write_atomically, write_tensors
-from recipe_utils.torchtune_names import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY
+from recipe_utils.files import TensorFile, write_atomically, write_tensors
+from recipe_utils.torchtune_names import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY, log_once
 
 _PREFIX = "model."
 """Prefix of parameter names in :class:`recipe_utils.models.transformers.decoder.Decoder`."""

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from recipe_utils.parallel.ranks import RankSettings, resolve_device
+from recipe_utils.parallel.ranks import resolve_device
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.update_steps.settings import DataSettings
 

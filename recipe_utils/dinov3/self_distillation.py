@@ -18,7 +18,7 @@ from recipe_utils.dinov3.images.crop_rows import ViewTargets
 from recipe_utils.dinov3.koleo import koleo_loss
 from recipe_utils.distillation.losses import LinearDistillationLoss, TeacherHidden
 from recipe_utils.losses.chunks import sum_dtype
-from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
 from recipe_utils.settings.problems import Problem

@@ -29,7 +29,8 @@ from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import num_outputs, warn_if_above_memory
 from recipe_utils.models.vocabulary import check_same_tokens
 from recipe_utils.optim.optimizer import OptimizerSettings
-from recipe_utils.parallel.ranks import Ranks, RankSettings
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.keys import STRICT, OnlyWith
 from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.torchtune_names import instantiate, log_rank_zero

@@ -30,7 +30,8 @@ from recipe_utils.models.weights import materialize
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, single_optimizers
 from recipe_utils.parallel.fsdp import gradient_sync, local
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.parallel.ranks import join_ranks
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.preference.losses import PreferenceLoss, PreferenceSettings, make_preference_loss
 from recipe_utils.preference.pairs import PairSettings, pair_collator
 from recipe_utils.settings.problems import ConfigError, build, naming

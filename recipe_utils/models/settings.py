@@ -12,7 +12,8 @@ from torch import nn
 from torchtune import training
 
 from recipe_utils.models.attention.packed_attention import missing_for_triton
-from recipe_utils.parallel.ranks import RankSettings, resolve_device
+from recipe_utils.parallel.ranks import resolve_device
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
 from recipe_utils.settings.problems import Problem

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
-from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.components import MadeWith, component_at, taken_by
 from recipe_utils.settings.keys import STRICT, Count, Positive
 from recipe_utils.settings.problems import ConfigError, Problem, naming

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from recipe_utils.torchtune_names import get_distributed_backend
-
 _IS_GONE = re.compile("Connection (closed|reset) by peer|Broken pipe|got 0 bytes|process exit(ed|ing)")
 """Errors of gloo, TCPStore and NCCL after the end of a rank. Not timeouts: the rank may only be slow."""
 _POLL_SECONDS = 0.001
@@ -68,7 +66,9 @@ def init_process_group(device: torch.device, timeout_seconds: float | None = Non
     """
     if dist.is_initialized():
         return False
-    backend = get_distributed_backend(device.type, offload_ops_to_cpu=device.type != "cpu")
+    backend = dist.get_default_backend_for_device(device)
+    if device.type != "cpu":
+        backend = f"{device.type}:{backend},cpu:gloo"
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]

@@ -13,22 +13,24 @@ Ranks 0 and 1 split each layer and have the same rows. ``dp_degree`` is 4, and `
 """
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass as plain_dataclass
+import os
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipe_utils.parallel import process_group
-from recipe_utils.parallel.fsdp import GradientSync
-from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.settings.problems import ConfigError, Problem
-from recipe_utils.torchtune_names import get_device, log_rank_zero
+from recipe_utils.torchtune_names import log_rank_zero
+
+if TYPE_CHECKING:  # ranks are joined without pydantic, too
+    from recipe_utils.parallel.settings import RankSettings
+
+_ACCELERATORS = ("cuda", "npu", "xpu")
+"""Device types that are numbered by ``LOCAL_RANK``; the first that is available is the default."""
 
 
 class ParallelDims(NamedTuple):
@@ -45,69 +47,7 @@ class ParallelDims(NamedTuple):
         return self.dp_replicate * self.dp_shard
 
 
-@dataclass(frozen=True, config=STRICT)
-class RankSettings:
-    """Device of each rank and parallelism over ranks."""
-
-    device: str | None = None
-    """Device type: ``cpu``, ``cuda``, ...; null selects the accelerator if there is one."""
-    data_parallel_replicate_dim: Count = 1
-    """Copies of the sharded model (HSDP); 1 for FSDP2."""
-    data_parallel_shard_dim: int = -1
-    """Ranks that shard one copy; -1 for all that the other dimensions leave."""
-    tensor_parallel_dim: Count = 1
-    """Ranks that split each layer by ``tensor_parallel_plan``."""
-    pipeline_parallel_dim: Count = 1
-    """Ranks in a pipeline of stages."""
-    gradient_sync: GradientSync = "each_microbatch"
-    """``each_microbatch`` keeps accumulated gradients sharded; ``last_microbatch`` communicates once per update step,
-    and keeps them whole until then."""
-    process_group_timeout_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    """Timeout of collectives [s]; null for PyTorch's default."""
-
-    def problems(self) -> Iterator[Problem]:
-        """Yields values that do not fit together or this machine."""
-        try:
-            resolve_device(self.device)
-        except ConfigError as error:
-            yield from error.problems
-        try:
-            _ = self.dims
-        except ConfigError as error:
-            yield from error.problems
-
-    @property
-    def dims_or_none(self) -> ParallelDims | None:
-        """Returns :attr:`dims`, or None if they are invalid."""
-        try:
-            return self.dims
-        except ConfigError:
-            return None
-
-    @property
-    def dims(self) -> ParallelDims:
-        """Returns the ranks along each dimension; ConfigError if they do not fit the world size."""
-        world_size = process_group.world_size_from_env()
-        replicate, shard = self.data_parallel_replicate_dim, self.data_parallel_shard_dim
-        tp, pp = self.tensor_parallel_dim, self.pipeline_parallel_dim
-        if shard == -1:
-            shard = max(world_size // (replicate * tp * pp), 1)
-        if shard < 1:
-            text = "it must be at least 1, or -1 for all ranks that the other dimensions leave"
-            raise ConfigError(Problem("data_parallel_shard_dim", text, shard))
-        num_ranks = replicate * shard * tp * pp
-        if num_ranks != world_size:
-            keys = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel")
-            product = " * ".join(f"{key}_dim={getattr(self, f'{key}_dim')}" for key in keys)
-            text = (
-                f"they make {num_ranks} ranks, but {world_size} run; set them so that their product "
-                f"is {world_size}, or start {num_ranks} processes (--nproc_per_node)"
-            )
-            raise ConfigError(Problem(product, text))
-        return ParallelDims(replicate, shard, tp, pp)
-
-
-@plain_dataclass(frozen=True)
+@dataclass(frozen=True)
 class Ranks:
     """This rank in the mesh (pp, dp_replicate, dp_shard, tp)."""
 
@@ -196,14 +136,14 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join_ranks(settings: RankSettings | None = None) -> Ranks:
+def join_ranks(settings: "RankSettings | None" = None) -> Ranks:
     """Joins the process group and builds the mesh; a collective of all ranks. By default all are data-parallel."""
-    settings = settings or RankSettings()
-    device, dims = resolve_device(settings.device), settings.dims
-    timeout = settings.process_group_timeout_seconds
+    device = resolve_device(settings.device if settings else None)
+    dims = settings.dims if settings else ParallelDims(1, process_group.world_size_from_env(), 1)
+    timeout = settings.process_group_timeout_seconds if settings else None
     owns_process_group = process_group.init_process_group(device, timeout)
     mesh = build_mesh(device, dims)
-    if dims.pp > 1 and dims.dp_degree > 1 and settings.gradient_sync != "last_microbatch":
+    if settings and dims.pp > 1 and dims.dp_degree > 1 and settings.gradient_sync != "last_microbatch":
         text = (
             f"gradient_sync={settings.gradient_sync}: pipeline stages keep gradients unsharded "
             "until the last microbatch, as with last_microbatch"
@@ -226,18 +166,29 @@ def join_ranks(settings: RankSettings | None = None) -> Ranks:
 
 
 def resolve_device(device: str | None) -> torch.device:
-    """Returns the device of this rank; None selects the accelerator if there is one.
+    """Returns the device of this rank, and makes it the current one; None selects the accelerator if there is one.
 
-    Raises ConfigError if it is not available; torchtune would silently use the CPU.
+    Raises ConfigError if it is not available.
     """
+    available = [name for name in _ACCELERATORS if hasattr(torch, name) and getattr(torch, name).is_available()]
+    local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
     try:
-        available = get_device(device)
-    except Exception as error:
+        found = torch.device([*available, "cpu"][0] if device is None else device)
+        if found.type in _ACCELERATORS and found.type not in available:
+            text = f"this machine has none that PyTorch can use; set device={[*available, 'cpu'][0]}"
+            raise ConfigError(Problem("device", text, device))
+        # torchrun starts one process for each device of a node, with its number in LOCAL_RANK.
+        if found.type in _ACCELERATORS:
+            found = torch.device(found.type, (local_rank or 0) if found.index is None else found.index)
+            if found.index >= (count := getattr(torch, found.type).device_count()):
+                raise RuntimeError(f"{found} is none of {count} devices")
+            getattr(torch, found.type).set_device(found)
+        if found.type != "cpu" and local_rank not in (None, found.index):
+            raise RuntimeError(f"{found} is not the device of local rank {local_rank}")
+        torch.empty(0, device=found)  # an error if it is not available
+    except (RuntimeError, AssertionError) as error:
         raise ConfigError(Problem("device", f"{error}; set it to a device of this machine", device)) from None
-    if device is not None and available.type != torch.device(device).type:
-        text = f"this machine has none that PyTorch can use; set device={available.type}"
-        raise ConfigError(Problem("device", text, device))
-    return available
+    return found
 
 
 def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:

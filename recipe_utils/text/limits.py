@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from recipe_utils.files import log_once
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.documents import Documents
+from recipe_utils.torchtune_names import log_once
 
 Kernel = Literal["varlen", "flex", "by_document", "dense"]
 Layout = Literal["packed", "trees", "over ranks"]

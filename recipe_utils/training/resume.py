@@ -26,7 +26,8 @@ from recipe_utils.models.pipeline.stages import adapters_of, local_stages
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.fsdp import local, sharded_as
 from recipe_utils.parallel.process_group import gather_objects
-from recipe_utils.parallel.ranks import Ranks, RankSettings
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.keys import own_keys
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.torchtune_names import set_seed

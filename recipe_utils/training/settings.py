@@ -10,7 +10,7 @@ from recipe_utils.data.meter import budget_on_ranks
 from recipe_utils.models.pipeline.schedule import PipelineSettings, pipeline_on_ranks
 from recipe_utils.models.settings import ModelSettings, model_on_ranks
 from recipe_utils.optim.optimizer import OptimizerSettings, optimizer_on_ranks
-from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith, Positive
 from recipe_utils.settings.problems import Problem, problems_with_folder

@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from recipe_utils.parallel.process_group import local_world_size_from_env
-from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.packed import plan_packed
 from recipe_utils.plans.padded import plan_in_order, plan_least_padding

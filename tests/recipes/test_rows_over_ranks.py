@@ -19,7 +19,8 @@ from recipe_utils.long_rows.shares import Share, cut
 from recipe_utils.losses import LinearCrossEntropyLoss
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.parallel.ranks import join_ranks
+from recipe_utils.parallel.settings import RankSettings
 
 SPANNING = {"microbatching": "packed", "batch_size": 1, "max_tokens_per_microbatch": 12}
 

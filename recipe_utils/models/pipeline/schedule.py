@@ -19,7 +19,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.torch_version import TorchVersion
 
-from recipe_utils.parallel.ranks import Ranks, RankSettings
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.keys import STRICT, OnlyWith
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.torchtune_names import logger

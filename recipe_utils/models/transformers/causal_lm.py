@@ -14,9 +14,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.checkpoint.export import WEIGHTS
 from recipe_utils.checkpoint.transformers import check_folder
-from recipe_utils.files import log_once, write_atomically
+from recipe_utils.files import write_atomically
 from recipe_utils.models.transformers.decoder import Decoder, build, reached_by_text
 from recipe_utils.models.transformers.packing_check import cached_packing_check, error_on_device
+from recipe_utils.torchtune_names import log_once
 
 
 def causal_lm(path: str, attention: str | None = None, config: dict[str, Any] | None = None) -> Decoder:

@@ -34,13 +34,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from recipe_utils.files import log_once, write_atomically
+from recipe_utils.files import write_atomically
 from recipe_utils.models.double_precision import DoublePrecision
 from recipe_utils.models.transformers.decoder import Decoder, build, layers_of
 from recipe_utils.models.transformers.masks import Axes, Exchange
 from recipe_utils.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.text.limits import Kernel, PackedAttention
-from recipe_utils.torchtune_names import set_default_dtype
+from recipe_utils.torchtune_names import log_once, set_default_dtype
 
 _MAX_MODULES = 3
 """Most classes of modules that run by document in one model."""

@@ -11,10 +11,10 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from transformers import PreTrainedModel
 
 from recipe_utils.checkpoint.transformers import names_of_weights
-from recipe_utils.files import log_once
 from recipe_utils.models.adapters.lora import check_adapter
 from recipe_utils.models.transformers.causal_lm import best_plan, decoder_of
 from recipe_utils.models.transformers.decoder import Decoder
+from recipe_utils.torchtune_names import log_once
 
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names that linear layers of experts had before transformers fused them."""

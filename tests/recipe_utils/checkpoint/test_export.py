@@ -19,7 +19,7 @@ from transformers import utils as transformers_utils
 from recipe_utils.checkpoint.export import ExportError, export
 from recipe_utils.checkpoint.folder import check_whole, remove_leftovers
 from recipe_utils.examples.fresh_weights import fresh_llama_checkpointer
-from recipe_utils.files import log_once
+from recipe_utils.torchtune_names import log_once
 
 # Not each opening: what is inside of the temporary folder does not matter.
 FILE_OPERATIONS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.utime")

@@ -21,7 +21,8 @@ from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.optim.optimizer import unwrapped
 from recipe_utils.parallel.process_group import new_cpu_group
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.parallel.ranks import join_ranks
+from recipe_utils.parallel.settings import RankSettings
 
 OPTIMIZERS = ("adamw", "sgd", "sgd_momentum", "in_backward")
 

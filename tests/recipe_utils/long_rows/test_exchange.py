@@ -9,7 +9,8 @@ from tiny import on_meta
 
 from recipe_utils.long_rows.exchange import heads_of_row, row_groups, tokens_of_part
 from recipe_utils.models.sizes import limits_of
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.parallel.ranks import join_ranks
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.problems import ConfigError
 
 NUM_HEADS, WIDTH = 12, 3

@@ -13,7 +13,8 @@ from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import NotOnThisStage, Stages, has_output, local_stages
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import load_weights
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.parallel.ranks import join_ranks
+from recipe_utils.parallel.settings import RankSettings
 
 CPU = torch.device("cpu")
 

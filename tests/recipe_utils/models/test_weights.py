@@ -23,7 +23,8 @@ from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import local_stages
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import differences_from_config, gather_weights, load_weights, with_weights
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.parallel.ranks import join_ranks
+from recipe_utils.parallel.settings import RankSettings
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 FP32 = ModelSettings()

@@ -15,7 +15,8 @@ from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.optim import AdamW8bit, adamw_8bit
 from recipe_utils.optim.optimizer import OptimizerSettings, optimizer_on_ranks
 from recipe_utils.parallel.process_group import new_cpu_group
-from recipe_utils.parallel.ranks import ParallelDims, RankSettings, build_mesh
+from recipe_utils.parallel.ranks import ParallelDims, build_mesh
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.update_steps.settings import DataSettings
 
 SHAPES = {"odd": (130, 300), "few_rows": (3, 2000), "experts": (5, 40, 30), "long": (5000,), "small": (8, 8)}

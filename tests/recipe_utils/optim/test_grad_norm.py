@@ -13,7 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from recipe_utils.optim.grad_norm import clip_grad_norm_, grad_norms
 from recipe_utils.parallel.fsdp import shard_model
-from recipe_utils.parallel.ranks import ParallelDims, RankSettings, build_mesh, join_ranks
+from recipe_utils.parallel.ranks import ParallelDims, build_mesh, join_ranks
+from recipe_utils.parallel.settings import RankSettings
 
 CPU = torch.device("cpu")
 ZERO = torch.zeros(1)

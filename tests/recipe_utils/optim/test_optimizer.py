@@ -15,7 +15,7 @@ from recipe_utils.optim.optimizer import (
     check_optimizer,
     optimizer_on_ranks,
 )  # fmt: skip
-from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.update_steps.settings import DataSettings
 
 NUM_STEPS = 6

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from distributed_runs import run_distributed
 
 from recipe_utils.parallel.process_group import init_process_group
-from recipe_utils.parallel.ranks import RankSettings, join_ranks, resolve_device
+from recipe_utils.parallel.ranks import join_ranks, resolve_device
+from recipe_utils.parallel.settings import RankSettings
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,8 @@ from torchtune.data import padded_collate_sft
 
 from recipe_utils.data.inspect_samples import log_data
 from recipe_utils.data.loaders import build_loader
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.parallel.ranks import join_ranks
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.preference.reference import OnePass
 from recipe_utils.text.collator import text_collator

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.update_steps.settings import DataSettings, data_on_ranks
 
 

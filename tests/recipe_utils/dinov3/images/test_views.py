@@ -20,7 +20,8 @@ from recipe_utils.dinov3.images.views import (
     ViewSettings,
     WholeImages,
 )
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.parallel.ranks import join_ranks
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.update_steps.loader import RowBudget
 from recipe_utils.update_steps.order import OnRank, ShuffledOrder, StepIndex
 from recipe_utils.update_steps.permutation import epoch_permutation

@@ -13,7 +13,7 @@ from recipe_utils.models.attention import packed_attention
 from recipe_utils.models.attention.packed_attention import attention_of, missing_for_triton, other_attention
 from recipe_utils.models.settings import ModelSettings, model_on_ranks
 from recipe_utils.models.sizes import limits_of
-from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.problems import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -5,7 +5,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from recipe_utils.models.pipeline.schedule import PipelineSettings, pipeline_on_ranks
-from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.update_steps.settings import DataSettings
 

@@ -32,9 +32,9 @@ from torch import nn
 from torchtune.modules.peft import LoRALinear
 from transformers import AutoModelForCausalLM
 
-from recipe_utils.files import log_once
 from recipe_utils.models import lora_causal_lm
 from recipe_utils.models.adapters.lora import adapters_in_words, find_adapters
+from recipe_utils.torchtune_names import log_once
 
 LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"}
 DORA = {**LORA, "use_dora": True}
