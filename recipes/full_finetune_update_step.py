@@ -81,7 +81,7 @@ class FullFinetuneRecipe:
         datasets = data.load_datasets(cfg, partial(text.load_dataset, tokenizer=self.tokenizer))
         limits = models.limits_of(meta_model, ranks.device, ranks.dims.tp)
         has_trees = any(map(text.makes_trees, datasets))
-        collator = text.text_collator(
+        collator = data.text_collator(
             settings.data, self.tokenizer, loss_fn.ignore_index, limits, has_trees=has_trees, declared=declared
         )
         num_to_run = models.num_to_run(settings.pipeline, ranks)

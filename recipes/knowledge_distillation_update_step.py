@@ -88,7 +88,7 @@ class KDRecipe:
         datasets = data.load_datasets(cfg, partial(text.load_dataset, tokenizer=self.tokenizer))
         limits = models.limits_of(meta_model, ranks.device, teacher=meta_teacher.model)
         has_trees = any(map(text.makes_trees, datasets))
-        collator = text.text_collator(settings.data, self.tokenizer, loss_fn.ignore_index, limits, has_trees=has_trees)
+        collator = data.text_collator(settings.data, self.tokenizer, loss_fn.ignore_index, limits, has_trees=has_trees)
         num_to_run = models.num_to_run(settings.pipeline, ranks)
         self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, num_to_run)
 

@@ -7,5 +7,6 @@ __getattr__ = exported(
         "build_loader": "recipe_utils.data.loaders",
         "build_loaders": "recipe_utils.data.loaders",
         "load_datasets": "recipe_utils.data.loaders",
+        "text_collator": "recipe_utils.data.collators",
     }
 )

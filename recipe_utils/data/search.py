@@ -1,7 +1,8 @@
 """Search for the tokens of a microbatch, while training: each trial is an update step with the exact gradient."""
 
 from recipe_utils.data.meter import Measured
-from recipe_utils.text.collator import FIRST_TOKENS, MOST_TOKENS, RowCollator
+from recipe_utils.plans.microbatching import FIRST_TOKENS, MOST_TOKENS
+from recipe_utils.text.collator import RowCollator
 from recipe_utils.update_steps.loader import RowBudget
 
 _AFTER_RETRY = 0.85

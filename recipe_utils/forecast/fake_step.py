@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtune.modules.peft import disable_adapter
 
+from recipe_utils.data.collators import text_collator
 from recipe_utils.distillation.losses import TeacherHidden, make_distillation_loss
 from recipe_utils.distillation.teacher import TeacherSettings
 from recipe_utils.forecast.live_bytes import LiveBytes
@@ -35,7 +36,7 @@ from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.preference.losses import PreferenceLoss, PreferenceSettings, make_preference_loss
 from recipe_utils.preference.pairs import PairSettings, pair_collator
 from recipe_utils.settings.problems import ConfigError, build, naming
-from recipe_utils.text.collator import RowCollator, text_collator
+from recipe_utils.text.collator import RowCollator
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, mark_last
@@ -46,7 +47,7 @@ def row_of(collator: RowCollator, size: int, length: int) -> Microbatch:
 
     Eight longer ones fill a packed row, in the same bytes. All tokens are targets, of pairs those not shared.
     """
-    if collator.settings.is_packed:
+    if collator.microbatching.is_packed:
         length = max(length, min(size // 8, collator.reader.limits.max_seq_len))
     tokens, is_target = np.arange(length) % 7, np.arange(length) >= length // 2
     sample = {"tokens": tokens, "labels": tokens}

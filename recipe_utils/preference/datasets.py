@@ -11,7 +11,6 @@ import numpy as np
 from torch.utils.data import Dataset
 from torchtune.data import Message
 
-import recipe_utils.preference.torchtune_pairs  # noqa: F401  corrects torchtune
 from recipe_utils.preference.rows import SIDES, read_pair
 from recipe_utils.text.conversations.datasets import tokenize_texts
 from recipe_utils.text.conversations.messages import Conversation, content_as_text

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-import recipe_utils.preference.torchtune_pairs  # noqa: F401  corrects torchtune
 from recipe_utils.preference.rows import SIDES
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
@@ -215,9 +214,8 @@ def pair_collator(
     """
     shares = settings.is_packed and prefix_sharing is not False
     reader = PairReader(IGNORE_INDEX, limits, max_seq_len=getattr(tokenizer, "max_seq_len", None), shares=shares)
-    return RowCollator(
-        settings, reader, tokenizer, ("prefix_sharing=True", "set prefix_sharing=False") if shares else None
-    )
+    trees = ("prefix_sharing=True", "set prefix_sharing=False") if shares else None
+    return RowCollator(settings.microbatches(), reader, tokenizer.pad_id, trees)
 
 
 def layout_of(settings: DataSettings, prefix_sharing: bool | None) -> str:

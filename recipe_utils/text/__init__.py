@@ -9,7 +9,6 @@ __getattr__ = exported(
         "load_dataset": "recipe_utils.text.datasets",
         "makes_trees": "recipe_utils.text.trees",
         "refused_weights": "recipe_utils.text.mixture",
-        "text_collator": "recipe_utils.text.collator",
         "text_pieces_dataset": "recipe_utils.text.conversations.datasets:TextPiecesDataset",
     }
 )

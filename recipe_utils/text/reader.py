@@ -41,7 +41,7 @@ class TextReader:
     """Tokens above which several ranks compute a sample."""
     keeps_types: bool = False
     """Keeps the types of the dataset for a user's ``collate_fn``."""
-    has_own_positions: bool = False
+    has_own_positions: bool = True
     """``input_pos`` is the project's, not a user's ``collate_fn``'s."""
     noun: ClassVar[str] = "sample"
     num_rows: ClassVar[int] = 1

@@ -1,13 +1,14 @@
 """Corrects torchtune 0.6.1 when it is imported: rows of which it would lose a part are refused.
 
 Of a message whose content is null or a number, it trains the message before as the answer; of one with tool calls or
-thinking, what is left without them. A row's system text, question and tools are lost beside its conversation.
+thinking, what is left without them. A row's system text, question and tools are lost beside its conversation, and so
+are those of preference pairs, of which it trains pairs without ``prompt``, too.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtune.data import OpenAIToMessages, ShareGPTToMessages
+from torchtune.data import ChosenRejectedToMessages, OpenAIToMessages, ShareGPTToMessages
 
 from recipe_utils.text.conversations.messages import read_tools
 from recipe_utils.text.conversations.rows import (
@@ -64,16 +65,23 @@ def _role(message: Mapping[str, Any]) -> str:
     return ROLES.get(str(message.get("role", message.get("from"))), "")
 
 
-def _checked(convert: Any, column: str) -> Any:
-    """Returns the method of a transform, which checks a row before it converts it."""
+def _check_rows(transform: Any, columns: Sequence[str], remedy: str) -> None:
+    """Makes a transform's class check the messages in its ``columns`` before it converts a row."""
+    convert = transform.__call__
 
     def convert_whole(self: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
-        check_row(self, sample, [self._column_map[column]], "set dataset to a conversation_dataset")
+        names = [self._column_map[column] for column in columns]
+        for messages in (sample[name] for name in names if len(names) > 1):
+            if not isinstance(messages, list):
+                text = "instead of a list of messages, as torchtune takes them"
+                raise SampleError(f"it has {str(messages)[:60]!r} {text}; {remedy}")
+        check_row(self, sample, names, remedy)
         converted: Mapping[str, Any] = convert(self, sample)
         return converted
 
-    return convert_whole
+    transform.__call__ = convert_whole
 
 
-OpenAIToMessages.__call__ = _checked(OpenAIToMessages.__call__, "messages")
-ShareGPTToMessages.__call__ = _checked(ShareGPTToMessages.__call__, "conversations")
+_check_rows(OpenAIToMessages, ["messages"], "set dataset to a conversation_dataset")
+_check_rows(ShareGPTToMessages, ["conversations"], "set dataset to a conversation_dataset")
+_check_rows(ChosenRejectedToMessages, ["chosen", "rejected"], "set dataset to a recipe_utils.preference.pair_dataset")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -11,10 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from recipe_utils.parallel.process_group import local_world_size_from_env
 from recipe_utils.parallel.settings import RankSettings
-from recipe_utils.plans.cost import MicrobatchCost
-from recipe_utils.plans.packed import plan_packed
-from recipe_utils.plans.padded import plan_in_order, plan_least_padding
-from recipe_utils.plans.rounds import Plan
+from recipe_utils.plans.microbatching import FIRST_TOKENS, Microbatching, PlanName
 from recipe_utils.settings.components import MadeWith, component_at
 from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith
 from recipe_utils.settings.problems import ConfigError, Problem
@@ -32,7 +28,7 @@ class DataSettings:
     """Samples per update step over all ranks; replaces ``gradient_accumulation_steps``."""
     batch_size_val: Annotated[Count | None, OnlyWith("run_val_every_n_steps")] = None
     """Samples per microbatch in validation. Default: ``batch_size``."""
-    microbatching: Literal["in_order", "least_padding", "packed"] = "in_order"
+    microbatching: PlanName = "in_order"
     """``in_order``: ``batch_size`` samples at a time; ``least_padding``: sorted by length and
     cut for the least cost; ``packed``: concatenated to rows without padding."""
     max_tokens_per_microbatch: Count | Literal["auto"] | None = None
@@ -78,11 +74,6 @@ class DataSettings:
     def is_packed(self) -> bool:
         """Returns True if samples are concatenated to rows."""
         return self.microbatching == "packed"
-
-    @property
-    def moves_samples(self) -> bool:
-        """Returns True if samples move between data-parallel ranks."""
-        return self.plans_by_tokens if self.balance_over_ranks is None else self.balance_over_ranks
 
     def problems(self) -> Iterator[Problem]:
         """Yields contradictions between the keys."""
@@ -174,24 +165,18 @@ class DataSettings:
             )
         raise ConfigError(Problem("global_batch_size", text, total))
 
-    def make_plan(
-        self, max_tokens: int | None, cost: MicrobatchCost, num_rows: int = 1, fills_rows: bool = False
-    ) -> Plan:
-        """Returns the plan of ``microbatching``, see :func:`recipe_utils.plans.padded.plan_least_padding`.
-
-        ``cost`` is the device's. A sample with ``num_rows`` padded rows of one length counts as one row. Packed rows
-        are filled one after the other with ``fills_rows``.
-        """
-        if not self.plans_by_tokens:
-            return partial(plan_in_order, batch_size=self.batch_size)
-        limits: dict[str, Any] = {
-            "batch_size": self.batch_size,
-            "max_tokens_per_microbatch": max_tokens and max(max_tokens // num_rows, 1),
-            "cost": cost._replace(overhead=cost.overhead / num_rows),
-        }
-        if self.is_packed:
-            return partial(plan_packed, max_ranks_per_row=self.max_ranks_per_row, fills_rows=fills_rows, **limits)
-        return partial(plan_least_padding, **limits)
+    def microbatches(self) -> Microbatching:
+        """Returns the plan of ``microbatching``, with its limits."""
+        max_tokens = self.max_tokens_per_microbatch
+        return Microbatching(
+            self.microbatching,
+            self.batch_size,
+            FIRST_TOKENS if max_tokens == "auto" else max_tokens,
+            self.max_ranks_per_row,
+            self.balance_over_ranks is not False,
+            self.batch_size_val,
+            is_searched=max_tokens == "auto",
+        )
 
     def of_validation(self) -> "DataSettings":
         """Returns settings for all samples in dataset order, ``batch_size_val`` on each rank at a time."""

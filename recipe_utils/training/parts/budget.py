@@ -11,7 +11,8 @@ from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.meter import METERS
 from recipe_utils.data.search import SearchedBudget
 from recipe_utils.parallel.process_group import gather_objects
-from recipe_utils.text.collator import MOST_TOKENS, RowCollator
+from recipe_utils.plans.microbatching import MOST_TOKENS
+from recipe_utils.text.collator import RowCollator
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
@@ -114,7 +115,7 @@ class StepMemory(Part):
         if self._is_stepping:
             return _OF_OPTIMIZER
         collator = self._budget.collator()
-        if not isinstance(collator, RowCollator) or not collator.settings.plans_by_tokens:
+        if not isinstance(collator, RowCollator) or not collator.microbatching.by_tokens:
             return f"set {'microbatching=packed, or ' * bool(tokens)}a smaller batch_size"
         bound: float | None = collator.max_tokens
         if self._search is not None:

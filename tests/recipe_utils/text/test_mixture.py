@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from recipe_runs import slow
 
+from recipe_utils.data.collators import text_collator
 from recipe_utils.data.inspect_samples import log_data
 from recipe_utils.data.loaders import build_loader
 from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.settings.components import split_entry
-from recipe_utils.text.collator import text_collator
 from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.text.mixture import Mixture, MixtureOrder, Shares

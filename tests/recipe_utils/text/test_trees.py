@@ -11,9 +11,9 @@ from forests import mask_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe_utils.data.collators import text_collator
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.text.collator import text_collator
 from recipe_utils.text.documents import chains, length_of, tree
 from recipe_utils.text.limits import ModelLimits, PackedAttention
 from recipe_utils.text.reader import TextReader

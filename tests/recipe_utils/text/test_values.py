@@ -6,9 +6,9 @@ import tiny
 import torch
 from torchtune.datasets import PackedDataset
 
+from recipe_utils.data.collators import text_collator
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.text.collator import text_collator
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.update_steps.objective import NOTHING_DECLARED, Declaration, declared_by
 from recipe_utils.update_steps.order import StepIndex

@@ -16,13 +16,13 @@ from distributed_runs import run_distributed
 from recipe_runs import keep_messages
 from torchtune.data import padded_collate_sft
 
+from recipe_utils.data.collators import text_collator
 from recipe_utils.data.inspect_samples import log_data
 from recipe_utils.data.loaders import build_loader
 from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.preference.reference import OnePass
-from recipe_utils.text.collator import text_collator
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.update_steps.collectives import OtherRankFailedError
 from recipe_utils.update_steps.loader import RowBudget

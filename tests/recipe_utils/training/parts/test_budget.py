@@ -6,11 +6,11 @@ import pytest
 import tiny
 import torch
 
+from recipe_utils.data.collators import text_collator
 from recipe_utils.data.loaders import build_loaders
 from recipe_utils.long_rows.shares import cut
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.rounds import Share
-from recipe_utils.text.collator import text_collator
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.training.parts.budget import RowsDoNotFitError, StepMemory, longest_row
 from recipe_utils.update_steps.settings import DataSettings

@@ -1,0 +1,78 @@
+"""Collators of text as the keys of a config describe them."""
+
+from typing import Any
+
+from recipe_utils.settings.components import component_at
+from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.text.collator import RowCollator
+from recipe_utils.text.limits import NO_LIMITS, ModelLimits
+from recipe_utils.text.reader import TextReader
+from recipe_utils.torchtune_names import IGNORE_INDEX
+from recipe_utils.update_steps.objective import NOTHING_DECLARED, Declaration
+from recipe_utils.update_steps.settings import DataSettings
+
+
+def text_collator(
+    settings: DataSettings,
+    tokenizer: Any,
+    ignore_index: int = IGNORE_INDEX,
+    limits: ModelLimits = NO_LIMITS,
+    has_trees: bool = False,
+    declared: Declaration = NOTHING_DECLARED,
+    shares_beginnings: bool = True,
+) -> RowCollator:
+    """Returns the collator of text, whose update steps count target tokens.
+
+    Args:
+        settings: data settings.
+        tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
+        ignore_index: label of positions that are not targets.
+        limits: limits of the model; by default none.
+        has_trees: accepts samples with ``sequences``.
+        declared: columns and values of samples that a loss takes.
+        shares_beginnings: samples of a packed row that begin alike may become one tree. False for objectives that take
+            other positions than targets, such as noise by sample: a position that is shared exists once.
+
+    Raises:
+        ConfigError: the model does not support ``microbatching: packed``, or rows of trees; or ``declared`` is divided
+            by something that is not counted.
+    """
+    if has_trees and not settings.is_packed:
+        text = "sequences that share a beginning need rows of documents; set microbatching=packed"
+        text += ", or dataset.split_turns=True"
+        raise ConfigError(Problem("microbatching", text, settings.microbatching))
+    max_tokens, is_alone = settings.max_tokens_per_microbatch, settings.max_ranks_per_row == 1
+    max_seq_len = getattr(tokenizer, "max_seq_len", None)
+    if declared.of_samples and not is_alone:
+        text = (
+            f"the loss takes values of samples ({', '.join(declared.of_samples)}), which a share of a row does not have"
+        )
+        raise ConfigError(Problem("max_ranks_per_row", f"{text}; remove it", settings.max_ranks_per_row))
+    most_positions = None
+    if has_trees:
+        # Trees are cut when they are read, before the budget of their update step is known.
+        longest = settings.batch_size * (max_seq_len or limits.max_seq_len)
+        most_positions = (longest if max_tokens == "auto" else max_tokens or longest) * settings.max_ranks_per_row
+    ends = {getattr(tokenizer, "eos_id", None), *(getattr(tokenizer, "stop_tokens", None) or ())}
+    reader = TextReader(
+        ignore_index,
+        limits,
+        declared.columns,
+        declared.of_samples,
+        tuple(name for name in declared.totals if name in {*declared.columns, *declared.of_samples}),
+        max_seq_len,
+        frozenset(ends - {None}),
+        most_positions,
+        splits=is_alone,  # else ranks would wait for another row
+        spans=None if is_alone or max_tokens == "auto" else max_tokens or 0,
+        keeps_types=not settings.collate_fn.startswith("torchtune."),
+        has_own_positions=settings.collate_fn == DataSettings.collate_fn,
+    )
+    trees = ("split_turns=shared", "set dataset.split_turns=True") if has_trees else None
+    shares = settings.is_packed and is_alone and shares_beginnings and limits.shares_beginnings
+    collate_fn = None if reader.has_own_positions else component_at(settings.collate_fn)
+    collator = RowCollator(settings.microbatches(), reader, tokenizer.pad_id, trees, shares, collate_fn)
+    if declared.divisor not in collator.counts:
+        names = ", ".join(collator.counts)
+        raise ConfigError(f"loss: its divisor {declared.divisor} is no count; set it to a column, or one of {names}")
+    return collator
