@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-from ast import literal_eval
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -132,21 +131,6 @@ def test_the_dataset_with_weights_trains_their_mean(tiny_config, tmp_path, monke
     losses = torch.nn.functional.cross_entropy(tiny.tiny_model()(tokens[None])[0, :-1], tokens[1:], reduction="none")
     assert loss == pytest.approx((weights * losses).sum().item() / weights.sum().item(), rel=1e-5)
     assert loss != pytest.approx(losses.mean().item(), rel=1e-3)
-
-
-def test_update_steps_in_a_notebook_take_ten_lines(capsys):
-    (block,) = re.findall(r"^```python\n(.*?)^```", section_of(TUTORIAL, "## Update steps in a notebook"), re.M | re.S)
-    assert len([line for line in block.splitlines() if line]) <= 10
-    tokenizer, samples = tiny.tiny_tokenizer(), tiny.make_samples(40)
-    try:
-        exec(block, {"dataset": tiny.Samples(samples), "tokenizer": tokenizer})
-    finally:
-        torch.distributed.destroy_process_group()
-    steps = [literal_eval(line.replace("} [", "}, [")) for line in capsys.readouterr().out.splitlines()]
-    assert [len(shapes) > 1 for _, shapes in steps] == [True] * 3
-    assert all(totals["positions"] == sum(width for _, width in shapes) for totals, shapes in steps)
-    num_targets = sum(label != tiny.IGNORE for sample in samples for label in sample["labels"][1:])
-    assert sum(totals["target_tokens"] for totals, _ in steps) == num_targets
 
 
 def test_the_readme_is_short():

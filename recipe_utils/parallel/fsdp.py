@@ -87,7 +87,7 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def gradient_sync(model: nn.Module, is_last: bool, when: str) -> Iterator[None]:
+def gradient_sync(model: nn.Module, is_last: bool, when: GradientSync = "each_microbatch") -> Iterator[None]:
     """Selects FSDP2's collectives for one microbatch; no effect on a model that is not sharded.
 
     HSDP's all-reduce between copies runs with the last microbatch of an update step only. ``when``
