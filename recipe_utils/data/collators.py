@@ -37,6 +37,7 @@ def text_collator(
         ConfigError: the model does not support ``microbatching: packed``, or rows of trees; or ``declared`` is divided
             by something that is not counted.
     """
+    # What the layout of rows does not have is refused before a dataset is read.
     if has_trees and not settings.is_packed:
         text = "sequences that share a beginning need rows of documents; set microbatching=packed"
         text += ", or dataset.split_turns=True"
@@ -53,6 +54,7 @@ def text_collator(
         # Trees are cut when they are read, before the budget of their update step is known.
         longest = settings.batch_size * (max_seq_len or limits.max_seq_len)
         most_positions = (longest if max_tokens == "auto" else max_tokens or longest) * settings.max_ranks_per_row
+    # The reader checks samples in workers; it has no tokenizer.
     ends = {getattr(tokenizer, "eos_id", None), *(getattr(tokenizer, "stop_tokens", None) or ())}
     reader = TextReader(
         ignore_index,

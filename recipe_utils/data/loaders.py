@@ -100,6 +100,7 @@ def build_loader(
         if agree_on_length(len(checked), group) == 0:
             raise ValueError("it has 0 samples; at least 1 is needed")
         checked = _inspected(checked, collator, settings, ranks, is_training)
+    # What a resume must find again: the samples, and the order in which they come.
     order = build_order(checked, settings, ranks.dp_degree, is_training)
     # An own order may have no fingerprint: that of the order around which it is built, and its arguments.
     fingerprint = {**_fingerprint_of(checked, settings, ranks.dp_degree), **order.fingerprint()}

@@ -106,6 +106,7 @@ class ChunkedLoss(nn.Module):
         the backward runs twice, for ``hidden`` and for the weight (zero-bubble schedules), which
         needs a second copy of both gradients.
         """
+        # A plain weight: gradients are computed in the forward, each matrix product once.
         weight = plain_weight(output)
         if weight is not None:
             if not torch.is_grad_enabled():
@@ -114,6 +115,7 @@ class ChunkedLoss(nn.Module):
                 hidden, weight, chunk_loss, num_sums, self.tokens_per_chunk, backward_in_parts
             )
             return sums
+        # The module itself projects each chunk, and again in the backward, so that no logits are kept.
         sums = hidden.new_zeros(num_sums, dtype=sum_dtype(hidden))
         start = 0
         for part in hidden.tensor_split(self.num_output_chunks):

@@ -34,6 +34,7 @@ class LinearCrossEntropyLoss(ChunkedLoss):
         For the arguments see :mod:`recipe_utils.losses.attach`.
         """
         hidden, labels = self.at_targets(hidden, targets)
+        # Weights that are all 1 would only cost a product.
         weights = None if "weights" in targets.defaults else targets.values.get("weights")
         by_target = self.new_losses(hidden)
 

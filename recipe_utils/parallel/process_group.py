@@ -97,6 +97,7 @@ def name_of_this_start(store: Store, rank: int, world_size: int) -> str:
         name = store.get(f"start/answer/{start_id}").decode()
         store.set(f"start/{name}/{rank}", "confirmed")
         return name
+    # Rank 0 answers until each rank has confirmed: an answer to a killed rank's request reaches nobody.
     deadline = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
     for other in range(1, world_size):
         while not store.check([f"start/{start_id}/{other}"]):

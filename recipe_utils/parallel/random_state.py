@@ -17,6 +17,7 @@ def get_random_state() -> dict[str, Tensor]:
         ``numpy`` int64 [625] and ``numpy_gauss`` float64 [0 or 1], ``torch`` uint8 [5056], and with
         CUDA ``cuda`` uint8 [16]. ``*_gauss`` is the second normal of a pair, if it is not used yet.
     """
+    # Python and NumPy: 624 words of the Mersenne Twister and the position in them.
     _, words, gauss = random.getstate()
     numpy: Any = np.random.get_state()
     _, key, position, has_gauss, numpy_gauss = numpy

@@ -48,6 +48,7 @@ def draw(lengths: Sequence[int], num_ranks: int, batch_size: int) -> str:
     y = 0
     for title, make in (("in_order", padded_rows), ("packed", packed_rows)):
         ranks = make(lengths, num_ranks, batch_size)
+        # A line of text with the numbers, then a line for each rank and one for each of its rows.
         loads = [sum(map(len, rows)) for rows in ranks]
         num_padded = sum(sample is None for rows in ranks for row in rows for sample in row)
         text = f"{title}: {sum(loads)} positions, {num_padded} of them padding; at most {max(loads)} on a rank"
@@ -66,6 +67,7 @@ def draw(lengths: Sequence[int], num_ranks: int, batch_size: int) -> str:
                         shapes.append(f"<text {number}>{sample}</text>")
                 y += SQUARE
             y += 6
+    # The page is as wide as all samples in one row.
     width, height = max(SQUARE * (5 + sum(lengths)), 480), y + 6
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
     background = f'<rect width="{width}" height="{height}" fill="white"/>'

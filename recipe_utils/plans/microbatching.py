@@ -1,6 +1,6 @@
 """Choice of a plan, with the limits of its microbatches.
 
-``Microbatching("packed", max_tokens=10)`` plans samples of 5, 3, 9 and 2 tokens on one rank as the rows [9] and [5, 3, 2].
+``Microbatching("packed", max_tokens=10)`` plans samples of 5, 3, 9 and 2 tokens on one rank as the rows [5, 3, 2] and [9].
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Microbatching:
     """``in_order``: ``batch_size`` samples at a time; ``least_padding``: sorted by length and cut for the least cost;
     ``packed``: concatenated to rows without padding."""
     batch_size: int = 1
-    """Samples per microbatch with ``in_order``. Without ``max_tokens``, times the longest sample, the bound of others."""
+    """Samples per microbatch with ``in_order``; else, without ``max_tokens``, so many of the longest bound a microbatch."""
     max_tokens: int | None = None
     """Positions per microbatch, not with ``in_order``: tokens of a packed row, or rows times the longest row."""
     max_ranks_per_row: int = 1

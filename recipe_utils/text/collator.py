@@ -164,6 +164,7 @@ class RowCollator(Collator):
         Its loss is zero, with a graph through every parameter. Plain text and trees are cut to one token;
         other samples (images, rows of a packed dataset) keep their shape.
         """
+        # Fewest tokens are cheapest; what a model needs beside tokens belongs to all of them.
         keeps_shape = not self.microbatching.is_packed and (sample.is_row or self._unknown_keys(sample))
         num_kept = len(sample.tokens) if keeps_shape else 1
         labels = np.full(num_kept, self.reader.ignore_index)
@@ -173,6 +174,7 @@ class RowCollator(Collator):
             own["tokens"] = sample.tokens[:1].tolist()
             dummy = TextSample(sample.name, sample.at, sample.tokens[:1], labels, [1], values=sample.values, others=own)
         made = self._row([dummy])
+        # Its positions belong to no sequence, so nothing of the sample reaches a loss.
         nothing = torch.zeros(0, dtype=torch.int64)
         targets = made.targets._replace(
             owners=torch.full_like(made.targets.labels, -1),

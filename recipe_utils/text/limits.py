@@ -117,6 +117,7 @@ class ModelLimits(NamedTuple):
         ``row_length`` is the longest row with more than one sample, on each of its ranks [tokens]; ``trees`` are the
         ``key=value`` that makes trees, and what to set instead. Raises ConfigError for rows that a model cannot compute.
         """
+        # All models of the recipe must compute these rows; what two refuse alike is reported once.
         problems: list[Problem | str] = []
         for attention in self.attentions:
             problems += [p for p in attention.refusals(trees, max_ranks_per_row) if p not in problems]
@@ -133,6 +134,7 @@ class ModelLimits(NamedTuple):
             raise ConfigError(*problems)
         if num_lengths is None or row_length is None:
             return self.row_multiple
+        # 1,000 tokens in 4 lengths and multiples of 16 are rows of 256, 512, 768 and 1,024.
         multiple = self.row_multiple or 1
         return math.ceil(row_length / num_lengths / multiple) * multiple
 

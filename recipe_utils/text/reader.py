@@ -64,6 +64,7 @@ class TextReader:
         if self.has_own_positions and "input_pos" in sample and "seq_lens" not in sample:
             text = "only samples with 'seq_lens', of packed datasets, set positions; remove it"
             raise SampleError(f"{name}: it has 'input_pos'; {text}")
+        # Whatever the loss takes must be there, of the right length.
         required = [key for key, default in self.columns.items() if default is None]
         if missing := [key for key in (*required, *self.of_samples) if key not in sample]:
             given = ", ".join(sorted(map(str, sample)))
@@ -71,6 +72,7 @@ class TextReader:
             raise SampleError(f"{name}: it has no '{missing[0]}' {beside}, which the loss takes; it has {given}")
         columns = {key: check_column(sample[key], key, len(labels), name) for key in self.columns if key in sample}
         values = {key: _finite(sample[key], key, name)[None] for key in self.of_samples}
+        # The rest is kept for a collate_fn.
         unused = {"mask"} if self.keeps_types else {*_KEYS, *columns, *values}
         others = {key: value for key, value in sample.items() if key not in unused}
         if self.keeps_types:  # PyTorch lacks operations for uint16, the type of many memory-mapped tokens
@@ -83,6 +85,7 @@ class TextReader:
         if self.most_positions is None:
             text = "it has 'sequences'; set makes_trees = True in the class of its dataset"
             raise SampleError(f"{name}: {text}")
+        # A sequence without a target would only cost time.
         kept = []
         for index, sequence in enumerate(sequences):
             made = self.prepare(sequence, f"{name}, sequence {index}", at)
@@ -93,6 +96,7 @@ class TextReader:
         for index, made in enumerate(kept):
             missing = {name: np.full(len(made.tokens), self.columns[name]) for name in names - made.columns.keys()}
             kept[index] = made._replace(columns={**made.columns, **missing})
+        # One tree, or several if the sequences are longer than a row.
         if not kept:
             raise SkippedSampleError(f"{name}: none of its sequences has a target")
         sample = merge(kept, self.most_positions, self.ignore_index)._replace(name=name)
@@ -124,6 +128,7 @@ class TextReader:
         if sample.num_shared:
             return
         most, tokens, labels = self.max_seq_len or 0, sample.tokens, sample.labels
+        # Last tokens that should end a text: of a sample cut by torchtune, and of each document of a packed row.
         lasts = [most - 2] if len(tokens) == most - 1 else []
         if sample.is_row:  # the last document may continue in the next row
             lasts = (np.cumsum(np.asarray(sample.others["seq_lens"]))[:-1] - 1).tolist()
@@ -163,6 +168,7 @@ def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimi
     """Returns tokens and labels, [n] int64 each. Raises SampleError if there are none, too many, or unknown ids."""
     check_keys(sample, ("tokens", "labels"), name)
     tokens, labels = (whole_numbers(sample, key, name) for key in ("tokens", "labels"))
+    # One label for each token, and no more tokens than the model takes.
     num_tokens, num_labels = len(tokens), len(labels)
     if num_tokens == 0:
         raise SampleError(f"{name}: it has no tokens; filter empty samples out of the dataset")

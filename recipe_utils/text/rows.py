@@ -70,6 +70,7 @@ def _lay_out(
     documents: DocumentLengths | None,
 ) -> Microbatch:
     """Makes a microbatch of rows of ``row_length`` positions, the first ``lengths`` [b] of each with samples."""
+    # Columns of all samples, one after the other, without what a sample shares with the one before.
     tokens, owners, ends, positions, labels = [], [], [], [], []
     num_sequences = num_positions = 0
     for sample, first in zip(row.samples, row.starts, strict=True):
@@ -91,6 +92,7 @@ def _lay_out(
         flat[places] = np.concatenate(pieces)
         return torch.from_numpy(flat).view(len(sizes), row_length)
 
+    # Positions and documents are only given where a row has several; else they count from 0.
     inputs: dict[str, Any] = {"tokens": rows(tokens, pad_id)}
     if documents is not None:
         inputs |= {"input_pos": rows(positions, 0), "document_lengths": Documents(documents)}
@@ -112,10 +114,12 @@ def collated(samples: Sequence[TextSample], reader: TextReader, collate_fn: Coll
     if "labels" not in inputs or inputs["labels"].shape != inputs["tokens"].shape:
         got = {key: tuple(value.shape) for key, value in inputs.items() if hasattr(value, "shape")}
         raise ValueError(f"collate_fn: labels must have the shape of tokens; it returned {got}")
+    # The function pads labels beside their tokens: here they move to the position before.
     labels = inputs.pop("labels").roll(-1, dims=1)
     labels[:, -1] = reader.ignore_index
     targets = Targets(*_with_positions(labels, reader.ignore_index))
     if (num_rows := len(labels)) == len(samples):  # else targets have no sample
+        # A row is a sample. If it begins with its tokens, what follows is padding, and its last token is known.
         owners = np.repeat(np.arange(num_rows)[:, None], labels.size(1), axis=1)
         lengths = np.array([len(sample.tokens) for sample in samples])
         rows = zip(inputs["tokens"].numpy(), samples, strict=True)
@@ -138,6 +142,7 @@ def _microbatch(
     num_saved: int,
 ) -> Microbatch:
     """Makes a microbatch, with the columns [n] of its samples at its targets, their values, and counts."""
+    # Columns at targets: of the samples that have them, else their default.
     num_targets, columns, places = len(targets.positions), dict[str, Tensor](), None
     given = {name for sample in samples for name in sample.columns}
     nexts = [_beside_next(sample, sample.labels, reader.ignore_index) for sample in samples] if given else []
@@ -154,6 +159,7 @@ def _microbatch(
         if len(columns[name]) != num_targets:
             text = f"it made {num_targets} targets of {len(columns[name])}, so {name} of samples have no place"
             raise ValueError(f"collate_fn: {text}; leave the key out")
+    # Values of samples, and their places in the update step and in the dataset, once per sequence.
     values = {name: _stacked([sample.values[name] for sample in samples], name, samples) for name in samples[0].values}
     if targets.owners is not None:
         numbers = [len(sample.owners_and_ends()[1]) for sample in samples]
@@ -166,6 +172,7 @@ def _microbatch(
         defaults=frozenset(reader.columns.keys() - given),
         of_samples={name: torch.from_numpy(value) for name, value in values.items()},
     )
+    # Tokens count as often as samples have them, also where a row computes them once.
     num_shared = sum(sum(sample.num_shared) for sample in samples)
     counts = {
         "target_tokens": num_targets,

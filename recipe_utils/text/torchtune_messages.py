@@ -34,6 +34,7 @@ def check_row(transform: Any, row: Mapping[str, Any], columns: Sequence[str], re
 
     Raises SampleError if torchtune loses a part of a message or of what is beside them, ValueError for one without text.
     """
+    # Messages one by one: torchtune reads their role and text, and nothing else.
     messages = [message for column in columns for message in row[column]]
     for message in messages:
         if lost := lost_keys(message):
@@ -45,6 +46,7 @@ def check_row(transform: Any, row: Mapping[str, Any], columns: Sequence[str], re
             raise SampleError(f"torchtune's messages lose its {', '.join(marks)}; {remedy}")
         if not isinstance(_content(message), (str, list)):
             raise ValueError(f"the content of a message is {_content(message)!r} instead of text")
+    # What stands beside them may repeat a turn, but not add one, nor tools.
     keys, _ = read_row({key: value for key, value in row.items() if key not in (*columns, *MEDIA)})
     texts = [content if isinstance(content := _content(message), str) else "" for message in messages]
     chat = [{"role": _role(message), "content": text} for message, text in zip(messages, texts, strict=True)]

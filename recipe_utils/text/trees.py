@@ -73,6 +73,8 @@ def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index:
             lasts[index] = segment.places[num_shared - 1]
         _insert(roots[-1], path, places, num_new, flat)
         num_tokens[-1] += len(places)
+    # Depth first, position i of the row has the token of place places[i] and the target of targets[i].
+    # A label stands beside the token after its position, so columns in the row move by one.
     trees = [_in_order(root) for root in roots]
     places, targets, positions = np.concatenate([columns for columns, _ in trees], axis=1)
     rows = np.empty(len(flat.tokens), dtype=np.int64)
@@ -106,6 +108,7 @@ def split_trees(sample: TextSample) -> list[TextSample]:
     trees, start = [], 0
     owners, ends = sample.sequences
     for document, num_shared in zip(sample.documents, sample.num_shared, strict=True):
+        # A sequence belongs to the tree that has its last token; its number counts from 0 there.
         stop = start + length_of(document)
         here, which = slice(start, stop), np.flatnonzero((start <= ends) & (ends < stop))
         tree = sample._replace(

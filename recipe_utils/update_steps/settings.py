@@ -82,11 +82,13 @@ class DataSettings:
         def unused(key: str, text: str) -> Problem:
             return Problem(key, f"{plan} {text}", getattr(self, key))
 
+        # Samples in order are counted, and stay where the order put them.
         instead = "set microbatching=packed or least_padding"
         if not self.plans_by_tokens and self.max_tokens_per_microbatch is not None:
             yield unused("max_tokens_per_microbatch", f"counts samples, not tokens; {instead}")
         if not self.plans_by_tokens and self.balance_over_ranks:
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
+        # Functions that pad: a packed row has no padding, and a training pads at the end.
         if self.is_packed and self.collate_fn != DataSettings.collate_fn:
             instead = "remove the key, or set microbatching=least_padding"
             yield unused("collate_fn", f"does not use it; {instead}")
@@ -102,6 +104,7 @@ class DataSettings:
         most, dims, problems = self.max_ranks_per_row, ranks.dims_or_none, list[str]()
         if most == 1:
             return
+        # A long row needs a plan that moves samples, and a number of tokens above which it is long.
         keeps = "keeps every sample on its rank"
         if not self.is_packed:
             problems.append(f"microbatching={self.microbatching} {keeps}; set microbatching=packed")
@@ -111,6 +114,7 @@ class DataSettings:
             )
         if self.balance_over_ranks is False:
             problems.append(f"balance_over_ranks=False {keeps}; leave it out")
+        # Groups of 2, 4, ... neighbors: a power of two that divides the ranks, all on one node, whose links are fast.
         if most & (most - 1):
             below = 1 << most.bit_length() - 1
             problems.append(f"it is not a power of two; set it to {below} or {2 * below}")
@@ -147,6 +151,7 @@ class DataSettings:
         steps, total = self.gradient_accumulation_steps, self.global_batch_size
         if total is None:
             return steps or 1
+        # 12 samples of 3 ranks with batch_size=2 need 2 passes of 6; of 14, the third has a rest of 2.
         per_pass = self.batch_size * dp_degree
         needed, rest = divmod(total, per_pass)
         if rest and must_divide:
