@@ -16,8 +16,8 @@ from recipe_utils.dinov3.images.crop_rows import global_crops
 from recipe_utils.dinov3.koleo import gradient_of_all
 from recipe_utils.dinov3.self_distillation import ObjectiveSettings, TeacherBottlenecks, TeacherViews
 from recipe_utils.dinov3.sinkhorn import num_prototypes_used, sinkhorn
-from recipe_utils.distillation.losses import TeacherHidden
 from recipe_utils.losses.attach import HiddenAtTargets, attach_loss
+from recipe_utils.losses.divergences import TeacherHidden
 from recipe_utils.models.construct import build_stages
 from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.frozen import FrozenModel

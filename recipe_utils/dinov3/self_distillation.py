@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from recipe_utils.dinov3.images.crop_rows import ViewTargets
 from recipe_utils.dinov3.koleo import koleo_loss
-from recipe_utils.distillation.losses import LinearDistillationLoss, TeacherHidden
 from recipe_utils.losses.chunks import sum_dtype
+from recipe_utils.losses.divergences import LinearDistillationLoss, TeacherHidden
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
@@ -85,7 +85,7 @@ SUMS = (
 """Names of the sums over images that the loss returns: differentiated loss; cross-entropy [nats] of local crops, of
 global crops and of masked patches; KoLeo; Gram; entropy of a crop's target [nats]. Only the first is weighted."""
 
-_KL, _ENTROPY = 0, 3  # indices into recipe_utils.distillation.losses.SUMS
+_KL, _ENTROPY = 0, 3  # indices into recipe_utils.losses.divergences.SUMS
 
 
 _Weight = Annotated[float, Field(ge=0)]

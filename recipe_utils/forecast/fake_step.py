@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.data.collators import text_collator
-from recipe_utils.distillation.losses import TeacherHidden, make_distillation_loss
+from recipe_utils.distillation.losses import make_distillation_loss
 from recipe_utils.distillation.teacher import TeacherSettings
 from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.losses.attach import HiddenAtTargets, attach_loss, build_loss
+from recipe_utils.losses.divergences import TeacherHidden
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents

@@ -13,7 +13,7 @@ from gradient_rows import (
 )
 from recipe_runs import KD, recipe_class, slow
 
-from recipe_utils.distillation import losses as distillation
+from recipe_utils.losses import divergences as distillation
 from recipe_utils.models.frozen import FrozenModel
 from recipe_utils.models.transformers import decoder
 from recipe_utils.update_steps.step import UpdateStep

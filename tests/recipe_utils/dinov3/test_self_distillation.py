@@ -16,8 +16,8 @@ from recipe_utils.dinov3.self_distillation import (
     TeacherBottlenecks,
     TeacherViews,
 )
-from recipe_utils.distillation.losses import TeacherHidden
 from recipe_utils.losses.attach import HiddenAtTargets
+from recipe_utils.losses.divergences import TeacherHidden
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 

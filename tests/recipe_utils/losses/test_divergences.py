@@ -11,9 +11,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torchtune.modules import loss as stock
 
-from recipe_utils.distillation import losses as distillation
-from recipe_utils.distillation.losses import SUMS, LinearDistillationLoss, TeacherHidden, make_distillation_loss
+from recipe_utils.distillation.losses import make_distillation_loss
+from recipe_utils.losses import divergences
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
+from recipe_utils.losses.divergences import SUMS, LinearDistillationLoss, TeacherHidden
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -160,7 +161,7 @@ def test_no_more_than_one_chunk_of_each_side_s_logits_is_worked_on(divergence):
 
 
 def test_a_chunk_is_computed_in_slices_that_fit_into_caches(monkeypatch):
-    monkeypatch.setattr(distillation, "_LOGITS_IN_CACHES", 2 * V)
+    monkeypatch.setattr(divergences, "_LOGITS_IN_CACHES", 2 * V)
     case = Case(0.3, 2.0, with_row_weights=True)
     assert_is_the_plain_sum(case)
     with torch.no_grad():
