@@ -58,9 +58,8 @@ class Settings:
         yield from training.problems_between(self, must_divide=True)
         yield from self.data.problems_of_long_rows(self.ranks)
         yield from self.views.problems_of_views(self.data)
-        yield from self.objective.problems_of_objective(self.data, self.ranks)
+        yield from self.objective.problems_of_objective(self.data, self.ranks, self.run)
         yield from self.schedules.problems_of_schedules(self.optimizer.optimizer, self.objective.student_temperature)
-        yield from self.run.problems_without_text()
         if (dim := self.ranks.tensor_parallel_dim) > 1:
             yield Problem("tensor_parallel_dim", "not with images; set it to 1", dim)
         if self.optimizer.optimizer_in_bwd:

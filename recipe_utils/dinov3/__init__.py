@@ -21,7 +21,7 @@ __getattr__ = exported(
         "MultiCrop": "recipe_utils.dinov3.images.multi_crop",
         "ImageComponents": "recipe_utils.dinov3.loaders",
         "ObjectiveSettings": "recipe_utils.dinov3.self_distillation",
-        "ScheduleSettings": "recipe_utils.optim.schedules",
+        "ScheduleSettings": "recipe_utils.dinov3.schedules",
         "SelfDistillationLoss": "recipe_utils.dinov3.self_distillation",
         "SUMS": "recipe_utils.dinov3.self_distillation",
         "ViewSettings": "recipe_utils.dinov3.images.views",

@@ -16,9 +16,9 @@ from recipe_utils.dinov3.images.folders import check_is_image
 from recipe_utils.dinov3.images.multi_crop import MultiCrop
 from recipe_utils.dinov3.images.views import ImageCollator, ViewCollator, Views, ViewSettings, WholeImages
 from recipe_utils.dinov3.nearest_neighbors import NearestNeighbors
+from recipe_utils.dinov3.schedules import ScheduleSettings
 from recipe_utils.dinov3.self_distillation import ObjectiveSettings
 from recipe_utils.optim.optimizer import OptimizerSettings, make_optimizer, trained_parameters
-from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT

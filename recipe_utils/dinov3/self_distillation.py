@@ -22,6 +22,7 @@ from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
 from recipe_utils.settings.problems import Problem
+from recipe_utils.training.settings import RunSettings
 from recipe_utils.update_steps.settings import DataSettings
 
 HeadArguments = Annotated[dict[str, Any], MadeWith(1, default="recipe_utils.dinov3.self_distillation.PrototypeHead")]
@@ -124,8 +125,12 @@ class ObjectiveSettings:
             text = "there is no Gram teacher; set gram_teacher_every_n_steps, or gram_loss_weight=0"
             yield Problem("gram_loss_weight", text, self.gram_loss_weight)
 
-    def problems_of_objective(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
-        """Yields the problem of an image without neighbors."""
+    def problems_of_objective(self, data: DataSettings, ranks: RankSettings, run: RunSettings) -> Iterator[Problem]:
+        """Yields keys that need a language model or a ``val_loss``, and the problem of an image without neighbors."""
+        if run.sample_prompts is not None:
+            yield Problem("sample_prompts", "a vision transformer generates no text; leave the key out")
+        if run.keep_best_checkpoint:
+            yield Problem("keep_best_checkpoint", "there is no val_loss here; set export_every_n_steps instead", True)
         if self.koleo_loss_weight == 0 or ranks.dims_or_none is None:
             return
         dp_degree = ranks.dims_or_none.dp_degree

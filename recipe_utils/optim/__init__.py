@@ -1,4 +1,4 @@
-"""Optimizers, gradient norms, schedules and non-finite gradients."""
+"""Optimizers, gradient norms and non-finite gradients."""
 
 from recipe_utils import exported
 

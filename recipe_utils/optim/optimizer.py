@@ -44,8 +44,8 @@ class OptimizerSettings:
     loraplus_lr_ratio: Positive | None = None
     """LoRA+: learning rate of LoRA's B and DoRA's magnitudes over that of A; null is 1."""
     weight_decay_of_vectors: bool | None = None
-    """Weight decay also of tensors with fewer than two dimensions (norms, biases). Default: True; False in
-    dinov3_update_step."""
+    """Weight decay also of tensors with fewer than two dimensions (norms, biases). Default: True for text, else
+    False."""
     clip_grad_norm: Annotated[Positive, _INFINITE_AS_FLOAT] | None = None
     """Maximum norm of all gradients together; null or inf only measures it."""
     optimizer_in_bwd: bool = False

@@ -97,13 +97,6 @@ class RunSettings:
         if (self.sample_prompts is None) != (self.sample_every_n_steps is None):
             yield Problem("sample_prompts, sample_every_n_steps", "one has no effect without the other; set both")
 
-    def problems_without_text(self) -> Iterator[Problem]:
-        """Yields problems of keys that need a language model or a ``val_loss``."""
-        if self.sample_prompts is not None:
-            yield Problem("sample_prompts", "a vision transformer generates no text; leave the key out")
-        if self.keep_best_checkpoint:
-            yield Problem("keep_best_checkpoint", "there is no val_loss here; set export_every_n_steps instead", True)
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TextComponents:

@@ -47,7 +47,7 @@ class DataSettings:
     shuffle: bool = True
     """Shuffles the dataset in each epoch, in the same order on any number of ranks."""
     data_seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Seed of the shuffled order, and of crops and masks of images. 0 is the order of torchtune's sampler."""
+    """Seed of the shuffled order, and of what an objective draws for a sample. 0 is the order of torchtune's sampler."""
     order: Annotated[dict[str, Any], MadeWith(num_positional=2)] | None = None
     """An order of one's own, such as a curriculum. Its first arguments are the order of the other keys, which null
     keeps, and the dataset."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from recipe_utils.dinov3.backbone import dinov3_vit, layer_of
-from recipe_utils.optim.schedules import ScheduleSettings, half_cosine
+from recipe_utils.dinov3.schedules import ScheduleSettings, half_cosine
 
 NUM_LAYERS = 4
 
