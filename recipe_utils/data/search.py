@@ -11,6 +11,12 @@ _NOISE = 1.02
 """Factor of measured bytes, so that noise does not hide their growth."""
 NUM_DIGITS = 6
 """Binary digits of budgets: few, so that noise changes nothing."""
+_SAFE = 0.85
+"""Factor of the tokens of a row that did not fit."""
+_OF_ONE_SAMPLE = (
+    "a row is one sample there; set enable_activation_checkpointing=True, max_ranks_per_row=2 (packed), or a "
+    "smaller tokenizer.max_seq_len"
+)
 
 
 def rounded(tokens: float, num_digits: int = NUM_DIGITS) -> int:
@@ -90,3 +96,21 @@ class SearchedBudget(RowBudget):
         """Continues a search that had found so many tokens."""
         self.search = TokenBudget(tokens, self._num_digits)
         self.take(tokens)
+
+
+def advice_for(budget: RowBudget, tokens: int) -> str:
+    """Returns what to set after a row of ``tokens`` positions did not fit; 0 tokens for inputs without rows."""
+    collator = budget.collator()
+    if not isinstance(collator, RowCollator) or not collator.microbatching.by_tokens:
+        return f"set {'microbatching=packed, or ' * bool(tokens)}a smaller batch_size"
+    # A row above its bound is one sample, which no smaller bound makes shorter.
+    bound: float | None = collator.max_tokens
+    if isinstance(budget, SearchedBudget):
+        bound = budget.search.largest
+    elif bound is not None:
+        multiple = collator.layout.row_multiple or 1
+        bound = -(-bound // multiple) * multiple  # rows are padded
+    if bound is not None and tokens > bound:
+        return _OF_ONE_SAMPLE
+    safe = collator.with_budget(int(_SAFE * tokens)).max_tokens
+    return f"set max_tokens_per_microbatch={safe}, with which a resume has the same losses"

@@ -9,24 +9,17 @@ from torch import Tensor
 
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.meter import METERS
-from recipe_utils.data.search import SearchedBudget
+from recipe_utils.data.search import SearchedBudget, advice_for
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.plans.microbatching import MOST_TOKENS
-from recipe_utils.text.collator import RowCollator
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.step import UpdateStep
 
-_SAFE = 0.85
-"""Factor of the tokens of a row that did not fit."""
 _OF_OPTIMIZER = (
     "it was in the optimizer's step, so shorter rows do not help; set an optimizer with less state "
     "(recipe_utils.optim.AdamW8bit), fsdp_cpu_offload=True, or more ranks"
-)
-_OF_ONE_SAMPLE = (
-    "a row is one sample there; set enable_activation_checkpointing=True, max_ranks_per_row=2 (packed), or a "
-    "smaller tokenizer.max_seq_len"
 )
 
 
@@ -109,27 +102,11 @@ class StepMemory(Part):
                 text += f", at rows of {tokens:,} tokens"
             if device.type == "cuda":
                 text += f" (peak {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB)"
-            raise RowsDoNotFitError(f"{text}; {self._advice(tokens)}") from error
-
-    def _advice(self, tokens: int) -> str:
-        if self._is_stepping:
-            return _OF_OPTIMIZER
-        collator = self._budget.collator()
-        if not isinstance(collator, RowCollator) or not collator.microbatching.by_tokens:
-            return f"set {'microbatching=packed, or ' * bool(tokens)}a smaller batch_size"
-        bound: float | None = collator.max_tokens
-        if self._search is not None:
-            bound = self._search.search.largest
-        elif bound is not None:
-            multiple = collator.layout.row_multiple or 1
-            bound = -(-bound // multiple) * multiple  # rows are padded
-        if bound is not None and tokens > bound:  # no bound makes it shorter
-            return _OF_ONE_SAMPLE
-        safe = collator.with_budget(int(_SAFE * tokens)).max_tokens
-        return f"set max_tokens_per_microbatch={safe}, with which a resume has the same losses"
+            advice = _OF_OPTIMIZER if self._is_stepping else advice_for(self._budget, tokens)
+            raise RowsDoNotFitError(f"{text}; {advice}") from error
 
 
 def longest_row(step: UpdateStep) -> int:
-    """Returns the most positions of a microbatch, or share of one, on this rank; 0 for images."""
+    """Returns the most positions of a microbatch, or share of one, on this rank; 0 for inputs that are not [b, s]."""
     rows = [microbatch.inputs.get("tokens") for microbatch in step.microbatches]
-    return max((row.numel() for row in rows if isinstance(row, Tensor)), default=0)
+    return max((row.numel() for row in rows if isinstance(row, Tensor) and row.dim() == 2), default=0)
