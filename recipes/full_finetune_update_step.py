@@ -52,7 +52,8 @@ class Settings:
         """Yields keys that exclude each other."""
         yield from training.problems_between(self, weighs_datasets=True)
         yield from self.data.problems_of_long_rows(self.ranks)
-        yield from training.problems_of_weights(self.loss_weights, self.components, self.loss)
+        datasets = self.components.dataset, self.components.dataset_val
+        yield from data.problems_of_weights(self.loss_weights, *datasets, self.loss)
         yield from training.problems_with_sample_losses(self.data, self.loss)
 
 
@@ -105,7 +106,7 @@ class FullFinetuneRecipe:
         self.offloading = settings.model.offloading(self.model)
         self.attached: models.Attached = models.nothing_attached  # or a pass before the pass
         if settings.loss_weights == "datasets":
-            self.attached = partial(training.mean_of_datasets, datasets[0], ranks)
+            self.attached = partial(data.mean_of_datasets, datasets[0], ranks)
 
         # ---- Optimizer, parts of the training, and resume
         self.optimizer = optim.build_optimizer(cfg.optimizer, self.model, settings.optimizer)

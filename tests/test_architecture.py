@@ -97,6 +97,13 @@ def test_formats_of_models_know_no_step_checkpoints():
         assert not step_checkpoints & set(imports_of(f"recipe_utils.checkpoint.{name}")), name
 
 
+def test_a_run_knows_no_text_and_a_loss_no_dataset():
+    for package, others in {"training": {"text"}, "losses": {"data", "text", "plans", "parallel"}}.items():
+        for module in MODULES:
+            there = {package_of(other) for other in imports_of(module)}
+            assert package_of(module) != package or not there & others, module
+
+
 def test_no_module_is_named_like_its_package():
     for package, module in (name.split(".")[-2:] for name in MODULES if "." in name):
         assert module != package.removesuffix("s"), f"{package}/{module}.py"

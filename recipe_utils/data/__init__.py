@@ -7,6 +7,8 @@ __getattr__ = exported(
         "build_loader": "recipe_utils.data.loaders",
         "build_loaders": "recipe_utils.data.loaders",
         "load_datasets": "recipe_utils.data.loaders",
+        "mean_of_datasets": "recipe_utils.data.dataset_weights",
+        "problems_of_weights": "recipe_utils.data.dataset_weights",
         "text_collator": "recipe_utils.data.collators",
     }
 )

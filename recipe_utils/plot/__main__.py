@@ -9,13 +9,19 @@ samples of highest loss, and those whose loss rose most, of trainings with ``sam
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from omegaconf import OmegaConf
+
+from recipe_utils.text.datasets import load_dataset
+from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.log import METRICS_FILE, read_metrics
-from recipe_utils.training.parts.sample_losses import report_of_run
+from recipe_utils.training.parts.sample_losses import DATASETS, FILE, report_of
 
 METRICS = {
     "loss": "loss [nats]",
@@ -55,6 +61,18 @@ def plot(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
         if index == 0 and len(runs) > 1:
             axis.legend()
     figure.savefig(path, dpi=80)
+
+
+def report_of_run(output_dir: Path) -> Iterator[str]:
+    """Yields the lines of :meth:`SampleLosses.summary` for a training that has ended or still runs.
+
+    Raises OSError if it wrote no losses of samples.
+    """
+    logs = output_dir / "logs"
+    losses, names = np.load(logs / FILE, "r"), json.loads((logs / DATASETS).read_text())
+    cfg: Any = OmegaConf.load(logs / "config.yaml")
+    dataset = load_dataset(cfg.dataset, tokenizer=instantiate(cfg.tokenizer))
+    yield from report_of(losses, names, dataset, cfg)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ __getattr__ = exported(
         "load_dataset": "recipe_utils.text.datasets",
         "makes_trees": "recipe_utils.text.trees",
         "Microbatching": "recipe_utils.plans.microbatching",
-        "refused_weights": "recipe_utils.text.mixture",
         "RowCollator": "recipe_utils.text.collator",
         "text_pieces_dataset": "recipe_utils.text.conversations.datasets:TextPiecesDataset",
     }

@@ -6,13 +6,11 @@ leave one sample, which goes to the dataset that is owed most; what remains is c
 are the same on any layout and after a resume.
 """
 
-import re
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from math import inf, lcm
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -23,16 +21,11 @@ from recipe_utils.settings.components import split_entry
 from recipe_utils.settings.problems import Problem
 from recipe_utils.update_steps.order import Order
 from recipe_utils.update_steps.permutation import NUM_IN_MEMORY, epoch_permutation, seed_of
-from recipe_utils.update_steps.settings import DataSettings
+from recipe_utils.update_steps.samples import NO_DATASET
 from recipe_utils.update_steps.step import Targets
 
 _STEPS_PER_STATE = 64
 """Update steps between stored states, from which those between are computed."""
-NO_DATASET = (
-    "collate_fn: it made another number of rows than samples, so targets have no dataset; make one row of each sample, or "
-    "set one dataset"
-)
-"""Error of a ``collate_fn`` whose rows have no sample."""
 
 
 class Mixture(ConcatDataset):
@@ -200,57 +193,7 @@ class MixtureOrder(Order):
         }
 
 
-# ---- Config ---------------------------------------------------------------------------------------
-
-
 def entries_of(datasets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns each dataset's ``weight``, ``loss_weight`` and ``name``, by default its component's."""
     names = [str(dataset.get("_component_")).rpartition(".")[2] for dataset in datasets]
     return [{"name": n, **split_entry(dataset)[1]} for n, dataset in zip(names, datasets, strict=True)]
-
-
-def problems_with_datasets(data: DataSettings, dataset: Any, dataset_val: Any) -> Iterator[Problem]:
-    """Yields problems of lists of datasets, and of a ``mixture`` without one that has weights."""
-    yield from problems_with_list("dataset", dataset)
-    yield from problems_with_list("dataset_val", dataset_val)
-    if data.mixture and not (isinstance(dataset, list) and any("weight" in entry for entry in dataset)):
-        yield Problem("mixture", "it has no effect without a list of weights; set dataset")
-
-
-def problems_with_list(key: str, datasets: Any) -> Iterator[Problem]:
-    """Yields problems of the keys of a list of datasets."""
-    datasets = datasets if isinstance(datasets, list) else []
-    entries = entries_of(datasets)
-    number = sum("weight" in entry for entry in entries)
-    if number and key != "dataset":
-        yield Problem(key, "validation takes each sample once; take the weights out")
-    elif 0 < number < len(entries):
-        yield Problem(key, f"{number} of {len(entries)} datasets have a weight; give all of them one, or none")
-    # Metrics and samples are named by the dataset.
-    is_mixture = any(split_entry(dataset)[1] for dataset in datasets)
-    for name, number in Counter(str(entry["name"]) for entry in entries).items():
-        if number > 1 and is_mixture:
-            yield Problem(key, f"{number} of its datasets are called {name}; give each a name")
-    for index, entry in enumerate(entries):
-        weight, name = entry.get("weight", 1), entry["name"]
-        if type(weight) not in (int, float) or not 0 < weight < inf:
-            text = "it must be a number above 0; or take the dataset out"
-            shown = repr(weight) if isinstance(weight, str) else weight
-            yield Problem(f"{key}.{index}.weight", text, shown)
-        if is_mixture and not (isinstance(name, str) and re.fullmatch(r"[^\s/]+", name)):
-            text = "metrics are named by it: set it to a word without / and spaces"
-            yield Problem(f"{key}.{index}.name", text, repr(name))
-
-
-def refused_weights(text: str = "this recipe weights no datasets; remove it", **datasets: Any) -> Iterator[Problem]:
-    """Yields each ``loss_weight`` that is wrong, in entries of datasets by config key.
-
-    With ``text``, the reason why weights have no effect, any but 1 is wrong.
-    """
-    for key, entries in datasets.items():
-        for index, entry in enumerate(entries if isinstance(entries, list) else []):
-            weight = entry.get("loss_weight", 1)
-            is_valid = type(weight) in (int, float) and 0 < weight < inf
-            if not is_valid or (text and weight != 1):
-                reason = text or "it must be a number above 0"
-                yield Problem(f"{key}.{index}.loss_weight", reason, weight)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from recipe_utils.data.dataset_weights import problems_with_datasets, refused_weights
 from recipe_utils.data.meter import budget_on_ranks
 from recipe_utils.models.pipeline.schedule import PipelineSettings, pipeline_on_ranks
 from recipe_utils.models.settings import ModelSettings, model_on_ranks
@@ -14,7 +15,6 @@ from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith, Positive
 from recipe_utils.settings.problems import Problem, problems_with_folder
-from recipe_utils.text.mixture import problems_with_datasets, refused_weights
 from recipe_utils.update_steps.settings import DataSettings, data_on_ranks
 
 PROFILER = "torchtune.training.setup_torch_profiler"

@@ -21,6 +21,7 @@ from recipe_utils.parallel.random_state import get_random_state, seed_generators
 from recipe_utils.torchtune_names import logger
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.permutation import seed_of
+from recipe_utils.update_steps.step import Targets
 from recipe_utils.update_steps.workers import load_batches
 
 Sample = Mapping[str, Any]
@@ -64,6 +65,13 @@ def whole_numbers(sample: Sample, key: str, name: str) -> np.ndarray:
     return numbers.astype(np.int64)
 
 
+NO_DATASET = (
+    "collate_fn: it made another number of rows than samples, so targets have no dataset; make one row of each sample, or "
+    "set one dataset"
+)
+"""Error of a ``collate_fn`` whose rows have no sample."""
+
+
 class Sources(Protocol):
     """Dataset that consists of named ones, its sources, one after the other."""
 
@@ -73,6 +81,9 @@ class Sources(Protocol):
 
     def dataset_of(self, index: int) -> int:
         """Returns the position in ``names`` of the dataset that a sample is from."""
+
+    def of_targets(self, targets: Targets) -> np.ndarray:
+        """Returns the same of each target [n]. Raises ValueError if a ``collate_fn`` made other rows than samples."""
 
 
 class SampleReport(NamedTuple):

@@ -20,13 +20,11 @@ from torch import Tensor
 from recipe_utils.parallel.process_group import gather_objects, mean_over_ranks
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import Problem
-from recipe_utils.text.datasets import load_dataset
-from recipe_utils.text.mixture import NO_DATASET, Mixture
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.parts.protocol import Metric, Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
-from recipe_utils.update_steps.samples import unread
+from recipe_utils.update_steps.samples import NO_DATASET, unread
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -143,8 +141,7 @@ class DatasetLosses(Part):
     def __init__(self, run: Run, loss_module: Any, *loaders: UpdateStepLoader | None) -> None:
         self._run, self._ranks = run, run.ranks
         # Of training and, if there is one, of validation; now, because a copy to the device waits for it.
-        sources = [None if loader is None else loader.dataset.sources for loader in loaders]
-        self._mixtures = [source if isinstance(source, Mixture) else None for source in sources]
+        self._mixtures = [None if loader is None else loader.dataset.sources for loader in loaders]
         self._starts = [torch.tensor(m.starts if m else (), device=self._ranks.device) for m in self._mixtures]
         self._records = hasattr(loss_module, "records")
         if self._records and any(self._mixtures):  # else no loss is computed by target
@@ -209,18 +206,6 @@ def problems_with_sample_losses(data: DataSettings, loss: Mapping[str, Any]) -> 
         if data.sample_losses and not hasattr(component_at(component), "records"):
             instead = "set loss._component_ to recipe_utils.losses.LinearCrossEntropyLoss"
             yield Problem("sample_losses", f"{component} does not sum by sample; {instead}", True)
-
-
-def report_of_run(output_dir: Path) -> Iterator[str]:
-    """Yields the lines of :meth:`SampleLosses.summary` for a training that has ended or still runs.
-
-    Raises OSError if it wrote no losses of samples.
-    """
-    logs = output_dir / "logs"
-    losses, names = np.load(logs / FILE, "r"), json.loads((logs / DATASETS).read_text())
-    cfg: Any = OmegaConf.load(logs / "config.yaml")
-    dataset = load_dataset(cfg.dataset, tokenizer=instantiate(cfg.tokenizer))
-    yield from report_of(losses, names, dataset, cfg)
 
 
 def report_of(losses: np.ndarray, names: Mapping[str, int], dataset: Any, cfg: Any) -> Iterator[str]:

@@ -11,7 +11,6 @@ from distributed_runs import run_distributed
 from recipe_runs import DPO, SFT, STEP_OF_8, call_in_step, losses, run_recipe, set_up, slow, writing_to  # fmt: skip
 
 from recipe_utils.plot import __main__ as plot
-from recipe_utils.training.parts.sample_losses import report_of_run
 from recipe_utils.update_steps.permutation import epoch_permutation
 from recipe_utils.update_steps.samples import CheckedDataset
 
@@ -71,7 +70,7 @@ def test_a_resumed_training_continues_the_file_on_other_ranks(tiny_config, tmp_p
     assert parts == pytest.approx(whole, rel=1e-3)
     assert np.nan_to_num(wrong) != pytest.approx(whole, rel=0.05)
 
-    highest, *lines = report_of_run(Path(runs["whole"]["output_dir"]))
+    highest, *lines = plot.report_of_run(Path(runs["whole"]["output_dir"]))
     assert highest == "Highest losses of 30 trained samples:"
     index = int(whole[1].argmax())
     name, local = ("chat", index) if index < 19 else ("code", index - 19)
