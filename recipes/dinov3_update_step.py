@@ -218,7 +218,7 @@ class DINOv3Recipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, counted="images"):
+        for step in self.run.steps(self.loader, divisor="images", reported=dinov3.IMAGES):
             figures = self.figures(step)
             metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm, **figures)

@@ -182,7 +182,7 @@ class FullFinetuneRecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, counted=self.divisor):
+        for step in self.run.steps(self.loader, divisor=self.divisor):
             metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm)
 

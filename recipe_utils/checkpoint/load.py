@@ -9,14 +9,15 @@ rank, and are not restored.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -66,14 +67,25 @@ class TrainingState:
     """Fingerprints of weights that are neither trained nor saved. The name is a key of ``state.json``."""
     run_id: str = ""
     """Id of the run that started the training; kept on resume."""
-    num_tokens_seen: _Counted = 0
-    """Target tokens of all completed update steps."""
-    num_images_seen: _Counted = 0
-    """Images of all completed update steps, in recipes that count them."""
+    num_seen: dict[str, _Counted] = field(default_factory=dict)
+    """Data of all completed update steps by unit, such as target ``tokens``: ``num_tokens_seen`` in the file."""
     num_samples_skipped: _Counted = 0
     """Bad samples that all update steps have skipped, over all ranks."""
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """States of the parts of a training by name, without their tensors."""
+
+    def content(self) -> dict[str, Any]:
+        """Returns the content of the file, where ``num_seen`` is one key for each unit."""
+        content = asdict(self)
+        return content | {f"num_{unit}_seen": number for unit, number in content.pop("num_seen").items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_content(cls, content: Any) -> Any:
+        if not isinstance(content, dict):  # damaged, which pydantic reports
+            return content
+        seen = {match[1]: content[name] for name in content if (match := re.fullmatch("num_(.+)_seen", name))}
+        return {**content, "num_seen": seen}
 
 
 TEACHER = "teacher_checkpointer"

@@ -89,7 +89,7 @@ class CheckpointWriter:
         tensors |= {OPTIMIZER + name: tensor for name, tensor in optimizer_tensors.items()}
         tensors |= {PART + name: tensor for name, tensor in part_tensors.items()}
         try:
-            documents = {"state.json": json.dumps(asdict(state), indent=1).encode()}
+            documents = {"state.json": json.dumps(state.content(), indent=1).encode()}
         except TypeError as error:
             raise ValueError(f"state: a checkpoint cannot hold it ({error})") from error
         random = {RANDOM + name: tensor for name, tensor in get_random_state().items()}

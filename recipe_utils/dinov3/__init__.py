@@ -19,6 +19,7 @@ __getattr__ = exported(
         "image_folder_dataset": "recipe_utils.dinov3.images.folders",
         "layout_of": "recipe_utils.dinov3.images.crop_rows",
         "MultiCrop": "recipe_utils.dinov3.images.multi_crop",
+        "IMAGES": "recipe_utils.dinov3.loaders",
         "ImageComponents": "recipe_utils.dinov3.loaders",
         "ObjectiveSettings": "recipe_utils.dinov3.self_distillation",
         "ScheduleSettings": "recipe_utils.dinov3.schedules",

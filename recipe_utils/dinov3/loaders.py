@@ -24,8 +24,12 @@ from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import build, naming
 from recipe_utils.text.datasets import load_dataset
+from recipe_utils.training.log import Reported
 from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
 from recipe_utils.update_steps.settings import DataSettings
+
+IMAGES = Reported(rates=("images", "crop_tokens"), abbreviation="img", validation="knn_accuracy")
+"""The student's tokens are ``crop_tokens``."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -10,6 +10,7 @@ __getattr__ = exported(
         "Exports": "recipe_utils.training.parts.exports",
         "problems_between": "recipe_utils.training.settings",
         "problems_with_sample_losses": "recipe_utils.training.parts.sample_losses",
+        "Reported": "recipe_utils.training.log",
         "Run": "recipe_utils.training.run",
         "RunSettings": "recipe_utils.training.settings",
         "SampleLosses": "recipe_utils.training.parts.sample_losses",

@@ -24,7 +24,8 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.torchtune_names import DTYPES
-from recipe_utils.training.log import METRICS_FILE, Log, read_metrics
+from recipe_utils.training.log import METRICS_FILE, Log, Reported, read_metrics
+from recipe_utils.training.metrics import Metrics
 from recipe_utils.training.parts.protocol import Parts
 from recipe_utils.training.resume import Resume, Trained
 from recipe_utils.training.settings import RunSettings
@@ -176,16 +177,13 @@ def remove_old_exports(folder: Path, keep_last_n: int, log: Log) -> None:
 
 
 def log_end(
-    first: TrainingState, last: TrainingState, seconds: float, checkpointing: Checkpointing, most_spanning: int
+    first: TrainingState, last: TrainingState, seconds: float, checkpointing: Checkpointing, run_metrics: Metrics
 ) -> None:
-    """Logs what a complete training has done from ``first`` to ``last``: data, validation, and how to sample.
-
-    ``most_spanning`` is the largest number of samples of an update step that several ranks computed together.
-    """
-    log = checkpointing.log
+    """Logs what a complete training has done from ``first`` to ``last``: data, validation, and how to sample."""
+    log, reported = checkpointing.log, run_metrics.reported
     if last.global_step > first.global_step:
-        log.info(summary_of_training(first, last, seconds))
-        if most_spanning:
+        log.info(summary_of_training(first, last, seconds, reported))
+        if most_spanning := run_metrics.most_spanning_samples:
             log.info(f"Up to {most_spanning} samples of an update step were computed by several ranks each")
     elif checkpointing.last_export is None:
         log.info(f"All {last.epoch} epochs are complete; set epochs={last.epoch + 1} to train longer")
@@ -199,7 +197,7 @@ def log_end(
     output_dir, device = checkpointing.settings.output_dir, checkpointing.ranks.device.type
     path, metrics = output_dir / "generation.yaml", output_dir / "logs" / METRICS_FILE
     try:
-        log.info(summary_of_validation(read_metrics(metrics) if metrics.exists() else []))
+        log.info(summary_of_validation(read_metrics(metrics) if metrics.exists() else [], reported.validation))
         log.info(f"Model: {folder}")
         # A decoder with modules beside it, as a reward model, may not be trained to answer.
         if not (folder / own_modules.FOLDER).is_dir() and write_generation_config(last.config, folder, path, device):
@@ -208,20 +206,16 @@ def log_end(
         log.warn(f"output_dir: {error}")
 
 
-def summary_of_training(first: TrainingState, last: TrainingState, seconds: float) -> str:
+def summary_of_training(first: TrainingState, last: TrainingState, seconds: float, reported: Reported) -> str:
     """Returns a sentence with update steps, data, time and rate from one state to another.
 
     After a resume, when ``first`` is not the start, it ends with those of the whole training.
     """
-
-    def seen(state: TrainingState) -> tuple[int, str]:
-        counted = "images" if last.num_images_seen else "target tokens"
-        return state.num_images_seen or state.num_tokens_seen, counted
-
-    (all_seen, counted), time = seen(last), tqdm.format_interval(seconds)
-    num_steps, num_seen = last.global_step - first.global_step, all_seen - seen(first)[0]
-    rate = f"{num_seen / max(seconds, 1e-9):,.0f} {counted.split()[-1]}/s"
-    text = f"{num_steps} update steps, {num_seen:,} {counted} in {time} ({rate})"
+    unit, time = reported.unit, tqdm.format_interval(seconds)
+    all_seen, num_steps = last.num_seen.get(unit, 0), last.global_step - first.global_step
+    num_seen = all_seen - first.num_seen.get(unit, 0)
+    data = f"{num_seen:,} {reported.rates[0].replace('_', ' ')}"
+    text = f"{num_steps} update steps, {data} in {time} ({num_seen / max(seconds, 1e-9):,.0f} {unit}/s)"
     if first.global_step:
         text += f"; {last.global_step} and {all_seen:,} in all, before the resume included"
     if last.num_samples_skipped:
@@ -229,13 +223,12 @@ def summary_of_training(first: TrainingState, last: TrainingState, seconds: floa
     return text
 
 
-def summary_of_validation(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Returns first, last and best ``val_loss`` or ``knn_accuracy`` as text, empty without any."""
-    for name, best_of in (("val_loss", min), ("knn_accuracy", max)):
-        values_by_step = {line["step"]: line[name] for line in metrics if line.get(name) is not None}
-        if values_by_step:
-            values = list(values_by_step.values())
-            step = best_of(values_by_step, key=values_by_step.__getitem__)
-            best = f"{values_by_step[step]:.3f} (update step {step})"
-            return f"{name}: first {values[0]:.3f}, last {values[-1]:.3f}, best {best}"
-    return ""
+def summary_of_validation(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Returns first, last and best value of metric ``name`` as text, empty without any."""
+    values_by_step = {line["step"]: line[name] for line in metrics if line.get(name) is not None}
+    if not values_by_step:
+        return ""
+    values, best_of = list(values_by_step.values()), min if name.endswith("loss") else max
+    step = best_of(values_by_step, key=values_by_step.__getitem__)
+    best = f"{values_by_step[step]:.3f} (update step {step})"
+    return f"{name}: first {values[0]:.3f}, last {values[-1]:.3f}, best {best}"

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,30 @@ from recipe_utils.torchtune_names import LOGGERS, instantiate, logger
 from recipe_utils.training.settings import RunSettings
 
 METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What metrics, progress bar and summary report of an objective.
+
+    With ``rates=("images", "crop_tokens")`` metrics contain ``num_images_seen``, ``images_per_second_per_gpu`` and
+    ``crop_tokens_per_second_per_gpu``; the summary is ``64 update steps, 4,096 images in 00:58 (70 images/s)``.
+    """
+
+    rates: Sequence[str] = ("target_tokens", "real_tokens")
+    """Totals of update steps whose rates are logged. The first one counts the data seen."""
+    abbreviation: str = "tok"
+    """Its unit in the progress bar."""
+    validation: str = "val_loss"
+    """Metric of validations; the lowest loss is the best one, of other metrics the highest value."""
+
+    @property
+    def unit(self) -> str:
+        """Name of the data seen."""
+        return self.rates[0].removeprefix("target_")
+
+
+TEXT = Reported()
 
 
 class Log:
@@ -202,7 +227,7 @@ def set_up_screen() -> None:
 
 @contextmanager
 def progress_bar(
-    total: int, initial: int, num_epochs: int, metrics: Mapping[str, Any], ranks: Ranks
+    total: int, initial: int, num_epochs: int, metrics: Mapping[str, Any], ranks: Ranks, reported: Reported
 ) -> Iterator[Callable[[int], None]]:
     """Shows the progress of all update steps on rank 0. ``TQDM_DISABLE=1`` hides it, too.
 
@@ -215,14 +240,16 @@ def progress_bar(
         def advance(epoch: int) -> None:
             is_cuda = ranks.device.type == "cuda"
             peak_bytes = torch.cuda.max_memory_allocated(ranks.device) if is_cuda else 0
-            text = bar_text(epoch, num_epochs, metrics, ranks.world_size, peak_bytes)
+            text = bar_text(epoch, num_epochs, metrics, reported, ranks.world_size, peak_bytes)
             bar.set_description_str(text, refresh=False)  # bar.update shows it
             bar.update(1)
 
         yield advance
 
 
-def bar_text(epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size: int, peak_bytes: int = 0) -> str:
+def bar_text(
+    epoch: int, num_epochs: int, metrics: Mapping[str, Any], reported: Reported, world_size: int, peak_bytes: int = 0
+) -> str:
     """Returns a bar's text.
 
     Such as ``epoch 1 of 3 | loss 5.732 | norm 0.84 | lr 1.2e-4 | 12.3k tok/s | 41.2 GiB | val 5.81``.
@@ -236,14 +263,12 @@ def bar_text(epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size
     if "lr" in metrics:
         mantissa, exponent = f"{metrics['lr']:.1e}".split("e")
         parts.append(f"lr {mantissa}e{int(exponent)}" if metrics["lr"] else "lr 0")
-    for counted, unit in (("tokens", "tok"), ("images", "img")):
-        rate = metrics.get(f"{counted}_per_second_per_gpu")
-        if rate is not None:
-            parts.append(f"{tqdm.format_sizeof(rate * world_size)} {unit}/s")
+    rate = metrics.get(f"{reported.unit}_per_second_per_gpu")
+    if rate is not None:
+        parts.append(f"{tqdm.format_sizeof(rate * world_size)} {reported.abbreviation}/s")
     if peak_bytes:
         parts.append(f"{peak_bytes / 2**30:.1f} GiB")
-    if "val_loss" in metrics:
-        parts.append(f"val {metrics['val_loss']:.2f}")
-    if "knn_accuracy" in metrics:
-        parts.append(f"knn {metrics['knn_accuracy']:.3f}")
+    if (name := reported.validation) in metrics:
+        num_digits = 2 if name.endswith("loss") else 3
+        parts.append(f"{name.partition('_')[0]} {metrics[name]:.{num_digits}f}")
     return " | ".join(parts) + " "

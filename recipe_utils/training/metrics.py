@@ -17,19 +17,13 @@ from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.torchtune_names import get_memory_stats, instantiate
-from recipe_utils.training.log import Log
+from recipe_utils.training.log import TEXT, Log
 from recipe_utils.training.parts.protocol import Metric, Part
 from recipe_utils.training.settings import PROFILER, RunSettings
 from recipe_utils.update_steps.step import UpdateStep
 
-_RATES = {
-    "target_tokens": "tokens_per_second_per_gpu",
-    "real_tokens": "real_tokens_per_second_per_gpu",
-    "images": "images_per_second_per_gpu",
-    "crop_tokens": "crop_tokens_per_second_per_gpu",
-}
-_COUNTS = {"target_tokens": "target_tokens", "weights": "target_tokens", "pairs": "pairs"}
-"""Count that a recipe divides by -> total that is logged, as ``num_tokens`` or ``num_pairs``."""
+_TOTALS = {"target_tokens": "target_tokens", "weights": "target_tokens", "pairs": "pairs"}
+"""Divisor of a loss -> total that is logged, as ``num_tokens`` or ``num_pairs``."""
 _OF_GUARD = "num_nonfinite_steps", "most_nonfinite_in_a_row", "num_skipped_steps"
 """Names of the counts of :meth:`.NonfiniteGuard.take_counts`."""
 
@@ -79,18 +73,18 @@ class Throughput:
         self._totals.update(step.totals)
         self._wait_seconds += wait_seconds
 
-    def read_and_restart(self) -> dict[str, float]:
-        """Returns the figures of the window for which update steps have counts.
+    def read_and_restart(self, rates: Sequence[str] = TEXT.rates) -> dict[str, float]:
+        """Returns the figures of the window for which update steps have totals, and ``rates`` of totals.
 
-        ``tokens_per_second_per_gpu``: target tokens over all DP ranks / (seconds * world size);
-        ``real_tokens``: all tokens but padding; ``crop_tokens``: the student's.
+        ``tokens_per_second_per_gpu``: target tokens over all DP ranks / (seconds * world size).
         ``padding_fraction``: padding / positions. ``shared_fraction``: tokens computed once instead
         of twice / real tokens. ``data_wait_seconds``: mean per update step on this rank.
         """
         totals, seconds = self._totals, max(time.perf_counter() - self._began, 1e-9)
         figures = {"data_wait_seconds": self._wait_seconds / max(self._num_steps, 1)}
-        for name, figure in _RATES.items():
+        for name in rates:
             if name in totals:
+                figure = f"{name.removeprefix('target_')}_per_second_per_gpu"
                 figures[figure] = totals[name] / self._world_size / seconds
         if "positions" in totals:
             num_computed = totals["real_tokens"] - totals["shared_tokens"]
@@ -108,8 +102,10 @@ class Metrics:
     the throughput ends when metrics are read.
     """
 
-    counted = "target_tokens"
-    """Name of the count that an update step's loss is divided by."""
+    divisor = "target_tokens"
+    """Total that an update step's loss is divided by."""
+    reported = TEXT
+    """Units and validation metric of the objective."""
     most_spanning_samples = 0
     """Most samples of an update step that several ranks have computed together."""
 
@@ -151,8 +147,8 @@ class Metrics:
         """
         self.write_held()
         metrics: dict[str, Metric | None] = {**({} if "lr" in more else self._rates), **more}
-        if self.counted in _COUNTS:
-            total = _COUNTS[self.counted]
+        if self.divisor in _TOTALS:
+            total = _TOTALS[self.divisor]
             metrics[f"num_{total.removeprefix('target_')}"] = step.totals[total]
         metrics["num_spanning_samples"] = step.totals.get("spanning_samples")
         if logs_memory and self._device.type != "cpu":
@@ -180,7 +176,7 @@ class Metrics:
             of_guard = {name: int(values.pop(name)) for name in _OF_GUARD}
             num_nonfinite, most_in_a_row, _ = of_guard.values()
             skipped = {name: num for name, num in of_guard.items() if num and name.startswith("num_")}
-            self.write(state, {**on_host, **values, **self.throughput.read_and_restart(), **skipped})
+            self.write(state, {**on_host, **values, **self.throughput.read_and_restart(self.reported.rates), **skipped})
             self._log.warn(guard.judge(num_nonfinite, most_in_a_row, num_steps, state.global_step))
 
         self._held = write
@@ -203,8 +199,9 @@ class Metrics:
     def write(self, state: TrainingState, metrics: Mapping[str, Any]) -> None:
         """Writes metrics of an update step; its epoch, and the data seen, only to the metrics file."""
         self.shown |= metrics
-        seen = "num_images_seen" if state.num_images_seen else "num_tokens_seen"
-        self._log.write(state.global_step, metrics, {"epoch": state.epoch, seen: getattr(state, seen)})
+        unit = self.reported.unit
+        seen = {f"num_{unit}_seen": state.num_seen.get(unit, 0)}
+        self._log.write(state.global_step, metrics, {"epoch": state.epoch, **seen})
 
     def close(self) -> None:
         """Writes held metrics and closes the loggers."""

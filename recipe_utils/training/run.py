@@ -36,7 +36,7 @@ from recipe_utils.settings.problems import naming
 from recipe_utils.torchtune_names import set_seed
 from recipe_utils.training.checkpointing import Checkpointing, log_end
 from recipe_utils.training.lock import lock_folder
-from recipe_utils.training.log import Log, progress_bar
+from recipe_utils.training.log import TEXT, Log, Reported, progress_bar
 from recipe_utils.training.metrics import Metrics, build_profiler
 from recipe_utils.training.parts.protocol import Metric, Parts
 from recipe_utils.training.resume import Trained, norms_of_frozen_rows, warnings_of
@@ -131,11 +131,12 @@ class Run:
 
     # ---- Loop -----------------------------------------------------------------------------------
 
-    def steps(self, loader: UpdateStepLoader, counted: str) -> Iterator[UpdateStep]:
+    def steps(self, loader: UpdateStepLoader, divisor: str, reported: Reported = TEXT) -> Iterator[UpdateStep]:
         """Yields the remaining update steps of all epochs until a stop. Rank 0 shows a progress bar.
 
         SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 request a stop from here on. After each epoch the model is exported
-        and a checkpoint saved. Update steps whose total of the count ``counted`` is 0 are skipped on all ranks.
+        and a checkpoint saved. Update steps whose total ``divisor``, which the loss is divided by, is 0 are skipped on
+        all ranks.
 
         Raises:
             SampleError: all samples of three update steps in a row were bad, or nothing was trained in an epoch.
@@ -146,19 +147,19 @@ class Run:
         self._at_exit.callback(self.profiler.stop)
         self.log.open_metrics(self.global_step, self.state.run_id)
         self.profiler.start()
-        self.metrics.counted = counted
+        self.metrics.divisor, self.metrics.reported = divisor, reported
         # A resumed run begins within an epoch, and its bar at the update steps that are done.
-        first, began, skipped = self.state, time.perf_counter(), SkippedSteps(loader, counted, self.log)
+        first, began, skipped = self.state, time.perf_counter(), SkippedSteps(loader, divisor, self.log)
         done = sum(map(loader.order.num_steps, range(first.epoch)))
         done += num_done(loader.order, first.epoch, first.samples_consumed)
-        bar = progress_bar(self.num_steps, done, self.settings.epochs, self.metrics.shown, self.ranks)
+        bar = progress_bar(self.num_steps, done, self.settings.epochs, self.metrics.shown, self.ranks, reported)
         with bar as advance_bar:
             for epoch in range(first.epoch, self.settings.epochs):
                 self.metrics.throughput.restart()
                 with loader.epoch(epoch, self.state.samples_consumed) as steps:
                     for step in steps:
                         # All ranks have the same totals, so they skip together.
-                        if step.totals[counted] == 0:
+                        if step.totals[divisor] == 0:
                             self.state = replace(self.state, samples_consumed=step.samples_consumed)
                             skipped.add(step, epoch)
                         else:
@@ -174,7 +175,7 @@ class Run:
                         advance_bar(epoch)
                 skipped.check(self.state)
                 self._finish_epoch()
-        log_end(first, self.state, time.perf_counter() - began, self.checkpointing, self.metrics.most_spanning_samples)
+        log_end(first, self.state, time.perf_counter() - began, self.checkpointing, self.metrics)
 
     def finish(
         self, step: UpdateStep, sums: Mapping[str, Tensor], grad_norm: Tensor | None, **more: Metric | None
@@ -228,7 +229,8 @@ class Run:
         Returns a function that waits for what all ranks agree on, a stop and a checkpoint, and metrics of parts.
         """
         self.metrics.write_held()
-        state, totals = self.state, step.totals
+        state, totals, reported = self.state, step.totals, self.metrics.reported
+        num_seen = state.num_seen.get(reported.unit, 0) + int(totals.get(reported.rates[0], 0))
         self.metrics.stop(step)
         # Not earlier: a request during the update step would cost another one.
         wait = all_reduce_any([self.stop.is_set(), self.checkpointing.is_due_by_clock()], self.ranks.cpu_group)
@@ -236,8 +238,7 @@ class Run:
             state,
             global_step=state.global_step + 1,
             samples_consumed=step.samples_consumed,
-            num_tokens_seen=state.num_tokens_seen + int(totals.get("target_tokens", 0)),
-            num_images_seen=state.num_images_seen + int(totals.get("images", 0)),
+            num_seen={**state.num_seen, reported.unit: num_seen},
             num_samples_skipped=state.num_samples_skipped + int(totals["skipped_samples"]),
         )
         return wait, self.parts.after(step)

@@ -11,20 +11,20 @@ _MOST_BAD_STEPS = 3
 
 
 class SkippedSteps:
-    """Update steps whose total of ``counted`` is 0, which a run skips on all ranks.
+    """Update steps whose total ``divisor`` is 0, which a run skips on all ranks.
 
     With ``on_bad_sample: skip``, update steps 5, 6 and 7 of bad samples alone are two warnings and an error.
     """
 
-    def __init__(self, loader: UpdateStepLoader, counted: str, log: Log) -> None:
+    def __init__(self, loader: UpdateStepLoader, divisor: str, log: Log) -> None:
         self._loader, self.logger = loader, log
-        self._counted = "target tokens" if counted == "weights" else counted.replace("_", " ")
+        self._data = "target tokens" if divisor == "weights" else divisor.replace("_", " ")
         self.num_bad_in_a_row = 0
 
     def add(self, step: UpdateStep, epoch: int) -> None:
         """Warns of a skipped update step. Raises SampleError at the third in a row without a good sample."""
         self.logger.warn(
-            f"epoch {epoch + 1}, update step {step.index + 1}: it has no {self._counted}; skipped, "
+            f"epoch {epoch + 1}, update step {step.index + 1}: it has no {self._data}; skipped, "
             "weights and schedule are unchanged"
         )
         num_samples = len(self._loader.order.samples(epoch, step.index))
@@ -39,6 +39,6 @@ class SkippedSteps:
         """Raises SampleError at the end of an epoch if nothing was trained yet."""
         if state.global_step == 0:
             raise SampleError(
-                f"no update step of epoch {state.epoch + 1} had {self._counted}: nothing was trained, "
+                f"no update step of epoch {state.epoch + 1} had {self._data}: nothing was trained, "
                 "and nothing is exported; look at the samples that are skipped (on_bad_sample=raise ends at the first)"
             )

@@ -82,12 +82,12 @@ class UpdateStep:
     """Samples of the epoch over all ranks, up to and including this update step."""
     is_last_of_epoch: bool = False
 
-    def scale(self, count: str) -> float:
-        """Returns the factor for a microbatch's summed loss that makes it a mean over ``count``.
+    def scale(self, divisor: str) -> float:
+        """Returns the factor for a microbatch's summed loss that makes it a mean over the total ``divisor``.
 
         FSDP2 and DDP average gradients over the DP ranks, hence ``dp_degree`` over the total.
         """
-        return self.dp_degree / (self.totals[count] or 1)
+        return self.dp_degree / (self.totals[divisor] or 1)
 
 
 def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

@@ -32,7 +32,7 @@ from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.parallel import ranks
 
 META, CUDA = torch.device("meta"), torch.device("cuda")
-COUNTED = {SFT: "target_tokens", DPO: "pairs", KD: "target_tokens", DINO: "images"}
+DIVISORS = {SFT: "target_tokens", DPO: "pairs", KD: "target_tokens", DINO: "images"}
 KEYS = {
     "device": "meta",
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01, "fused": True},
@@ -172,7 +172,7 @@ def train_two_steps(config, recipe, arrivals):
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         with Waits(raises=False):
             made = stack.enter_context(set_up(config, recipe))
-        for step in islice(made.run.steps(made.loader, COUNTED[recipe]), 2):
+        for step in islice(made.run.steps(made.loader, DIVISORS[recipe]), 2):
             with Waits(), LikeCuda():
                 metrics, grad_norm = made.update(step)
                 made.run.finish(step, metrics, grad_norm)
