@@ -53,7 +53,7 @@ from recipe_utils.update_steps.step import UpdateStep
 FACTOR = 3.0
 """Largest difference, in units of the rounding of single samples in the same precision. Both are
 rounding errors of one computation in two orders, so their ratio is about 1."""
-_COUNTED = ("pairs", "target_tokens")
+_TOTALS = ("pairs", "target_tokens")
 """Totals that are printed, and must not be 0."""
 MOST_WEIGHTS = 1 << 27
 """Weights of models that stay whole: 1 GiB in fp64, and as much for gradients."""
@@ -92,7 +92,7 @@ def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
         optimizers: list[Any] = single_optimizers(recipe.optimizer)
 
         def update(step: UpdateStep, number: int) -> None:
-            if 0 in (step.totals.get(name) for name in _COUNTED):
+            if 0 in (step.totals.get(name) for name in _TOTALS):
                 raise ConfigError(f"dataset: update step {step.index + 1} has no targets; set a larger --num_samples")
             recipe.update(step)
             if any(each.num_steps < number for each in optimizers):
@@ -111,7 +111,7 @@ def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
         if ranks.is_zero:
             samples = f"{len(loader.order.samples(0, step.index)) - int(step.totals['skipped_samples'])} samples"
             how = [] if "pairs" in step.totals else [samples]
-            how += [f"{step.totals[key]:,} {key.replace('_', ' ')}" for key in _COUNTED if key in step.totals]
+            how += [f"{step.totals[key]:,} {key.replace('_', ' ')}" for key in _TOTALS if key in step.totals]
             how += [f"{world_size_from_env()} rank{'s' * (world_size_from_env() > 1)}", settings.data.microbatching]
             if settings.data.is_packed:
                 whole = build_on_meta(partial(instantiate, cfg.model), settings.model)

@@ -77,10 +77,10 @@ class SingleSamples:
                 vars(optimizer)["records"] = True
             with recipe.loader.epoch(0) as steps:
                 step = next(step for step in steps if step.index == recorded.step.index)
-            counted = Counter[str]()
+            totals = Counter[str]()
             for microbatch in step.microbatches:
-                counted.update(microbatch.counts)
-            self._step = replace(step, totals=_Asked({**step.totals, **counted}))
+                totals.update(microbatch.counts)
+            self._step = replace(step, totals=_Asked({**step.totals, **totals}))
             self.gradients = self._gradients()
             if judges:
                 self._judge(self._step.totals.asked)
@@ -152,6 +152,7 @@ class SingleSamples:
         start, moved = self._recorded.start, self._recorded.moved
         shapes = {name: weight.shape for name, weight in frozen.model.state_dict().items()}
         text, along = "", 0.0
+        # The inequality holds for divergences between models of the same weights only.
         if "pairs" in self._step.totals:
             text = ": a margin of pairs is no divergence"
         elif any(shapes.get(name) != start[name].shape for name in self.gradients):
@@ -164,6 +165,7 @@ class SingleSamples:
                 change += difference.square().sum().item()
                 norm += gradient.double().square().sum().item()
                 along += (difference * (moved[name].double() - start[name])).sum().item()
+            # Rounding of fp64: there is no difference whose sign could be judged.
             if change <= 1e-14 * norm:
                 text = ": it does not change the gradient, or is one of the trained weights themselves"
         if text:

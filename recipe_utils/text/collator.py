@@ -44,7 +44,7 @@ class RowCollator(Collator):
         object.__setattr__(self, "layout", self._layout())
 
     def _layout(self) -> Layout:
-        """Returns the plan of this budget, and the divisor of the lengths of packed rows."""
+        """Returns the plan of this budget, and what the lengths of packed rows are multiples of."""
         microbatching, reader, bound = self.microbatching, self.reader, self.max_tokens
         limits, max_seq_len = reader.limits, reader.max_seq_len
         if (max_seq_len or 0) > limits.max_seq_len:

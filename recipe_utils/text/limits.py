@@ -112,7 +112,7 @@ class ModelLimits(NamedTuple):
     def multiple_of_packed_rows(
         self, row_length: int | None, trees: tuple[str, str] | None = None, max_ranks_per_row: int = 1
     ) -> int | None:
-        """Returns the divisor of all lengths of packed rows [positions]; None for any length.
+        """Returns what all lengths of packed rows are multiples of [positions]; None for any length.
 
         ``row_length`` is the longest row with more than one sample, on each of its ranks [tokens]; ``trees`` are the
         ``key=value`` that makes trees, and what to set instead. Raises ConfigError for rows that a model cannot compute.

@@ -70,7 +70,7 @@ class Layout:
     """Number of consecutive samples of an update step, a divisor of ``batch_size``, that stay on one
     rank. Losses that couple samples need it."""
     row_multiple: int | None = None
-    """Divisor of the positions of packed rows, or of their shares on several ranks; None for any number."""
+    """Packed rows, or their shares on several ranks, have a multiple of so many positions; None for any number."""
 
 
 class Collator(Protocol):
