@@ -96,6 +96,7 @@ def line_up(
     problems = list(_problems_with_base(base, recipe, output_dir))
     baselines: dict[str, Baseline] = {}
     skipped: dict[str, str] = {}
+    # A wrong base makes every entry wrong; else the problems of all entries are collected.
     for name, entry in entries.items() if not problems else ():
         try:
             made = _resolve(name, entry, base, recipe, output_dir, num_ranks, num_steps)
@@ -105,6 +106,7 @@ def line_up(
         except (ValueError, OSError, OmegaConfBaseException) as error:
             problems.append(Problem(f"baselines.{name}", first_line(error)))
             continue
+        # The reason why a baseline cannot run here: not an error.
         if isinstance(made, str):
             skipped[name] = made
         else:
@@ -261,6 +263,7 @@ def _contents_of(
             f"num_update_steps: the dataset has {len(samples)} samples, enough for "
             f"{len(samples) // per_step} update steps of {per_step}, warm-up included; set it lower"
         )
+    # A pair's shared prompt counts once where the baseline computes it once.
     count = contents_of
     decoder = countable_decoder(config["model"]) if recipe == TEXT else None
     if recipe == PAIRS:
@@ -268,6 +271,7 @@ def _contents_of(
         count = partial(contents_of_pairs, shares_prefixes=is_packed and cfg.get("prefix_sharing") is not False)
     steps = range(0, num_steps * per_step, per_step)
     contents = [count(samples[start : start + per_step], tokenizer.pad_id) for start in steps]
+    # Operations only of models whose formula holds.
     for i, each in enumerate(contents) if decoder is not None else ():
         contents[i] = replace(
             each, num_flops=sum(decoder_flops(decoder, each.document_lengths, each.num_target_tokens))

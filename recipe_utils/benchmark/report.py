@@ -126,6 +126,7 @@ def throughput_table(summaries: Sequence[Summary], reference: str, missing: Mapp
         f"peak memory GB (over {reference})", "share of the product", "loss deviation",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    # The reference deviates by nothing from itself; other models and samples have no deviation.
     for row in summaries:
         rate, ratio = row.target_tokens_per_second, row.ratio
         deviation = "another model" if row.has_same_samples else "other samples"

@@ -310,12 +310,14 @@ def with_heads(
             f"it is a {type(model).__name__} and no vision transformer; set it to "
             "recipe_utils.dinov3.dinov3_vit or one of its sizes"
         )
+    # The gradient must not depend on the split: every layer computes a token, or a crop, by itself.
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ValueError(
                 f"its {name} is a {type(module).__name__}, which makes outputs depend on how an update step is split; "
                 "set it to a norm of each token, such as torch.nn.LayerNorm"
             )
+    # Errors above are reported with the key model, these with the key of the head.
     heads = []
     for key, arguments in (("dino_head", dino), ("ibot_head", ibot)):
         try:

@@ -81,6 +81,7 @@ def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int = 3) -> d
     """
     is_gated = any(name.endswith(".w3.weight") for name in weights)
     names = _HF_NAMES | _HF_NAMES_OF_MLP[is_gated]
+    # Tokens are [1, n, d] there, and the embedding of patches is a convolution.
     converted = {}
     for name, weight in weights.items():
         if name in (_CLS, _MASK):
@@ -91,6 +92,7 @@ def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int = 3) -> d
             side = math.isqrt(weight.size(1) // num_channels)
             weight = weight.unflatten(1, (num_channels, side, side))
         converted[_renamed(name, names)] = weight
+    # Without registers transformers has the parameter all the same, with no rows.
     if _HF_REGISTERS not in converted and _CLS in weights:
         cls_token = weights[_CLS]
         converted[_HF_REGISTERS] = cls_token.new_zeros(1, 0, len(cls_token))

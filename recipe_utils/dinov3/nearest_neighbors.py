@@ -106,6 +106,7 @@ def num_voted_right(
     bank, states = (F.normalize(rows.to(wide), dim=-1) for rows in (bank, states))
     num_classes = int(torch.cat([bank_labels, labels]).max()) + 1 if len(labels) else 1
     num_right = torch.zeros((), dtype=torch.int64, device=states.device)
+    # In chunks, because the cosines of all images with the whole bank may not fit.
     for rows in range(0, len(states), rows_per_chunk):
         chunk = slice(rows, rows + rows_per_chunk)
         cosines, nearest = (states[chunk] @ bank.t()).topk(num_neighbors, dim=1)

@@ -36,6 +36,7 @@ def definitions(
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError):
         return
+    # Breadth first: a module, then what it defines, then methods; not what functions define inside.
     nodes: list[tuple[str, ast.AST]] = [(module, tree)]
     while nodes:
         name, node = nodes.pop(0)

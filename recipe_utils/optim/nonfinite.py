@@ -49,6 +49,7 @@ class NonfiniteGuard:
             if also is not True:
                 raise ValueError("optimizer_in_bwd=True: the backward has updated the weights; set it to False to skip")
             return True
+        # Counted on the device, so that the host does not wait here; it reads the counts with the metrics.
         is_nonfinite = ~torch.isfinite(grad_norm)
         is_skipped = is_nonfinite | (~also if isinstance(also, Tensor) else not also)
         self._num_own += is_skipped & ~is_nonfinite
@@ -56,6 +57,7 @@ class NonfiniteGuard:
         self._num_nonfinite += is_nonfinite
         self._num_in_a_row = (self._num_in_a_row + 1) * is_nonfinite
         self._most_in_a_row = torch.maximum(self._most_in_a_row, self._num_in_a_row)
+        # found_inf is that of PyTorch's GradScaler: the kernel itself skips the update.
         if self._is_fused:
             self._optimizer.found_inf = is_skipped.float()  # type: ignore[union-attr]
             return True

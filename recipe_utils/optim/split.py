@@ -32,6 +32,7 @@ class Split(Optimizer):
         for part, component in {"matrices": matrices, "rest": rest}.items():
             if problems := [*check_component(f"optimizer.{part}", component, MadeWith(num_positional=1))]:
                 raise ConfigError(*problems)
+            # A group keeps its options; the log names its rate by optimizer and group.
             groups = []
             for group in params:
                 is_matrix = {name: p.ndim == 2 and bool(re.search(names, name)) for name, p in group["params"]}
@@ -39,6 +40,7 @@ class Split(Optimizer):
                     groups.append(
                         {**group, "params": chosen, "name": "/".join([part, *filter(None, [group.get("name")])])}
                     )
+            # An optimizer without parameters would be an error of its own, which names no key.
             if not groups:
                 examples = ", ".join([name for group in params for name, _ in group["params"]][:3])
                 raise ValueError(

@@ -260,6 +260,7 @@ def bar_text(
         parts.append(f"loss {metrics['loss']:.3f}")
     if metrics.get("grad_norm") is not None:
         parts.append(f"norm {metrics['grad_norm']:.3g}")
+    # Short forms, so that all fits beside the bar: 1.2e-4 and not 1.2e-04.
     if "lr" in metrics:
         mantissa, exponent = f"{metrics['lr']:.1e}".split("e")
         parts.append(f"lr {mantissa}e{int(exponent)}" if metrics["lr"] else "lr 0")

@@ -145,6 +145,7 @@ def problems_between(
     ``loss_weight`` of their entries is refused.
     """
     data, ranks, run, components = settings.data, settings.ranks, settings.run, settings.components
+    # Each group against the others that it depends on, then keys of a run against the recipe's components.
     yield from data_on_ranks(data, ranks, must_divide)
     yield from budget_on_ranks(data, ranks)
     yield from pipeline_on_ranks(settings.pipeline, data, ranks)

@@ -73,6 +73,7 @@ def image_folder_dataset(source: str, split: str = "train") -> ImageDataset:
     if dataset.label_column is not None:
         num_labels = getattr(dataset.rows.features[dataset.label_column], "num_classes", 0)
     log_rank_zero(f"{folder}, split={split}: {len(dataset)} images, {num_labels} labels")
+    # datasets skips other files in silence, and reads a metadata file instead of the names of subfolders.
     files = [path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."]
     if described := [path for path in files if path.stem == "metadata"]:
         text = f"{described[0]} determines which images are read and what their labels are"

@@ -151,6 +151,7 @@ class MultiCrop:
         """Flips a crop and changes its colors; ``kind`` is its index in ``blur_probability``."""
         if drawn.flip < self.flip_probability:
             crop = np.ascontiguousarray(crop[:, :, ::-1])
+        # In a drawn order, as torchvision's ColorJitter; a grey crop has no saturation and no hue.
         if drawn.jitter < self.jitter_probability:
             factors, is_color = 2 * drawn.factors - 1, len(crop) == 3
             for change in np.argsort(drawn.order, kind="stable"):
@@ -164,6 +165,7 @@ class MultiCrop:
                     crop = with_hue(crop, self.hue * factors[3])
         if drawn.grey < self.grey_probability and len(crop) == 3:
             crop = np.repeat(grey_of(crop), 3, axis=0)
+        # With probabilities of their own for each global crop, and for local ones.
         if drawn.blur < self.blur_probability[kind]:
             low, high = self.blur_sigma
             crop = blurred(crop, low + (high - low) * drawn.sigma)
@@ -300,6 +302,7 @@ def check_fits(transform: Any, patch_size: int, num_channels: int) -> None:
     if not isinstance(transform, MultiCrop):
         remedy = "set it to recipe_utils.dinov3.MultiCrop, which takes another transform as image_transform"
         raise ValueError(f"transform: it is a {type(transform).__name__}; {remedy}")
+    # All problems at once, each with the nearest values that fit.
     problems = []
     for name in ("global_crop_size", "local_crop_size"):
         size = getattr(transform, name)

@@ -64,6 +64,7 @@ class ViewSettings:
                 f"set batch_size to {larger}, or koleo_group_size to a divisor of it or to null"
             )
             yield Problem("koleo_group_size", text, size)
+        # Keys for text, which have no meaning for crops.
         if data.plans_by_tokens:
             text = "all images have the same number of tokens; set microbatching=in_order"
             yield Problem("microbatching", text, data.microbatching)

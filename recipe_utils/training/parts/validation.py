@@ -67,17 +67,18 @@ def sum_over(
     ``sums`` maps a microbatch to its ``num_sums`` sums; with a ``pipeline`` they are those of its last stage.
     ``attached`` is the recipe's.
     """
+    # Without dropout; the recipe continues in training mode.
     model.eval()
-    total = torch.zeros(num_sums, dtype=torch.float64, device=device)
+    of_all = torch.zeros(num_sums, dtype=torch.float64, device=device)
     totals: Counter[str] = Counter()
     with loader.epoch(0) as steps:
         for step in steps:
             with attached(step) as microbatches:
                 if pipeline is not None:
-                    total += pipeline.forward(microbatches)
+                    of_all += pipeline.forward(microbatches)
                 else:
                     for microbatch in to_device_ahead(microbatches, device):
-                        total += sums(microbatch)
+                        of_all += sums(microbatch)
             totals.update(step.totals)
     model.train()
-    return total, totals
+    return of_all, totals
