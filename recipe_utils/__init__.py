@@ -11,18 +11,21 @@ from typing import Any
 __version__ = "0.6.0"
 
 
-def exported(modules: Mapping[str, str]) -> Callable[[str], Any]:
+def exported(names_of_modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Returns a package's ``__getattr__`` (PEP 562) for the names that configs and recipes use, so that files can move.
 
     Args:
-        modules: name -> ``module`` or ``module:attribute``. A module is imported when its name is first used.
+        names_of_modules: module -> names, such as ``"Plan other=function"``, where ``other`` is its ``function``. A
+            module is imported when one of its names is first used.
     """
+    pairs = ((module, name.partition("=")) for module, names in names_of_modules.items() for name in names.split())
+    places = {name: (module, attribute or name) for module, (name, _, attribute) in pairs}
 
     def get(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"no {name}; it exports {', '.join(modules)}")
-        module, _, attribute = modules[name].partition(":")
-        return getattr(import_module(module), attribute or name)
+        if name not in places:
+            raise AttributeError(f"no {name}; it exports {', '.join(places)}")
+        module, attribute = places[name]
+        return getattr(import_module(module), attribute)
 
     return get
 

@@ -22,11 +22,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 
 __getattr__ = exported(
     {
-        "get_dtype": "torchtune.training",
-        "get_memory_stats": "torchtune.training",
-        "instantiate": "torchtune.config",
-        "set_default_dtype": "torchtune.training",
-        "set_seed": "torchtune.training",
+        "torchtune.config": "instantiate",
+        "torchtune.training": "get_dtype get_memory_stats set_default_dtype set_seed",
     }
 )
 

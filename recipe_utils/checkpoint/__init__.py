@@ -13,4 +13,8 @@ _convert_weights._GEMMA2_FROM_HF |= {
     "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.mlp_scale.scale",
 }
 
-__getattr__ = exported({"FolderCheckpointer": "recipe_utils.checkpoint.transformers"})
+__getattr__ = exported(
+    {
+        "recipe_utils.checkpoint.transformers": "FolderCheckpointer",
+    }
+)

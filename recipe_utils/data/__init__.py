@@ -4,11 +4,8 @@ from recipe_utils import exported
 
 __getattr__ = exported(
     {
-        "build_loader": "recipe_utils.data.loaders",
-        "build_loaders": "recipe_utils.data.loaders",
-        "load_datasets": "recipe_utils.data.loaders",
-        "mean_of_datasets": "recipe_utils.data.dataset_weights",
-        "problems_of_weights": "recipe_utils.data.dataset_weights",
-        "text_collator": "recipe_utils.data.collators",
+        "recipe_utils.data.collators": "text_collator",
+        "recipe_utils.data.dataset_weights": "mean_of_datasets problems_of_weights",
+        "recipe_utils.data.loaders": "build_loader build_loaders load_datasets",
     }
 )

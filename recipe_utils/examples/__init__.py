@@ -4,13 +4,11 @@ from recipe_utils import exported
 
 __getattr__ = exported(
     {
-        "code_dataset": "recipe_utils.examples.stdlib_code",
-        "conversation_dataset": "recipe_utils.examples.stdlib_conversations",
-        "conversation_tokenizer": "recipe_utils.examples.stdlib_conversations",
-        "digits_dataset": "recipe_utils.examples.digits",
-        "docstring_dataset": "recipe_utils.examples.stdlib_docs",
-        "docstring_tokenizer": "recipe_utils.examples.stdlib_docs",
-        "fresh_llama_checkpointer": "recipe_utils.examples.fresh_weights",
-        "word_order_dataset": "recipe_utils.examples.stdlib_preferences",
+        "recipe_utils.examples.digits": "digits_dataset",
+        "recipe_utils.examples.fresh_weights": "fresh_llama_checkpointer",
+        "recipe_utils.examples.stdlib_code": "code_dataset",
+        "recipe_utils.examples.stdlib_conversations": "conversation_dataset conversation_tokenizer",
+        "recipe_utils.examples.stdlib_docs": "docstring_dataset docstring_tokenizer",
+        "recipe_utils.examples.stdlib_preferences": "word_order_dataset",
     }
 )

@@ -4,6 +4,6 @@ from recipe_utils import exported
 
 __getattr__ = exported(
     {
-        "row_groups": "recipe_utils.long_rows.exchange",
+        "recipe_utils.long_rows.exchange": "row_groups",
     }
 )

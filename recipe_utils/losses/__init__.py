@@ -4,9 +4,8 @@ from recipe_utils import exported
 
 __getattr__ = exported(
     {
-        "attach_loss": "recipe_utils.losses.attach",
-        "build_loss": "recipe_utils.losses.attach",
-        "LinearCrossEntropyLoss": "recipe_utils.losses.cross_entropy",
-        "LinearLogProbs": "recipe_utils.losses.log_probs",
+        "recipe_utils.losses.attach": "attach_loss build_loss",
+        "recipe_utils.losses.cross_entropy": "LinearCrossEntropyLoss",
+        "recipe_utils.losses.log_probs": "LinearLogProbs",
     }
 )

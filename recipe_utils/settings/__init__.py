@@ -4,12 +4,10 @@ from recipe_utils import exported
 
 __getattr__ = exported(
     {
-        "build": "recipe_utils.settings.problems",
-        "Component": "recipe_utils.settings.components",
-        "instantiate": "recipe_utils.torchtune_names",
-        "naming": "recipe_utils.settings.problems",
-        "Problem": "recipe_utils.settings.problems",
-        "read_settings": "recipe_utils.settings.read",
-        "STRICT": "recipe_utils.settings.keys",
+        "recipe_utils.settings.components": "Component",
+        "recipe_utils.settings.keys": "STRICT",
+        "recipe_utils.settings.problems": "build naming Problem",
+        "recipe_utils.settings.read": "read_settings",
+        "recipe_utils.torchtune_names": "instantiate",
     }
 )

@@ -4,12 +4,12 @@ from recipe_utils import exported
 
 __getattr__ = exported(
     {
-        "conversation_dataset": "recipe_utils.text.conversations.datasets:ConversationDataset",
-        "folder_tokenizer": "recipe_utils.text.conversations.tokenizer:FolderTokenizer",
-        "load_dataset": "recipe_utils.text.datasets",
-        "makes_trees": "recipe_utils.text.trees",
-        "Microbatching": "recipe_utils.plans.microbatching",
-        "RowCollator": "recipe_utils.text.collator",
-        "text_pieces_dataset": "recipe_utils.text.conversations.datasets:TextPiecesDataset",
+        "recipe_utils.plans.microbatching": "Microbatching",
+        "recipe_utils.text.collator": "RowCollator",
+        "recipe_utils.text.conversations.datasets": "conversation_dataset=ConversationDataset "
+        "text_pieces_dataset=TextPiecesDataset",
+        "recipe_utils.text.conversations.tokenizer": "folder_tokenizer=FolderTokenizer",
+        "recipe_utils.text.datasets": "load_dataset",
+        "recipe_utils.text.trees": "makes_trees",
     }
 )
