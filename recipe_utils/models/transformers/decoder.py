@@ -28,17 +28,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.checkpoint.transformers import names_of_weights
-from recipe_utils.long_rows.exchange import RowGroups, heads_of_row, tokens_of_part
+from recipe_utils.long_rows.exchange import RowGroups
+from recipe_utils.models.attention.attend import PackedRows
 from recipe_utils.models.attention.packed_attention import AttentionNeeds, choose_kernel
 from recipe_utils.models.pipeline.stages import NotOnThisStage
-from recipe_utils.models.transformers.masks import (
-    Exchange,
-    Rows,
-    attention_within_documents,
-    current_rows,
-    forward_of,
-    run_by_document,
-)
+from recipe_utils.models.transformers.masks import ROWS, attention_within_documents, run_by_document, setting
 from recipe_utils.text.documents import Documents
 from recipe_utils.text.limits import Kernel, Layout, PackedAttention
 
@@ -89,9 +83,8 @@ class Decoder(nn.Module):
         self.num_heads: int = getattr(text, "num_attention_heads", 1)
         self.num_kv_heads: int = getattr(text, "num_key_value_heads", None) or self.num_heads
         self.head_dim: int = text.hidden_size // self.num_heads
-        self.exchanges: dict[int, Exchange] = {}
+        self.row_groups: RowGroups = {}
         self.error_on: Callable[[torch.device, Kernel], str | None] = lambda *_: None
-        self.calls: set[str | tuple[int, int]] | None = None
         attention = model.config._attn_implementation
         # The largest probability with which attention drops a key, under any name of transformers.
         rates = [value for name, value in vars(text).items() if "att" in name and "drop" in name]
@@ -139,17 +132,16 @@ class Decoder(nn.Module):
         Pipeline stages take hidden states [b, s, d] instead of tokens, or return them; see :meth:`cut_to_stage`.
         Raises ValueError for trees if the model is not proved to compute them.
         """
-        documents = document_lengths
-        rows = Rows()
+        rows, documents = None, document_lengths
         if documents is not None:
             if documents.ends is not None and not self.proof.computes_trees:
                 raise ValueError(f"{type(self.model).__name__} cannot compute trees")
             if documents.num_ranks > 1 and not self.proof.splits_attention:
                 raise ValueError(f"{type(self.model).__name__} cannot compute a part of a row")
-            exchange = self.exchanges.get(documents.num_ranks)
             kernel = self.attention.kernel_of(documents)
-            rows = Rows(documents, input_pos, exchange, kernel, self.calls)
-        with forward_of(rows):
+            exchange = self.row_groups[documents.num_ranks] if documents.num_ranks > 1 else None
+            rows = PackedRows(documents, kernel, exchange, positions=input_pos)
+        with setting(ROWS, rows):
             out = getattr(self.model, decoder_name(self.model))(
                 **{"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens},
                 position_ids=input_pos if documents is not None else None,
@@ -157,14 +149,12 @@ class Decoder(nn.Module):
             )
         return self.unembed(out[0] if isinstance(out, tuple) else out.last_hidden_state)
 
-    def attend_within_documents(self, attention: PackedAttention, groups: RowGroups) -> None:
+    def attend_within_documents(self, attention: PackedAttention, row_groups: RowGroups) -> None:
         """Sets the kernels of packed rows, and the groups of ranks that compute a row together."""
-        self.attention = attention
+        self.attention, self.row_groups = attention, row_groups
         text: Any = self.model.config.get_text_config()
         if hasattr(text, "max_seq_len"):  # MPT makes its bias of positions for as many
             text.max_seq_len = max(text.max_seq_len, self.max_seq_len)
-        for size, group in groups.items():
-            self.exchanges[size] = Exchange(partial(heads_of_row, group=group), partial(tokens_of_part, group=group))
 
     def refused_layouts(self) -> dict[Layout, str]:
         """Returns the layouts of packed rows that the model was not proved to compute, with the reasons."""
@@ -226,7 +216,7 @@ class Decoder(nn.Module):
         layers = set(map(id, self.layers[::interval]))
 
         def contexts() -> tuple[Any, Any]:  # called in the forward
-            return nullcontext(), forward_of(current_rows())
+            return nullcontext(), setting(ROWS, ROWS.get())
 
         apply_activation_checkpointing(
             self.model,

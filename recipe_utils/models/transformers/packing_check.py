@@ -35,9 +35,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from recipe_utils.files import write_atomically
+from recipe_utils.long_rows.exchange import Exchange
 from recipe_utils.models.double_precision import DoublePrecision
 from recipe_utils.models.transformers.decoder import Decoder, build, layers_of
-from recipe_utils.models.transformers.masks import Axes, Exchange
+from recipe_utils.models.transformers.masks import NEEDS, Axes, setting
 from recipe_utils.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.text.limits import Kernel, PackedAttention
 from recipe_utils.torchtune_names import log_once, set_default_dtype
@@ -130,7 +131,9 @@ def error_on_device(
             expected = gradients(in_fp32(), one_by_one, documents)
             alone = gradients(in_dtype(), one_by_one, documents)
             decoder = Decoder(in_dtype(), check)
-            decoder.attention = PackedAttention(kernel, "it is compared with separate documents")
+            decoder.attend_within_documents(
+                PackedAttention(kernel, "it is compared with separate documents"), {1: None}
+            )
             row_logits = partial(logits_of_row, [decoder], torch.cat(documents), lengths)
             row = gradients(decoder.model, lambda *_: row_logits(), documents)
         return {"row": distance(row, expected), "alone": distance(alone, expected)}
@@ -238,11 +241,9 @@ class _Comparison:
         padded = pad_sequence(list(self.documents), batch_first=True, padding_value=1)
         return _error([decoder], partial(decoder, padded), self.documents, self._expected)
 
-    def packed_row(self, check: PackingCheck, calls: set[str | tuple[int, int]]) -> float:
-        """All documents in one row; adds the needs of attention to ``calls``."""
-        decoder = Decoder(self.make(), check)
-        decoder.calls = calls
-        return self._row_error([decoder], self._lengths, self._expected)
+    def packed_row(self, check: PackingCheck) -> float:
+        """All documents in one row."""
+        return self._row_error([Decoder(self.make(), check)], self._lengths, self._expected)
 
     def row_of_trees(self, check: PackingCheck) -> float:
         """Documents that share what they begin with."""
@@ -287,17 +288,18 @@ def _compare(comparison: _Comparison) -> PackingCheck:
 
     # The first candidate with exact packed rows is kept; other layouts are allowed if they are exact, too.
     for check in _candidates(comparison, replace(padded, computes_trees=True)):
-        calls = set[str | tuple[int, int]]()
-        error = comparison.packed_row(check, calls)
+        needs = set[str | tuple[int, int]]()
+        with setting(NEEDS, needs):
+            error = comparison.packed_row(check)
         if error > _BOUND:
             continue
         # A rank computes some of the heads, and sinks (s_aux) are those of all.
-        can_span = check.splits_attention and not check.modules and "s_aux" not in calls
+        can_span = check.splits_attention and not check.modules and "s_aux" not in needs
         return replace(
             check,
             error=error,
-            head_dims=tuple(sorted(c for c in calls if isinstance(c, tuple))),
-            attention_needs=tuple(sorted(c for c in calls if isinstance(c, str))),
+            head_dims=tuple(sorted(need for need in needs if isinstance(need, tuple))),
+            attention_needs=tuple(sorted(need for need in needs if isinstance(need, str))),
             computes_trees=comparison.row_of_trees(check) <= _BOUND,
             can_be_cut=comparison.row_by_stages(check) <= _BOUND,
             spans_ranks=can_span and comparison.row_in_parts(check) <= _BOUND,
@@ -406,7 +408,8 @@ def logits_of_row(
         positions[place] = torch.arange(len(place))
     if num_ranks > 1:
         heads_of_row: Any = lambda *heads: tuple(tensor[back] for tensor in heads)  # noqa: E731
-        stages[0].exchanges[num_ranks] = Exchange(heads_of_row, lambda attended: attended[order])
+        exchange = Exchange(heads_of_row, lambda attended: attended[order])
+        stages[0].attend_within_documents(stages[0].attention, {num_ranks: exchange})
     hidden = tokens[order][None]
     for stage in stages:
         hidden = stage(hidden, input_pos=positions[order][None], document_lengths=Documents([row], num_ranks))

@@ -11,11 +11,12 @@ from tiny_transformers import save_tiny
 from torch import nn
 from torchtune.training import set_default_dtype
 
+from recipe_utils.models.attention import attend as dispatch
+from recipe_utils.models.attention.attend import PackedRows
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.attention.packed_attention import AttentionNeeds, attention_of, choose_kernel
 from recipe_utils.models.sizes import limits_of
-from recipe_utils.models.transformers import masks as documents
-from recipe_utils.models.transformers import packing_check
+from recipe_utils.models.transformers import masks, packing_check
 from recipe_utils.models.transformers.causal_lm import causal_lm
 from recipe_utils.models.transformers.decoder import Decoder, build, max_seq_len_of
 from recipe_utils.text.documents import Documents
@@ -149,8 +150,8 @@ def test_a_tensor_is_not_cut_because_its_size_is_that_of_the_row():
     _, axes = packing_check._modules_that_mix(lambda: model, parts, packing_check.PackingCheck(head_is_tail=True))
     assert axes["Mixer"] == {"[0][0]": [1], "[2]": [1]}
     mixer, (row, matrix) = Mixer(), torch.randn(2, 1, 64, 64)
-    documents.run_by_document(mixer, axes["Mixer"])
-    with documents.forward_of(documents.Rows(Documents([[40, 24]]))):
+    masks.run_by_document(mixer, axes["Mixer"])
+    with masks.setting(masks.ROWS, PackedRows(Documents([[40, 24]]), "by_document")):
         found = mixer(row, matrix)
     torch.testing.assert_close(found, torch.cat([Mixer()(part, matrix) for part in row.split([40, 24], dim=1)], dim=1))
 
@@ -163,10 +164,10 @@ def test_a_kernel_is_compared_on_the_device_in_the_dtype_of_training(dtype, monk
     compare = partial(packing_check.error_on_device, config, None, check, dtype, CPU)
     assert compare(kernel="by_document") is None
 
-    def whole_row(attend, base, module, query, key, value, *_):
-        return attend(module, query, key, value, None)[0]
+    def whole_row(q, k, v, _, mask, own, *__):
+        return own(q, k, v, None)
 
-    monkeypatch.setattr(documents, "_attend_by_document", whole_row)
+    monkeypatch.setattr(dispatch, "by_document", whole_row)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert "gradients differ by" in compare(kernel="by_document")
 
