@@ -10,44 +10,45 @@ Shapes: b rows, s positions per row.
 
 from types import MappingProxyType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torchtune.modules import MultiHeadAttention
 
 from recipe_utils.compiler import configure_compiler
 from recipe_utils.long_rows.exchange import RowGroups
-from recipe_utils.model_kinds import text_decoder, transformers_decoder
+from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.attention.attend import PackedRows, attend
 from recipe_utils.models.attention.block_mask import block_mask, dense_mask
-from recipe_utils.models.attention.packed_attention import attention_of, self_attentions
+from recipe_utils.models.attention.packed_attention import self_attentions
+from recipe_utils.models.transformers import transformers_decoder
+from recipe_utils.text.limits import PackedAttention
 
 
 def attend_within_documents(
-    model: nn.Module, device: torch.device, max_row_length: int, row_groups: RowGroups = MappingProxyType({})
+    model: nn.Module, attention: PackedAttention, max_row_length: int, row_groups: RowGroups = MappingProxyType({})
 ) -> None:
     """Makes ``model(..., document_lengths=documents)`` attend within documents only, without device synchronizations.
 
-    The kernel is that of :func:`.attention_of`, logged at the first packed row. The forward raises
-    ConfigError if rows are packed and this machine or model does not support it.
+    The kernel of ``attention`` is logged at the first packed row. The forward raises ConfigError if rows are
+    packed and this machine or model does not support it.
 
-    ``model`` is not wrapped yet. A decoder rejects rows above its ``max_seq_len``, which is raised to
-    ``max_row_length`` [tokens]; positions restart with each document, so only documents must stay
+    ``model`` is not wrapped yet. torchtune's decoders reject rows above their ``max_seq_len``, which is raised
+    to ``max_row_length`` [tokens]; positions restart with each document, so only documents must stay
     below the original. ``row_groups`` are those of rows that span ranks.
     """
-    attention = attention_of(model, device)
     if attention.kernel != "dense" and transformers_decoder(model) is None:
         for module in self_attentions(model):
             module.forward = MethodType(_forward, module)
     if "flex" in (attention.kernel, attention.kernel_of_trees):
         configure_compiler()
 
-    decoder = text_decoder(model)
-    decoder.longest_document = decoder.max_seq_len  # its positions end here
-    decoder.max_seq_len = max(decoder.max_seq_len, max_row_length)
-    if transformers_decoder(model) is not None:
-        decoder.attend_within_documents(attention, row_groups)
+    if (of_transformers := transformers_decoder(model)) is not None:
+        of_transformers.attend_within_documents(attention, max_row_length, row_groups)
         return  # its forward takes documents
+    decoder = text_decoder(model)
+    _longest_documents[decoder] = decoder.max_seq_len
+    decoder.max_seq_len = max(decoder.max_seq_len, max_row_length)
 
     def documents_to_mask(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -64,6 +65,15 @@ def attend_within_documents(
         return args, kwargs
 
     model.register_forward_pre_hook(documents_to_mask, with_kwargs=True)
+
+
+_longest_documents = WeakKeyDictionary[nn.Module, int]()
+
+
+def longest_document(model: nn.Module) -> int:
+    """Returns the length at which a model's positions end [tokens]; packed rows may be longer."""
+    decoder = text_decoder(model)
+    return _longest_documents.get(decoder, decoder.max_seq_len)
 
 
 def _forward(

@@ -16,7 +16,7 @@ from recipe_utils.models.attention import attend as dispatch
 from recipe_utils.models.attention.attend import compile_flex_attention
 from recipe_utils.models.attention.block_mask import block_mask
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.attention.packed_attention import self_attentions
+from recipe_utils.models.attention.packed_attention import attention_of, self_attentions
 from recipe_utils.models.distribute import apply_compile
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.settings.problems import ConfigError
@@ -33,8 +33,7 @@ def make(sizes=tiny.MODEL, kernel=None, device=CPU, max_row_length=80):
     model = tiny.tiny_model(sizes)
     first = next(model.parameters())
     weights, first.data = first.data, first.data.bfloat16()
-    model.packed_attention = kernel
-    attend_within_documents(model, device, max_row_length)
+    attend_within_documents(model, attention_of(model, device, kernel), max_row_length)
     first.data = weights
     return model.double()
 
