@@ -70,7 +70,7 @@ def attend(
     to the heads that share them. ``scale`` is the factor of FlashAttention's scores, d**-0.5 if None.
     """
     mask = rows.mask if mask is None else mask
-    # A part of a row: this rank computes the whole row for a part of the heads.
+    # A share of a row: this rank computes the whole row for some of the heads.
     if rows.exchange is not None:
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (q, k, v))
         q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in rows.exchange.heads_of_row(q, k, v))
