@@ -150,7 +150,7 @@ def arrivals(monkeypatch):
     capability = "_cudnn_version_and_major_capability"
     monkeypatch.setattr(varlen, capability, lambda _: (None, 9), raising=False)
     monkeypatch.setattr("torchtune.training.validate_no_params_on_meta_device", lambda _: None)
-    monkeypatch.setattr("torchtune.training.get_dtype", lambda *_, **__: None)  # a CPU may lack bf16
+    monkeypatch.setattr(settings, "get_dtype", lambda *_, **__: None)  # a CPU may lack bf16
     optim = sys.modules[torch.optim.Optimizer.__module__]
     monkeypatch.setattr(optim, "_get_fused_kernels_supported_devices", lambda: ["cpu", "meta"])
     rope_init = Llama3ScaledRoPE.rope_init
