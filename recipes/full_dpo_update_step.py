@@ -81,7 +81,8 @@ class FullDPORecipe:
 
         # ---- Data: the collator makes rows that this model can compute
         prefix_sharing = settings.pairs.prefix_sharing
-        limits = models.limits_of(meta_model, ranks.device, ranks.dims.tp)
+        kernel = settings.model.packed_attention
+        limits = models.limits_of(meta_model, ranks.device, ranks.dims.tp, packed_attention=kernel)
         collator = preference.pair_collator(settings.data, self.tokenizer, limits, prefix_sharing)
         load = partial(text.load_dataset, tokenizer=self.tokenizer, check=preference.check_is_pair)
         datasets = data.load_datasets(cfg, load)
@@ -92,7 +93,7 @@ class FullDPORecipe:
         with naming():
             self.model = models.build_stages(meta_model, settings.pipeline, ranks)
             for stage in models.local_stages(self.model):
-                models.attend_within_documents(stage, ranks.device, collator.longest_row)
+                models.attend_within_documents(stage, limits.attentions[0], collator.longest_row)
                 if models.has_output(stage):
                     losses.attach_loss(stage, pair_loss, compiles=settings.model.compile)
                 models.parallelize(stage, settings.model, ranks)

@@ -86,7 +86,8 @@ class KDRecipe:
 
         # ---- Data: the collator makes rows that both models can compute
         datasets = data.load_datasets(cfg, partial(text.load_dataset, tokenizer=self.tokenizer))
-        limits = models.limits_of(meta_model, ranks.device, teacher=meta_teacher.model)
+        kernel = settings.model.packed_attention
+        limits = models.limits_of(meta_model, ranks.device, teacher=meta_teacher.model, packed_attention=kernel)
         has_trees = any(map(text.makes_trees, datasets))
         collator = data.text_collator(settings.data, self.tokenizer, loss_fn.ignore_index, limits, has_trees=has_trees)
         num_to_run = models.num_to_run(settings.pipeline, ranks)
@@ -98,7 +99,7 @@ class KDRecipe:
         with naming():
             self.model = models.build_stages(meta_model, settings.pipeline, ranks)
             for stage in models.local_stages(self.model):
-                models.attend_within_documents(stage, ranks.device, collator.longest_row, groups)
+                models.attend_within_documents(stage, limits.attentions[0], collator.longest_row, groups)
                 if models.has_output(stage):
                     losses.attach_loss(stage, loss_fn, splits_backward, compiles)
                 models.parallelize(stage, settings.model, ranks)

@@ -31,12 +31,12 @@ from recipe_utils.check_gradient import on_meta
 from recipe_utils.check_gradient.recipe_file import parser_of, paths_of
 from recipe_utils.check_gradient.single_samples import Recorded, SingleSamples, Weights, gathered
 from recipe_utils.cli.launcher import REPORTED_EXIT_CODE, wait_for_ranks
-from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.nf4 import is_quantized
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.double_precision import DoublePrecision
 from recipe_utils.models.pipeline.stages import local_stages
+from recipe_utils.models.transformers import transformers_decoder
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.process_group import world_size_from_env
@@ -115,7 +115,7 @@ def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
             how += [f"{world_size_from_env()} rank{'s' * (world_size_from_env() > 1)}", settings.data.microbatching]
             if settings.data.is_packed:
                 whole = build_on_meta(partial(instantiate, cfg.model), settings.model)
-                how += [attention_of(whole, ranks.device).kernel]
+                how += [attention_of(whole, ranks.device, settings.model.packed_attention).kernel]
             how += [cfg.get("dtype") or "fp32", *["compiled"] * bool(cfg.get("compile"))]
             print(f"update step {step.index + 1} of {name}, after one: {', '.join(how)}")
         states = (stage.state_dict(keep_vars=True) for stage in local_stages(model))

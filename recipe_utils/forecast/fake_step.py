@@ -38,6 +38,7 @@ from recipe_utils.preference.losses import PreferenceLoss, PreferenceSettings, m
 from recipe_utils.preference.pairs import PairSettings, pair_collator
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import RowCollator
+from recipe_utils.text.limits import PackedAttention
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, mark_last
@@ -103,7 +104,8 @@ class FakeTraining:
             )
             make_teacher, frozen_loss = partial(instantiate, cfg.teacher_model), HiddenAtTargets()
             meta_frozen = teacher = build("teacher_model", build_on_meta, make_teacher, modules)
-        limits = limits_of(meta_model, self.ranks.device, self.ranks.dims.tp, teacher)
+        kernel = settings.model.packed_attention
+        limits = limits_of(meta_model, self.ranks.device, self.ranks.dims.tp, teacher, kernel)
         tokens: Any = SimpleNamespace(pad_id=0, max_seq_len=cfg.tokenizer.get("max_seq_len"))
         if self._is_of_pairs:
             self.collator = pair_collator(settings.data, tokens, limits, settings.pairs.prefix_sharing)
@@ -113,7 +115,7 @@ class FakeTraining:
         small = nn.ModuleDict({"layers": nn.Linear(8, 8)})
         small["layers"].weight.grad = torch.zeros(8, 8)
         build("optimizer", build_optimizer, cfg.optimizer, small, settings.optimizer).step()
-        self._model = self._build(meta_model, settings.model, loss_fn)
+        self._model = self._build(meta_model, limits.attentions[0], settings.model, loss_fn)
         self._optimizer = build_optimizer(cfg.optimizer, self._model, settings.optimizer)
         speed_up_adapters(self._model, self._optimizer)
         trained = [local(p) for p in self._model.parameters() if p.requires_grad]
@@ -121,17 +123,19 @@ class FakeTraining:
         if frozen_loss is not None and not self._has_teacher and find_adapters(meta_model).modules:
             self._frozen = trained_model(self._model, None, self.ranks.device, partial(disable_adapter, self._model))
         elif frozen_loss is not None:
-            frozen = self._build(meta_frozen, modules, frozen_loss).requires_grad_(False).eval()
+            frozen = self._build(meta_frozen, limits.attentions[-1], modules, frozen_loss).requires_grad_(False).eval()
             self._frozen = FrozenModel(frozen, None, self.ranks.device)
         self.shares["frozen models"] = self._live.now - self.shares["weights"]
         # Buffers of AdamW8bit's compiled update: 9 bytes per element of a parameter.
         is_compiled = is_of_cuda and cfg.optimizer._component_.endswith(".AdamW8bit")
         self._compiled_bytes = 9 * max(p.numel() for p in trained) * is_compiled
 
-    def _build(self, meta_model: nn.Module, modules: ModelSettings, loss_fn: Any) -> nn.Module:
+    def _build(
+        self, meta_model: nn.Module, attention: PackedAttention, modules: ModelSettings, loss_fn: Any
+    ) -> nn.Module:
         with naming():
             model = build_stages(meta_model, self.settings.pipeline, self.ranks)
-            attend_within_documents(model, self.ranks.device, self.collator.longest_row)
+            attend_within_documents(model, attention, self.collator.longest_row)
             attach_loss(model, loss_fn)
             parallelize(model, modules, self.ranks)
         with self._fake:

@@ -6,8 +6,9 @@ instead of one for all. Everything but attention is computed token by token, eac
 Shapes: s tokens of a share, c ranks of the row, h query heads, g heads of keys, d width of a head.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,16 @@ from torch import Tensor
 
 from recipe_utils.parallel.ranks import Ranks
 
-RowGroups = Mapping[int, dist.ProcessGroup]
-"""Number of ranks -> this rank's group of so many, which compute rows together."""
+
+class Exchange(NamedTuple):
+    """Exchange between the ranks of a row: :func:`heads_of_row`, and :func:`tokens_of_part` back."""
+
+    heads_of_row: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    tokens_of_part: Callable[[Tensor], Tensor]
+
+
+RowGroups = Mapping[int, Exchange]
+"""Number of ranks -> the exchange with this rank's group of so many, which compute rows together."""
 
 
 def row_groups(ranks: Ranks, max_ranks: int) -> RowGroups:
@@ -24,19 +33,8 @@ def row_groups(ranks: Ranks, max_ranks: int) -> RowGroups:
 
     Collective; call it once.
     """
-    sizes = [1 << i for i in range(1, max_ranks.bit_length())]
-    return {size: ranks.new_subgroup(size) for size in sizes}
-
-
-class PartMask:
-    """Mask of a whole row, and the ranks that compute it.
-
-    Neither a tuple nor a dataclass, which FSDP2 would convert.
-    """
-
-    def __init__(self, of_row: Any, group: dist.ProcessGroup) -> None:
-        self.of_row = of_row
-        self.group = group
+    groups = {1 << i: ranks.new_subgroup(1 << i) for i in range(1, max_ranks.bit_length())}
+    return {n: Exchange(partial(heads_of_row, group=g), partial(tokens_of_part, group=g)) for n, g in groups.items()}
 
 
 def heads_of_row(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

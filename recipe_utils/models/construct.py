@@ -60,7 +60,6 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
             raise ConfigError(Problem("custom_sharded_layers", "the model has no such module", name))
     drop_upcast_hooks(model)
     freeze_base(model)
-    model.packed_attention = settings.packed_attention  # type: ignore[assignment]
     return model
 
 

@@ -12,11 +12,12 @@ from torchtune.modules.tied_linear import TiedLinear
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from recipe_utils.compiler import configure_compiler
-from recipe_utils.model_kinds import text_decoder, transformers_decoder
+from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.adapters.nf4 import check_nf4
 from recipe_utils.models.kernels import fuse_norms_and_rope
 from recipe_utils.models.settings import ModelSettings
+from recipe_utils.models.transformers import transformers_decoder
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.torchtune_names import instantiate
@@ -92,8 +93,8 @@ def apply_activation_checkpointing(model: nn.Module, settings: ModelSettings) ->
     """Makes layers recompute their activations in the backward, as configured."""
     if not settings.enable_activation_checkpointing and settings.ac_mode is None:
         return
-    if hasattr(model, "recompute_layers"):
-        model.recompute_layers(settings.ac_option or 1)  # type: ignore[operator]
+    if (decoder := transformers_decoder(model)) is not None:
+        decoder.recompute_layers(settings.ac_option or 1)
     elif settings.ac_mode is None:
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     else:

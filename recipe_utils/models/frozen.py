@@ -20,6 +20,7 @@ from recipe_utils.losses.attach import attach_loss
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.models.construct import build_stages
 from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
@@ -152,9 +153,10 @@ def frozen_copy(
     pipeline = PipelineSettings(pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points)
     # As the trained model in a recipe's setup: changed, then parallelized.
     with naming(of_model):
+        attention = attention_of(meta_model, ranks.device, settings.packed_attention)
         model = build_stages(meta_model, pipeline, ranks)
         for stage in local_stages(model):
-            attend_within_documents(stage, ranks.device, longest_row, row_groups)
+            attend_within_documents(stage, attention, longest_row, row_groups)
             if has_output(stage):
                 attach_loss(stage, loss_fn)
             parallelize(stage, settings, ranks)

@@ -10,7 +10,7 @@ from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.plans.cost import cost_on
-from recipe_utils.text.limits import ModelLimits
+from recipe_utils.text.limits import Kernel, ModelLimits
 from recipe_utils.torchtune_names import logger
 
 _ROW_MULTIPLE = 128
@@ -19,17 +19,24 @@ attention. Not measured."""
 
 
 def limits_of(
-    model: nn.Module, device: torch.device, tensor_parallel_dim: int = 1, teacher: nn.Module | None = None
+    model: nn.Module,
+    device: torch.device,
+    tensor_parallel_dim: int = 1,
+    teacher: nn.Module | None = None,
+    packed_attention: Kernel | None = None,
 ) -> ModelLimits:
     """Returns the limits of samples and rows of a whole model, on any device, and the cost of a microbatch.
 
-    With a ``teacher``, samples and rows are within the limits of both models.
+    With a ``teacher``, samples and rows are within the limits of both models. Packed rows are computed by
+    ``packed_attention``, see :func:`.attention_of`.
     """
+    # The trained model's, in which tensor-parallel ranks have a part of the heads.
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
-    attentions = [attention_of(model, device, tensor_parallel_dim)]
+    attentions = [attention_of(model, device, packed_attention, tensor_parallel_dim)]
     limits_length = "the model's"
+    # A teacher computes the same rows, so each limit is that of the smaller model.
     if teacher is not None:
-        attention = attention_of(teacher, device)
+        attention = attention_of(teacher, device, packed_attention)
         num_heads = tuple((f"teacher_{key}", number) for key, number in attention.num_heads)
         attentions.append(replace(attention, num_heads=num_heads))
         teacher_vocab_size, teacher_length = vocab_size_and_max_seq_len(teacher)

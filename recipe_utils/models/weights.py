@@ -20,11 +20,11 @@ from torchtune.modules import TransformerSelfAttentionLayer
 
 from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import describe_mismatch, parameters_by_name
-from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.adapted_linear import forget_norms
 from recipe_utils.models.adapters.lora import check_origin, find_adapters, fingerprint_of_frozen, initial_adapters
 from recipe_utils.models.pipeline.stages import Stages, adapters_of, local_stages
 from recipe_utils.models.settings import ModelSettings
+from recipe_utils.models.transformers import transformers_decoder
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
@@ -99,10 +99,12 @@ def load_weights(
     base = checkpoint.pop(MODEL_KEY)
     given = checkpoint.pop(ADAPTER_KEY, None)
     described = checkpoint.pop(ADAPTER_CONFIG, {})
+    # Fingerprints are those of the file's weights, before they are sharded or quantized.
     adapters = adapters_of(model)
     fingerprints = fingerprint_of_frozen(adapters, base)
     check_origin(adapters, fingerprints, described)
     weights = {**base, **initial_adapters(adapters, base, given, seed, settings.torch_dtype)}
+    # A stage takes its own weights of all that the file has.
     names = model.names_of_weights if isinstance(model, Stages) else ()
     for stage in local_stages(model):
         materialize(stage, weights, settings, device, names)

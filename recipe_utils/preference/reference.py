@@ -19,12 +19,12 @@ from torchtune.modules.peft import disable_adapter
 from tqdm import tqdm
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.model_kinds import transformers_decoder
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.frozen import Attached, FrozenModel, frozen_copy, load_frozen, nothing_attached, trained_model
 from recipe_utils.models.pipeline.microbatches import Pipeline
 from recipe_utils.models.pipeline.stages import adapters_of
 from recipe_utils.models.settings import ModelSettings
+from recipe_utils.models.transformers import transformers_decoder
 from recipe_utils.models.vocabulary import check_same_tokens
 from recipe_utils.models.weights import with_weights
 from recipe_utils.parallel.fsdp import local

@@ -6,7 +6,7 @@ A component is a mapping with a dotted path at ``_component_`` and the arguments
 import difflib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -44,6 +44,10 @@ ENTRY_KEYS = ("name", "weight", "loss_weight")
 
 Component = Annotated[dict[str, Any], MadeWith()]
 """Component to which the recipe adds no arguments."""
+
+
+DEFAULTS_OF_MODELS: dict[Callable[..., Any], Mapping[str, Callable[..., Any]]] = {}
+"""Component of a model -> defaults of a recipe's keys, each made from the component's arguments."""
 
 
 def component_at(path: str) -> Any:

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from recipe_utils.settings.components import MadeWith, check_component, component_at, names_of_paths
+from recipe_utils.settings.components import DEFAULTS_OF_MODELS, MadeWith, check_component, component_at, names_of_paths
 from recipe_utils.settings.describe import type_in_words
 from recipe_utils.settings.keys import AS_WRITTEN, OnlyWith, alternatives_of, groups_of, keys_of, metadata_of, own_keys
 from recipe_utils.settings.problems import ConfigError, Problem
@@ -103,10 +103,10 @@ def check_keys(cfg: DictConfig, settings_class: type) -> tuple[dict[str, Any], l
 
 
 def _set_defaults_of_model(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> Iterator[Problem]:
-    """Sets keys that are missing and that the model's component has in ``recipe_defaults``."""
+    """Sets keys that are missing and that the model's component has in :data:`.DEFAULTS_OF_MODELS`."""
     try:
         arguments: Any = OmegaConf.to_container(cfg["model"], resolve=True)
-        defaults = getattr(component_at(arguments.pop("_component_")), "recipe_defaults", {})
+        defaults = DEFAULTS_OF_MODELS.get(component_at(arguments.pop("_component_")), {})
     except (OmegaConfBaseException, ValueError, TypeError, KeyError, AttributeError):
         return  # a problem of the model's own
     for key in (defaults.keys() & known) - cfg.keys():

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from arrays import LAYOUTS, covering_array
 from distributed_runs import run_distributed
 from gradient_rows import (
@@ -24,7 +25,7 @@ from recipe_runs import recipe_class, slow
 
 from recipe_utils import parallel
 from recipe_utils.long_rows import exchange, shares
-from recipe_utils.models.attention import document_mask
+from recipe_utils.models.attention import attend
 from recipe_utils.models.pipeline import microbatches as pipeline
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.update_steps.step import UpdateStep
@@ -140,10 +141,10 @@ def scale_of_one_rank(patches):
 
 
 def documents_seen_by_each_other(patches):
-    def of_row(q, k, v, _, dropout_p):
-        return document_mask._attend(q, k, v, dropout_p)
+    def of_row(q, k, v, *_):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    patches.setattr(document_mask, "_attend_by_document", of_row)
+    patches.setattr(attend, "by_document", of_row)
 
 
 def a_microbatch_left_out(patches):

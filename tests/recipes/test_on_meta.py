@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 
-from recipe_utils.models import distribute, settings, sizes
-from recipe_utils.models.attention import document_mask, packed_attention
+from recipe_utils.models import distribute, frozen, settings, sizes
+from recipe_utils.models.attention import packed_attention
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.parallel import ranks
 
@@ -142,7 +142,7 @@ def arrivals(monkeypatch):
     for module in (ranks, settings):
         monkeypatch.setattr(module, "resolve_device", torch.device)
     monkeypatch.setattr(distribute, "shard_model", Gathered)
-    for module in (document_mask, sizes):
+    for module in (frozen, sizes):
         monkeypatch.setattr(module, "attention_of", lambda model, _, *o: attention_of(model, CUDA, *o))
     monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
@@ -150,7 +150,7 @@ def arrivals(monkeypatch):
     capability = "_cudnn_version_and_major_capability"
     monkeypatch.setattr(varlen, capability, lambda _: (None, 9), raising=False)
     monkeypatch.setattr("torchtune.training.validate_no_params_on_meta_device", lambda _: None)
-    monkeypatch.setattr("torchtune.training.get_dtype", lambda *_, **__: None)  # a CPU may lack bf16
+    monkeypatch.setattr(settings, "get_dtype", lambda *_, **__: None)  # a CPU may lack bf16
     optim = sys.modules[torch.optim.Optimizer.__module__]
     monkeypatch.setattr(optim, "_get_fused_kernels_supported_devices", lambda: ["cpu", "meta"])
     rope_init = Llama3ScaledRoPE.rope_init

@@ -19,6 +19,7 @@ from recipe_utils.long_rows.shares import Share, cut
 from recipe_utils.losses import LinearCrossEntropyLoss
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
 
@@ -75,7 +76,7 @@ def saved_bytes(num_ranks, recomputes):
     ranks = join_ranks(RankSettings(device="cpu"))
     model = tiny.tiny_model(SIZES)
     groups = row_groups(ranks, ranks.world_size)
-    attend_within_documents(model, ranks.device, NUM_TOKENS, groups)
+    attend_within_documents(model, attention_of(model, ranks.device), NUM_TOKENS, groups)
     attach_loss(model, LinearCrossEntropyLoss(tokens_per_chunk=64))
     if recomputes:
         set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})

@@ -14,8 +14,7 @@ from recipe_runs import DPO, losses, refusal, run_recipe, run_recipe_keeping_war
 from tiny_transformers import save_tiny
 
 from recipe_utils.models.attention import chains
-from recipe_utils.models.transformers import decoder, packing_check
-from recipe_utils.models.transformers import masks as documents
+from recipe_utils.models.transformers import decoder, masks, packing_check
 from recipe_utils.text.documents import chains as chains_of
 from recipe_utils.text.documents import length_of
 
@@ -113,29 +112,29 @@ def test_a_model_that_computes_no_trees_shares_no_prefix(tiny_dpo_config, tmp_pa
 
 
 def windows_of_places_in_the_row(patches):
-    patches.setattr(documents, "remap_positions_for_packed_sequence", lambda own, _: own)
+    patches.setattr(masks, "remap_positions_for_packed_sequence", lambda own, _: own)
 
 
 def one_mask_for_all_layers(patches):
-    patches.setattr(documents, "and_masks", lambda of_documents, _: of_documents)
+    patches.setattr(masks, "and_masks", lambda of_documents, _: of_documents)
 
 
 def ancestors_beyond_the_window(patches):
-    mask_of = documents.mask_of_chain
+    mask_of = chains.mask_of_chain
 
     def mask_of_chain(q, k, window):
         return mask_of(q, k, window if q.size(2) == k.size(2) else None)
 
-    patches.setattr(documents, "mask_of_chain", mask_of_chain)
+    patches.setattr(chains, "mask_of_chain", mask_of_chain)
 
 
 def siblings_that_see_each_other(patches):
-    of_chains = documents.chains
+    of_chains = masks.chains
 
     def one_chain_for_each_tree(row):
         return of_chains(list(map(length_of, row)))
 
-    patches.setattr(documents, "chains", one_chain_for_each_tree)
+    patches.setattr(masks, "chains", one_chain_for_each_tree)
     patches.setattr(chains, "chains", one_chain_for_each_tree)
 
 
@@ -144,7 +143,7 @@ def ancestors_but_the_nearest(patches):
         for chain in chains_of(row):
             yield chain._replace(ancestors=chain.ancestors[:-1])
 
-    patches.setattr(documents, "chains", without_the_nearest)
+    patches.setattr(masks, "chains", without_the_nearest)
     patches.setattr(chains, "chains", without_the_nearest)
 
 

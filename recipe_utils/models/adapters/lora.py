@@ -75,6 +75,7 @@ def find_adapters(model: nn.Module) -> Adapters:
 
     Adapters other than torchtune's LoRA and DoRA are trained, but are not an :class:`Adapter`.
     """
+    # Names of the state dict, which lack those of wrappers such as activation checkpointing's.
     parameters = model.state_dict(keep_vars=True)
     names = {id(parameter): name for name, parameter in parameters.items()}
     modules, scaler_block_sizes = {}, {}
@@ -117,6 +118,7 @@ def initial_adapters(
     Raises ValueError if given adapters are of another rank or of other modules, or none are given for adapters other
     than LoRA and DoRA.
     """
+    # Trained weights that are neither LoRA's nor the base's, such as another library's adapters, have no fresh values.
     fresh = fresh_adapters(adapters, base, seed, dtype)
     unknown = sorted(adapters.trained - fresh.keys() - base.keys()) if adapters.modules else []
     if given is None:
@@ -126,6 +128,7 @@ def initial_adapters(
                 "start from; set it to a file that has them"
             )
         return fresh
+    # Given adapters must have the names and shapes of fresh ones; those of unknown kinds may have any shape.
     expected = {**fresh, **{name: given.get(name, torch.empty(0)) for name in unknown}}
     problem = describe_mismatch(given, expected, compares_dtypes=False)
     if problem:

@@ -69,6 +69,7 @@ def merge(
         if adapter.has_magnitude:
             magnitude = trained[f"{name}.magnitude"].to(wide)
             exact *= (magnitude / torch.linalg.norm(exact, dim=1)).unsqueeze(1)
+        # Rounded once. A bf16 weight has 8 bits, so a small change may be lost, which is measured.
         merged = exact.to(dtype or base.dtype)
         lost += float((merged.to(wide) - exact).square().sum())
         changed += float((exact - base.to(wide)).square().sum())

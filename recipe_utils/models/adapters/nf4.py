@@ -85,6 +85,7 @@ def check_nf4(model: nn.Module, frozen: Mapping[str, int], num_shards: int | Non
     for name, weight in model.state_dict().items():
         if not frozen.get(name):
             continue
+        # A part of rows is quantized in blocks, whose scales are quantized in blocks again.
         num_parts, num_elements = num_shards or 1, _BLOCK_SIZE * frozen[name]
         if len(weight) % num_parts or weight.numel() % (num_parts * num_elements):
             raise ValueError(

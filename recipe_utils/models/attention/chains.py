@@ -21,11 +21,11 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def parts_of_chains(
-    row: Sequence[Document], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    row: Sequence[Document], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, window: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """Yields queries [b, h, n, d] of each chain, keys and values [b, h, m, d], and its part of ``mask``.
+    """Yields queries [b, h, n, d] of each chain, keys and values [b, h, m, d], and its mask.
 
-    ``mask`` is [b, h, s, s], its parts are [b, h, n, m].
+    Masks are parts [b, h, n, m] of ``mask`` [b, h, s, s], or else :func:`mask_of_chain` with a ``window``.
     """
     row_chains, segments = list(chains(row)), list(spans(row))
     starts = [start for start, *_ in segments]
@@ -39,18 +39,25 @@ def parts_of_chains(
         chain_keys, chain_values = (
             parts[seen[0]] if len(seen) == 1 else torch.cat([parts[i] for i in seen], dim=2) for parts in (keys, values)
         )
-        chain_mask = None
-        if mask is not None:
+        if mask is None:
+            chain_mask = mask_of_chain(chain_queries, chain_keys, window)
+        else:
             rows = mask[:, :, chain.start : chain.stop]
             chain_mask = torch.cat([rows[..., low:high] for low, high in chain.ranges], dim=3)
         yield chain_queries, chain_keys, chain_values, chain_mask
 
 
-def mask_of_chain(q: Tensor, k: Tensor, window: int | None = None) -> Tensor:
-    """Returns the causal mask [1, 1, n, m] of a chain; with a ``window`` of so many positions."""
+def mask_of_chain(q: Tensor, k: Tensor, window: int | None = None) -> Tensor | None:
+    """Returns the causal mask [1, 1, n, m] of a chain; with a ``window`` of so many positions.
+
+    None if the chain has no ancestors and fits in the window: attention has a causal mask of its own.
+    """
     n, m = q.size(2), k.size(2)
+    window = min(window or m, m)
+    if n == m == window:
+        return None
     seen = torch.ones(1, 1, n, m, dtype=torch.bool, device=q.device).tril(m - n)
-    return seen if window is None else seen.triu(m - n + 1 - window)
+    return seen if window == m else seen.triu(m - n + 1 - window)
 
 
 class MergedAttention(torch.autograd.Function):

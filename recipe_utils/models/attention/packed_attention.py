@@ -20,15 +20,19 @@ import shutil
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torchtune.modules import MultiHeadAttention, TransformerSelfAttentionLayer
 
-from recipe_utils.model_kinds import text_decoder, transformers_decoder
+from recipe_utils.model_kinds import text_decoder
+from recipe_utils.models.transformers import transformers_decoder
 from recipe_utils.text.limits import Kernel, Layout, PackedAttention
 from recipe_utils.torchtune_names import log_rank_zero
+
+if TYPE_CHECKING:
+    from recipe_utils.models.transformers.decoder import Decoder
 
 _NAMES = {"varlen": "FlashAttention", "flex": "flex attention"}
 _DTYPES = {"varlen": (torch.bfloat16, torch.float16), "flex": (torch.bfloat16, torch.float16, torch.float32)}
@@ -63,17 +67,18 @@ def other_attention(model: nn.Module) -> str | None:
     return next((kind.__name__ for kind in types if kind is not MultiHeadAttention), None)
 
 
-def attention_of(model: nn.Module, device: torch.device, tensor_parallel_dim: int = 1) -> PackedAttention:
+def attention_of(
+    model: nn.Module, device: torch.device, configured: Kernel | None = None, tensor_parallel_dim: int = 1
+) -> PackedAttention:
     """Returns the capability of ``model``, whole or a stage in its compute precision, on ``device``.
 
-    On CUDA its kernel is the configured one (``model.packed_attention``); by default ``varlen``, or
+    On CUDA its kernel is the ``configured`` one (``packed_attention``); by default ``varlen``, or
     ``flex`` if FlashAttention does not support the model or is not deterministic enough. Decoders of
     transformers are compared with it on the device: if it is not exact, ``by_document`` replaces it, with
     a warning, and if that is not exact either, rows cannot be packed.
     """
     # Heads that ranks of a row divide among themselves, by the key that a user would change.
     decoder = text_decoder(model)
-    configured: Kernel | None = getattr(model, "packed_attention", None)
     num_heads = {"model.num_heads": getattr(decoder, "num_heads", 0)}
     if tensor_parallel_dim > 1:
         num_heads = {"model.num_heads / tensor_parallel_dim": decoder.num_heads // tensor_parallel_dim}
@@ -83,11 +88,11 @@ def attention_of(model: nn.Module, device: torch.device, tensor_parallel_dim: in
     other = other_attention(model)
     if other is not None:
         chosen = PackedAttention("dense", f"{other} supports only a mask [b, s, s]")
-    elif transformers_decoder(model) is not None:
-        chosen = _exact_on(device, decoder, configured)
+    elif (of_transformers := transformers_decoder(model)) is not None:
+        chosen = _exact_on(device, of_transformers, configured)
         # Its attention repeats keys by a number of its own, so they are not repeated for more ranks.
-        num_heads["model.num_key_value_heads"] = decoder.num_kv_heads
-        runs_by_document = bool(decoder.proof.modules)
+        num_heads["model.num_key_value_heads"] = of_transformers.num_kv_heads
+        runs_by_document = bool(of_transformers.check.modules)
     else:
         attentions = self_attentions(model)
         needs = AttentionNeeds(
@@ -100,11 +105,11 @@ def attention_of(model: nn.Module, device: torch.device, tensor_parallel_dim: in
     return replace(chosen, other_attention=other, runs_by_document=runs_by_document, num_heads=tuple(num_heads.items()))
 
 
-def _exact_on(device: torch.device, decoder: Any, configured: Kernel | None) -> PackedAttention:
+def _exact_on(device: torch.device, decoder: "Decoder", configured: Kernel | None) -> PackedAttention:
     """Returns the capability of a decoder of transformers, with a kernel that is exact on ``device``."""
-    chosen = choose_kernel(decoder.attention_needs, device, configured)
+    chosen = choose_kernel(decoder.attention_needs(), device, configured)
     refused: dict[Layout, str] = {**chosen.refused, **decoder.refused_layouts()}
-    if device.type == "cuda" and "packed" not in refused:
+    if device.type == "cuda" and decoder.error_on is not None and "packed" not in refused:
         error, name = decoder.error_on(device, chosen.kernel), type(decoder.model).__name__
         if error is not None and chosen.kernel in _NAMES:
             text = f"{chosen.kernel} computes other gradients of {name} in packed rows: {error}"

@@ -329,6 +329,7 @@ def build_pipeline(
         return None
     group = ranks.pp_group
     assert group is not None
+    # Stages are called by their index in the whole pipeline, of which this rank has some.
     return Pipeline(
         {int(name.removeprefix("stage_")): stage for name, stage in model.items()},
         num_stages=model.num_stages,

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.tied_linear import TiedLinear
 
-from recipe_utils.model_kinds import transformers_decoder
+from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import Adapters, find_adapters
+from recipe_utils.models.transformers import transformers_decoder
 
 _OF_DECODERS = {"tok_embeddings", "layers", "norm", "output", "model"}
 """Children of decoders, of which ``model`` is that of transformers."""
@@ -44,7 +45,7 @@ def local_stages(model: nn.Module) -> list[nn.Module]:
 
 def has_output(stage: nn.Module) -> bool:
     """Returns True for the stage that computes the output layer, and so the loss; True for a whole model."""
-    return getattr(stage, "is_last_stage", True)
+    return not isinstance(getattr(text_decoder(stage), "output", None), NotOnThisStage)
 
 
 def adapters_of(model: nn.Module) -> Adapters:
@@ -60,7 +61,7 @@ def layers_of_stages(model: Any, num_stages: int, split_points: Sequence[int] | 
     the embedding, a lookup, does not. Raises ValueError for models and points that do not fit.
     """
     is_of_transformers = transformers_decoder(model) is not None
-    if is_of_transformers and not model.proof.can_be_cut:
+    if is_of_transformers and not model.check.can_be_cut:
         raise ValueError(
             f"pipeline_parallel_dim: {type(model.model).__name__} cannot be cut into stages that compute what "
             "the whole model computes; set pipeline_parallel_dim=1"
@@ -143,23 +144,23 @@ def cut_to_stage(model: Any, layers: range) -> None:
     The first stage takes tokens [b, s]; hidden states are [b, s, d]. Modules that were added to the decoder stay on
     the last stage.
     """
-    model.is_last_stage = layers.stop == len(model.layers)
+    is_last = layers.stop == len(model.layers)
     # Modules that a recipe adds beside the decoder's own compute from its last hidden states.
-    for name, module in [*model.named_children()] if not model.is_last_stage else ():
+    for name, module in [*model.named_children()] if not is_last else ():
         if name not in _OF_DECODERS and any(True for _ in module.parameters()):
             setattr(model, name, NotOnThisStage())
-    if hasattr(model, "cut_to_stage"):
-        model.cut_to_stage(layers)
+    if (decoder := transformers_decoder(model)) is not None:
+        decoder.cut_to_stage(layers)
         return
     if layers.start > 0:
-        shared = ties_output(model) and layers.stop == len(model.layers)
+        shared = ties_output(model) and is_last
         model.tok_embeddings = NotOnThisStage(model.tok_embeddings.weight if shared else None)
         if shared:
             model.output.tied_module = model.tok_embeddings
     for index in range(len(model.layers)):
         if index not in layers:
             model.layers[index] = NotOnThisStage()
-    if layers.stop < len(model.layers):
+    if not is_last:
         model.norm = NotOnThisStage()
         model.output = NotOnThisStage()
         model.unembed = lambda hidden: hidden
@@ -167,7 +168,8 @@ def cut_to_stage(model: Any, layers: range) -> None:
 
 def ties_output(model: Any) -> bool:
     """Returns True if the output layer shares its weight with the token embeddings."""
-    return isinstance(model.output, TiedLinear) or getattr(model, "output_is_tied", False)
+    decoder = transformers_decoder(model)
+    return isinstance(model.output, TiedLinear) if decoder is None else decoder.output_is_tied
 
 
 def _output_cost(model: Any) -> float:

@@ -17,6 +17,7 @@ from recipe_utils.checkpoint.transformers import check_folder
 from recipe_utils.files import write_atomically
 from recipe_utils.models.transformers.decoder import Decoder, build, reached_by_text
 from recipe_utils.models.transformers.packing_check import cached_packing_check, error_on_device
+from recipe_utils.settings.components import DEFAULTS_OF_MODELS
 from recipe_utils.torchtune_names import log_once
 
 
@@ -63,11 +64,10 @@ def decoder_of(
         adapt(model)  # before the check, which takes longer than to find a wrong name
     check = cached_packing_check(described, attention)
     log_once(f"{path}: {check}")
-    decoder = Decoder(model, check)
-    decoder.path = path
-    dtype = torch.get_default_dtype()
+    error_on = None
     if torch.cuda.is_available():
-        decoder.error_on = partial(error_on_device, described, attention, check, dtype)
+        error_on = partial(error_on_device, described, attention, check, torch.get_default_dtype())
+    decoder = Decoder(model, check, path, error_on)
     if decoder.max_seq_len < (getattr(described.get_text_config(), "max_position_embeddings", 0) or 0):
         log_once(
             f"{path}: samples have at most {decoder.max_seq_len} tokens; beyond, the frequencies of its RoPE "
@@ -79,11 +79,11 @@ def decoder_of(
 def best_plan(path: str, attention: Any = None, config: Any = None, **_: Any) -> str:
     """Returns the ``microbatching`` of a recipe that sets none, for arguments of :func:`causal_lm` and adapters'."""
     with torch.device("meta"):
-        pads = causal_lm(path, attention, config).proof.problem
+        pads = causal_lm(path, attention, config).check.problem
         return "least_padding" if pads else "packed"
 
 
-causal_lm.recipe_defaults = {"microbatching": best_plan}  # type: ignore[attr-defined]
+DEFAULTS_OF_MODELS[causal_lm] = {"microbatching": best_plan}
 
 
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:

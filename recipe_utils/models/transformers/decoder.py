@@ -1,6 +1,6 @@
 """Decoders of transformers with the interface of torchtune's.
 
-Example: ``LlamaForCausalLM`` with tied embeddings becomes ``Decoder(model, proof)``. Its weights are called
+Example: ``LlamaForCausalLM`` with tied embeddings becomes ``Decoder(model, check)``. Its weights are called
 ``model.model.embed_tokens.weight``, ``model.model.layers.0...`` and so on; ``model.lm_head.weight`` is the first of
 these again, so the state dict lacks it. ``decoder.layers`` are what FSDP2 shards and compiles one by one. The forward
 is that of transformers up to the hidden states [b, s, d]; ``decoder.output`` then computes logits, so that a loss
@@ -14,7 +14,10 @@ import json
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,17 +31,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.checkpoint.transformers import names_of_weights
-from recipe_utils.long_rows.exchange import RowGroups, heads_of_row, tokens_of_part
+from recipe_utils.long_rows.exchange import RowGroups
+from recipe_utils.models.attention.attend import PackedRows
 from recipe_utils.models.attention.packed_attention import AttentionNeeds, choose_kernel
 from recipe_utils.models.pipeline.stages import NotOnThisStage
-from recipe_utils.models.transformers.masks import (
-    Exchange,
-    Rows,
-    attention_within_documents,
-    current_rows,
-    forward_of,
-    run_by_document,
-)
+from recipe_utils.models.transformers.masks import ROWS, Axes, attention_within_documents, run_by_document, setting
 from recipe_utils.text.documents import Documents
 from recipe_utils.text.limits import Kernel, Layout, PackedAttention
 
@@ -70,51 +67,84 @@ def build(config: Any, attention: str | None = None) -> PreTrainedModel:
     return model
 
 
+@dataclass(frozen=True)
+class PackingCheck:
+    """Result of the start-up check of a decoder.
+
+    Attributes:
+        head_is_tail: the output layer alone computes logits from hidden states.
+        problem: the module that mixes documents; rows are padded. None if packed rows are exact.
+        modules: classes of modules that run once for each document, with the axes of their tensors.
+        error: largest relative difference of a gradient.
+        splits_attention: attention computes one document after the other, else by a mask [b, s, s].
+        head_dims: widths of keys and values.
+        attention_needs: see :attr:`.AttentionNeeds.others`.
+        computes_trees: sequences may share what they begin with in a packed row.
+        can_be_cut: pipeline stages of any layers compute packed rows.
+        spans_ranks: ranks may compute parts of a row; all but attention is computed token by token.
+    """
+
+    head_is_tail: bool
+    problem: str | None = None
+    modules: dict[str, Axes] = field(default_factory=dict)
+    error: float = 0.0
+    splits_attention: bool = False
+    head_dims: tuple[tuple[int, int], ...] = ()
+    attention_needs: tuple[str, ...] = ()
+    computes_trees: bool = False
+    can_be_cut: bool = False
+    spans_ranks: bool = False
+
+    def __str__(self) -> str:
+        how = "packed rows are exact"
+        if self.problem:
+            how = f"rows are padded, since {self.problem} mixes the documents of a packed row"
+        elif self.modules:
+            how += f"; {', '.join(self.modules)} runs by document"
+        return f"{how} (gradients of a small copy equal those of separate samples to {self.error:.0e})"
+
+
+ErrorOn = Callable[[torch.device, Kernel], str | None]
+"""Returns the error of a kernel on a GPU; None if it is exact there."""
+
+
 class Decoder(nn.Module):
     """A causal language model of transformers, called as torchtune's decoders.
 
     Parameters have the names of transformers with the prefix ``model.``; of tied weights the state
-    dict has the first only. ``proof`` describes how packed rows are computed.
+    dict has the first only. ``check`` describes how packed rows are computed; ``path`` is the folder of
+    ``config.json``.
     """
 
-    def __init__(self, model: PreTrainedModel, proof: Any) -> None:
+    def __init__(
+        self, model: PreTrainedModel, check: PackingCheck, path: str | None = None, error_on: ErrorOn | None = None
+    ) -> None:
         super().__init__()
-        self.model = model
-        self.output: Any
-        self.path: str | None = None
+        self.model, self.check, self.path, self.error_on = model, check, path, error_on
         self.norm = nn.Identity()  # the hidden states are normalized
-        self.proof = proof
         text: Any = model.config.get_text_config()
         self.max_seq_len = max_seq_len_of(text)
         self.num_heads: int = getattr(text, "num_attention_heads", 1)
         self.num_kv_heads: int = getattr(text, "num_key_value_heads", None) or self.num_heads
         self.head_dim: int = text.hidden_size // self.num_heads
-        self.exchanges: dict[int, Exchange] = {}
-        self.error_on: Callable[[torch.device, Kernel], str | None] = lambda *_: None
-        self.calls: set[str | tuple[int, int]] | None = None
-        attention = model.config._attn_implementation
-        # The largest probability with which attention drops a key, under any name of transformers.
-        rates = [value for name, value in vars(text).items() if "att" in name and "drop" in name]
-        self.attention_needs = AttentionNeeds(
-            next(model.parameters()).dtype,
-            frozenset(proof.head_dims),
-            float(max((rate for rate in rates if isinstance(rate, (int, float))), default=0.0)),
-            frozenset(proof.attention_needs),
-            proof.splits_attention,
-            has_flex=model._supports_flex_attn,
-            has_flash=attention == "sdpa",
-        )
-        self.attention = choose_kernel(self.attention_needs, torch.device("cpu"))
-        name = attention_within_documents(attention, proof.splits_attention)
+        # Attention, and modules that the check has found to mix documents, take the documents of a forward.
+        self._base = model.config._attn_implementation
+        self.attend_within_documents(choose_kernel(self.attention_needs(), torch.device("cpu")))
+        name = attention_within_documents(self._base, check.splits_attention)
         model.set_attn_implementation(dict.fromkeys(_TEXT, name))
         for module in model.modules():
-            if (axes := proof.modules.get(type(module).__name__)) is not None:
+            if (axes := check.modules.get(type(module).__name__)) is not None:
                 run_by_document(module, axes)
-        tail = model.get_output_embeddings() if proof.head_is_tail else Tail(model)
-        object.__setattr__(self, "output", tail)  # no module of its own
+        # The output layer is a part of the model; what else follows the decoder is a module without parameters.
+        self._tail: nn.Module | None = None if check.head_is_tail else Tail(model)
         self._ties = {n: first for first, others in names_of_weights(self).items() for n in others}
         self.register_state_dict_post_hook(_drop_ties)
         self.register_load_state_dict_pre_hook(_share_ties)
+
+    @property
+    def output(self) -> nn.Module:
+        """Returns the module that computes logits from hidden states."""
+        return self.model.get_output_embeddings() if self._tail is None else self._tail
 
     @property
     def tok_embeddings(self) -> nn.Module:
@@ -139,17 +169,18 @@ class Decoder(nn.Module):
         Pipeline stages take hidden states [b, s, d] instead of tokens, or return them; see :meth:`cut_to_stage`.
         Raises ValueError for trees if the model is not proved to compute them.
         """
-        documents = document_lengths
-        rows = Rows()
+        # Documents go beside the forward, since modules of transformers have no argument for them.
+        rows, documents = None, document_lengths
         if documents is not None:
-            if documents.ends is not None and not self.proof.computes_trees:
+            if documents.ends is not None and not self.check.computes_trees:
                 raise ValueError(f"{type(self.model).__name__} cannot compute trees")
-            if documents.num_ranks > 1 and not self.proof.splits_attention:
+            if documents.num_ranks > 1 and not self.check.splits_attention:
                 raise ValueError(f"{type(self.model).__name__} cannot compute a part of a row")
-            exchange = self.exchanges.get(documents.num_ranks)
             kernel = self.attention.kernel_of(documents)
-            rows = Rows(documents, input_pos, exchange, kernel, self.calls)
-        with forward_of(rows):
+            exchange = self.row_groups[documents.num_ranks] if documents.num_ranks > 1 else None
+            rows = PackedRows(documents, kernel, exchange, positions=input_pos)
+        # The model's own decoder up to the hidden states; a later pipeline stage gets them in place of tokens.
+        with setting(ROWS, rows):
             out = getattr(self.model, decoder_name(self.model))(
                 **{"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens},
                 position_ids=input_pos if documents is not None else None,
@@ -157,25 +188,40 @@ class Decoder(nn.Module):
             )
         return self.unembed(out[0] if isinstance(out, tuple) else out.last_hidden_state)
 
-    def attend_within_documents(self, attention: PackedAttention, groups: RowGroups) -> None:
-        """Sets the kernels of packed rows, and the groups of ranks that compute a row together."""
-        self.attention = attention
+    def attend_within_documents(
+        self, attention: PackedAttention, max_row_length: int = 0, row_groups: RowGroups = MappingProxyType({})
+    ) -> None:
+        """Sets the kernels of packed rows, their greatest length, and the groups of ranks that compute one together."""
+        self.attention, self.row_groups = attention, dict(row_groups)
         text: Any = self.model.config.get_text_config()
         if hasattr(text, "max_seq_len"):  # MPT makes its bias of positions for as many
-            text.max_seq_len = max(text.max_seq_len, self.max_seq_len)
-        for size, group in groups.items():
-            self.exchanges[size] = Exchange(partial(heads_of_row, group=group), partial(tokens_of_part, group=group))
+            text.max_seq_len = max(text.max_seq_len, max_row_length)
+
+    def attention_needs(self) -> AttentionNeeds:
+        """Returns what kernels of packed rows must support."""
+        # The largest probability with which attention drops a key, under any name of transformers.
+        text = vars(self.model.config.get_text_config())
+        rates = [value for name, value in text.items() if "att" in name and "drop" in name]
+        return AttentionNeeds(
+            next(self.model.parameters()).dtype,
+            frozenset(self.check.head_dims),
+            float(max((rate for rate in rates if isinstance(rate, (int, float))), default=0.0)),
+            frozenset(self.check.attention_needs),
+            self.check.splits_attention,
+            has_flex=self.model._supports_flex_attn,
+            has_flash=self._base == "sdpa",
+        )
 
     def refused_layouts(self) -> dict[Layout, str]:
         """Returns the layouts of packed rows that the model was not proved to compute, with the reasons."""
-        proof, name = self.proof, type(self.model).__name__
+        check, name = self.check, type(self.model).__name__
         refused: dict[Layout, str] = {}
-        if proof.problem:
-            text = f"{proof.problem} mixes the documents of a row; set microbatching=least_padding"
+        if check.problem:
+            text = f"{check.problem} mixes the documents of a row; set microbatching=least_padding"
             refused["packed"] = f"microbatching=packed: {text}"
-        if not proof.computes_trees:
+        if not check.computes_trees:
             refused["trees"] = f"{name} does not compute trees as it computes their sequences"
-        if not proof.spans_ranks:
+        if not check.spans_ranks:
             refused["over ranks"] = (
                 f"{name} has windows, or mixes tokens elsewhere than in causal attention, so ranks do not "
                 "compute parts of its rows; leave it out"
@@ -196,7 +242,7 @@ class Decoder(nn.Module):
         """Removes all modules with weights but those of one pipeline stage, in place.
 
         The first stage has the embeddings, the last one has all that is neither embeddings nor layer;
-        see ``proof.can_be_cut``.
+        see ``check.can_be_cut``.
         """
         all_layers, embeddings = self.layers, self.tok_embeddings
         is_last = layers.stop == len(all_layers)
@@ -219,14 +265,14 @@ class Decoder(nn.Module):
         names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         self._ties = {n: first for n, first in self._ties.items() if {n, first} <= names}
         if not is_last:
-            self.unembed = lambda hidden: hidden  # type: ignore[method-assign]
+            self._tail = NotOnThisStage()
 
     def recompute_layers(self, interval: int) -> None:
         """Recomputes every ``interval``-th layer in the backward, with the documents of its forward."""
         layers = set(map(id, self.layers[::interval]))
 
         def contexts() -> tuple[Any, Any]:  # called in the forward
-            return nullcontext(), forward_of(current_rows())
+            return nullcontext(), setting(ROWS, ROWS.get())
 
         apply_activation_checkpointing(
             self.model,
@@ -234,7 +280,7 @@ class Decoder(nn.Module):
             check_fn=lambda module: id(module) in layers,
         )
 
-    def fingerprint(self, folder: str | None) -> str:
+    def fingerprint(self, folder: str | Path | None) -> str:
         """Returns the CRC-32 of what ``config.json`` describes. Raises ValueError if that in ``folder`` differs."""
         described, other = (
             AutoConfig.from_pretrained(path, local_files_only=True).get_text_config().to_dict()

@@ -7,12 +7,12 @@ Shapes: b rows, s positions, h heads, d width of a head.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,69 +27,36 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from recipe_utils.models.attention.attend import PackedRows, Window, attend
 from recipe_utils.models.attention.block_mask import block_mask, sees
-from recipe_utils.models.attention.chains import mask_of_chain, parts_of_chains
-from recipe_utils.models.attention.document_mask import attend_by_varlen
-from recipe_utils.text.documents import Chain, Documents, chains
-from recipe_utils.text.limits import Kernel
+from recipe_utils.text.documents import Chain, chains
 
-
-class Exchange(NamedTuple):
-    """Functions of :mod:`recipe_utils.long_rows.exchange` between the ranks of a row."""
-
-    heads_of_row: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    tokens_of_part: Callable[[Tensor], Tensor]
-
-
-class Rows(NamedTuple):
-    """Rows, or parts of rows, of one forward."""
-
-    documents: Documents | None = None
-    """None for padded rows."""
-    positions: Tensor | None = None
-    """[b, s], restarting with each document."""
-    exchange: Exchange | None = None
-    """Set if ranks compute a row together."""
-    kernel: Kernel = "dense"
-    calls: set[str | tuple[int, int]] | None = None
-    """Collected needs of attention: widths of keys and values, and names such as ``softcap``."""
-
-
-_rows: ContextVar[Rows] = ContextVar("rows")
-"""Rows of the current forward. It has no default: outside of a forward documents are unknown, not absent."""
-
-
-class Window(NamedTuple):
-    """Mask of a sliding window, in place of a tensor [b, 1, s, s]."""
-
-    length: int
-    """Positions that a query attends to, its own included."""
+T = TypeVar("T")
+ROWS: ContextVar[PackedRows | None] = ContextVar("rows")
+"""Rows of the current forward, None if padded. No default: outside of a forward documents are unknown, not absent."""
+NEEDS: ContextVar[set[str | tuple[int, int]] | None] = ContextVar("needs", default=None)
+"""Collects needs of attention of packed rows: widths of keys and values, and names such as ``softcap``."""
 
 
 @contextmanager
-def forward_of(rows: Rows) -> Iterator[None]:
-    """Sets the rows that a forward computes in this block."""
-    token = _rows.set(rows)
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Sets a context variable in this block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _rows.reset(token)
-
-
-def current_rows() -> Rows:
-    """Returns the rows of the forward that computes now."""
-    return _rows.get()
+        variable.reset(token)
 
 
 _infer_documents = masking_utils.find_packed_sequence_indices
 
 
 def _packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-    """Returns None in a forward of :func:`forward_of`, which passes documents.
+    """Returns None in a forward that sets :data:`ROWS`, which has documents.
 
     transformers treats every restart of positions as a document, and reads a number from the device.
     """
-    return None if _rows.get(None) is not None else _infer_documents(position_ids)
+    return None if ROWS in copy_context() else _infer_documents(position_ids)
 
 
 masking_utils.find_packed_sequence_indices = _packed_sequence_indices
@@ -127,22 +94,24 @@ masking_utils.sliding_window_causal_mask_function = _window_of_length
 def _mask(
     make_mask: Any, *, mask_function: Any, allow_is_causal_skip: bool = True, **kwargs: Any
 ) -> Tensor | BlockMask | Window | None:
-    documents, positions, exchange, kernel, _ = _rows.get(Rows())
-    if documents is None:
+    rows = ROWS.get(None)
+    if rows is None:
         return make_mask(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
+    # Causal masks and windows are those that kernels have themselves, or a block mask from lengths alone.
     is_causal = mask_function is causal_mask_function
     window: int | None = getattr(mask_function, "window", None)
     if is_causal or window is not None:
-        if kernel == "flex" and (is_causal or documents.ends is None):
-            return block_mask(documents, window)
-        if kernel not in ("flex", "dense"):
+        if rows.kernel == "flex" and (is_causal or rows.documents.ends is None):
+            return block_mask(rows.documents, window)
+        if rows.kernel not in ("flex", "dense"):
             return None if window is None else Window(window)
-    if exchange is not None:
+    # Any other mask, and windows of trees in flex attention, are computed for all pairs of positions.
+    if rows.exchange is not None:
         raise ValueError("only causal masks and windows are those of a whole row on each of its ranks")
     if not is_causal:
-        mask_function = remap_positions_for_packed_sequence(mask_function, positions)
-    mask_function = and_masks(sees(documents), mask_function)
-    make_mask = _MASKS["flex_attention"] if kernel == "flex" else make_mask
+        mask_function = remap_positions_for_packed_sequence(mask_function, rows.positions)
+    mask_function = and_masks(sees(rows.documents), mask_function)
+    make_mask = _MASKS["flex_attention"] if rows.kernel == "flex" else make_mask
     kwargs["attention_mask"] = None
     return make_mask(mask_function=mask_function, allow_is_causal_skip=False, **kwargs)
 
@@ -152,76 +121,41 @@ def _attend(
     base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
     """Computes attention of queries [b, h, s, d] as an attention of transformers; returns [b, s, h, d]."""
-    documents, _, exchange, kernel, calls = rows = _rows.get(Rows())
-    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    rows, needs = ROWS.get(None), NEEDS.get()
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if base == "eager":
-        attend = sys.modules[type(module).__module__].eager_attention_forward
-    if documents is None:
-        return attend(module, query, key, value, mask, **kwargs)
-    if calls is not None:
-        calls |= {(key.size(-1), value.size(-1))}
-        calls |= {name for name in _NOT_IN_FLASH if kwargs.get(name) is not None}
-        calls |= {"other masks"} if isinstance(mask, Tensor) else set()
-    # A part of a row: this rank computes the whole row for a part of the heads.
-    if exchange is not None:
-        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-        q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in exchange.heads_of_row(q, k, v))
-        with forward_of(rows._replace(exchange=None)):
-            attended, _ = _attend(base, module, q, k, v, mask, **kwargs)
-        return exchange.tokens_of_part(attended.squeeze(0)).unsqueeze(0), None
-    # One kernel for all documents, or else one for each.
-    if isinstance(mask, BlockMask):
-        return ALL_ATTENTION_FUNCTIONS["flex_attention"](module, query, key, value, mask, **kwargs)
-    if kernel == "dense":
-        return attend(module, query, key, value, mask, **kwargs)
-    if kernel == "varlen":
-        if kwargs.get("dropout"):
-            raise ValueError("FlashAttention does not support dropout; set packed_attention=by_document")
-        flat = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-        attended = attend_by_varlen(*flat, documents, None if mask is None else mask.length, kwargs.get("scaling"))
-        return attended.unflatten(0, (len(query), -1)), None
-    return _attend_by_document(attend, base, module, query, key, value, mask, documents, kwargs), None
+        own = sys.modules[type(module).__module__].eager_attention_forward
+    if rows is None:
+        return own(module, query, key, value, mask, **kwargs)
+    if needs is not None:
+        needs |= {(key.size(-1), value.size(-1))}
+        needs |= {name for name in _NOT_IN_FLASH if kwargs.get(name) is not None}
+        needs |= {"other masks"} if isinstance(mask, Tensor) else set()
+    if rows.kernel == "varlen" and kwargs.get("dropout"):
+        raise ValueError("FlashAttention does not support dropout; set packed_attention=by_document")
+    own_of_module = partial(_own, own, base == "eager", module, kwargs)
+    return attend(query, key, value, rows, mask, own_of_module, scale=kwargs.get("scaling")), None
 
 
 _NOT_IN_FLASH = ("softcap", "s_aux", "position_bias")
 """Arguments of transformers' attention that FlashAttention of PyTorch does not have."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_by_document(
-    attend: Any,
-    base: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Window | Tensor | None,
-    documents: Documents,
-    kwargs: dict[str, Any],
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+def _own(
+    own: Any, adds_masks: bool, module: nn.Module, kwargs: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Any
 ) -> Tensor:
-    if kwargs.get("position_bias") is not None:
+    """Computes attention by transformers' flex attention, if that is the mask's, or by a module's own function."""
+    if isinstance(mask, BlockMask):
+        own = ALL_ATTENTION_FUNCTIONS["flex_attention"]
+    elif kwargs.get("position_bias") is not None:
         raise ValueError("a bias of positions is not split")
-    rows = []
-    for index, (row, q, k, v) in enumerate(zip(documents, query.split(1), key.split(1), value.split(1), strict=True)):
-        row_mask = mask[index % len(mask), None] if isinstance(mask, Tensor) else None
-        outputs = []
-        for *part, chain_mask in parts_of_chains(row, q, k, v, row_mask):
-            if not isinstance(mask, Tensor):
-                chain_mask = _mask_of_chain(part[0], part[1], mask, base)
-            outputs.append(attend(module, *part, chain_mask, **kwargs)[0])
-        rows.append(torch.cat(outputs, dim=1))
-    return torch.cat(rows)
-
-
-def _mask_of_chain(query: Tensor, key: Tensor, window: Window | None, base: str) -> Tensor | None:
-    """Returns the mask [1, 1, n, m] of one chain; None for SDPA's causal mask."""
-    length = window.length if window is not None and window.length < key.size(2) else None
-    if base == "sdpa" and length is None and query.size(2) == key.size(2):
-        return None
-    seen = mask_of_chain(query, key, length)
-    if base == "eager":  # its masks are added
-        return torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
-    return seen
+    elif adds_masks and (mask is None or mask.dtype == torch.bool):
+        if mask is None:
+            mask = torch.ones(1, 1, q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril()
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
+    attended: Tensor = own(module, q, k, v, mask, **kwargs)[0]
+    return attended
 
 
 Axes = dict[str, list[int]]
@@ -239,9 +173,10 @@ def run_by_document(module: nn.Module, axes: Axes) -> None:
     whole, name = type(module).forward, type(module).__name__
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if (rows := _rows.get(None)) is None:
+        if ROWS not in copy_context():
             raise RuntimeError(f"{name} runs by document, and documents are unknown")
-        if rows.documents is None or len(rows.documents.cu_seqlens) < 3:
+        rows = ROWS.get()
+        if rows is None or len(rows.documents.cu_seqlens) < 3:
             return whole(module, *args, **kwargs)
         (row,) = rows.documents
         row_chains = list(chains(row))

@@ -20,7 +20,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from recipe_utils.files import write_atomically
+from recipe_utils.long_rows.exchange import Exchange
 from recipe_utils.models.double_precision import DoublePrecision
-from recipe_utils.models.transformers.decoder import Decoder, build, layers_of
-from recipe_utils.models.transformers.masks import Axes, Exchange
+from recipe_utils.models.transformers.decoder import Decoder, PackingCheck, build, layers_of
+from recipe_utils.models.transformers.masks import NEEDS, Axes, setting
 from recipe_utils.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.text.limits import Kernel, PackedAttention
 from recipe_utils.torchtune_names import log_once, set_default_dtype
@@ -62,43 +63,6 @@ _OF_ONE_LAYER = ("_idx", "_id", "index", "store_full_length_kv")
 """Endings of attributes that do not make another kind of layer. Gemma 4's last layers store keys for later ones."""
 _BOUND = 1e-8
 """Largest relative difference of a parameter's gradient."""
-
-
-@dataclass(frozen=True)
-class PackingCheck:
-    """Result of the start-up check of a decoder.
-
-    Attributes:
-        head_is_tail: the output layer alone computes logits from hidden states.
-        problem: the module that mixes documents; rows are padded. None if packed rows are exact.
-        modules: classes of modules that run once for each document, with the axes of their tensors.
-        error: largest relative difference of a gradient.
-        splits_attention: attention computes one document after the other, else by a mask [b, s, s].
-        head_dims: widths of keys and values.
-        attention_needs: see :attr:`.AttentionNeeds.others`.
-        computes_trees: sequences may share what they begin with in a packed row.
-        can_be_cut: pipeline stages of any layers compute packed rows.
-        spans_ranks: ranks may compute parts of a row; all but attention is computed token by token.
-    """
-
-    head_is_tail: bool
-    problem: str | None = None
-    modules: dict[str, Axes] = field(default_factory=dict)
-    error: float = 0.0
-    splits_attention: bool = False
-    head_dims: tuple[tuple[int, int], ...] = ()
-    attention_needs: tuple[str, ...] = ()
-    computes_trees: bool = False
-    can_be_cut: bool = False
-    spans_ranks: bool = False
-
-    def __str__(self) -> str:
-        how = "packed rows are exact"
-        if self.problem:
-            how = f"rows are padded, since {self.problem} mixes the documents of a packed row"
-        elif self.modules:
-            how += f"; {', '.join(self.modules)} runs by document"
-        return f"{how} (gradients of a small copy equal those of separate samples to {self.error:.0e})"
 
 
 def cached_packing_check(config: Any, attention: str | None = None) -> PackingCheck:
@@ -130,7 +94,7 @@ def error_on_device(
             expected = gradients(in_fp32(), one_by_one, documents)
             alone = gradients(in_dtype(), one_by_one, documents)
             decoder = Decoder(in_dtype(), check)
-            decoder.attention = PackedAttention(kernel, "it is compared with separate documents")
+            decoder.attend_within_documents(PackedAttention(kernel, "it is compared with separate documents"))
             row_logits = partial(logits_of_row, [decoder], torch.cat(documents), lengths)
             row = gradients(decoder.model, lambda *_: row_logits(), documents)
         return {"row": distance(row, expected), "alone": distance(alone, expected)}
@@ -238,11 +202,9 @@ class _Comparison:
         padded = pad_sequence(list(self.documents), batch_first=True, padding_value=1)
         return _error([decoder], partial(decoder, padded), self.documents, self._expected)
 
-    def packed_row(self, check: PackingCheck, calls: set[str | tuple[int, int]]) -> float:
-        """All documents in one row; adds the needs of attention to ``calls``."""
-        decoder = Decoder(self.make(), check)
-        decoder.calls = calls
-        return self._row_error([decoder], self._lengths, self._expected)
+    def packed_row(self, check: PackingCheck) -> float:
+        """All documents in one row."""
+        return self._row_error([Decoder(self.make(), check)], self._lengths, self._expected)
 
     def row_of_trees(self, check: PackingCheck) -> float:
         """Documents that share what they begin with."""
@@ -287,17 +249,18 @@ def _compare(comparison: _Comparison) -> PackingCheck:
 
     # The first candidate with exact packed rows is kept; other layouts are allowed if they are exact, too.
     for check in _candidates(comparison, replace(padded, computes_trees=True)):
-        calls = set[str | tuple[int, int]]()
-        error = comparison.packed_row(check, calls)
+        needs = set[str | tuple[int, int]]()
+        with setting(NEEDS, needs):
+            error = comparison.packed_row(check)
         if error > _BOUND:
             continue
         # A rank computes some of the heads, and sinks (s_aux) are those of all.
-        can_span = check.splits_attention and not check.modules and "s_aux" not in calls
+        can_span = check.splits_attention and not check.modules and "s_aux" not in needs
         return replace(
             check,
             error=error,
-            head_dims=tuple(sorted(c for c in calls if isinstance(c, tuple))),
-            attention_needs=tuple(sorted(c for c in calls if isinstance(c, str))),
+            head_dims=tuple(sorted(need for need in needs if isinstance(need, tuple))),
+            attention_needs=tuple(sorted(need for need in needs if isinstance(need, str))),
             computes_trees=comparison.row_of_trees(check) <= _BOUND,
             can_be_cut=comparison.row_by_stages(check) <= _BOUND,
             spans_ranks=can_span and comparison.row_in_parts(check) <= _BOUND,
@@ -398,15 +361,18 @@ def logits_of_row(
     The row passes through ``stages`` of one layer each, or a whole decoder. The parts of ``num_ranks`` are
     concatenated; only attention gets the order of the row, so all other modules must compute token by token.
     """
+    # Parts are stripes, as in training: 7 tokens on 3 ranks are in the order 0, 3, 6, 1, 4, 2, 5.
     places = _places(row)
     tokens = tokens[: sum(map(length_of, row))]
     order = torch.cat([torch.arange(i, len(tokens), num_ranks) for i in range(num_ranks)])
     back, positions = order.argsort(), torch.empty_like(tokens)
     for place in places:
         positions[place] = torch.arange(len(place))
+    # In place of the ranks' exchange, attention gets the tokens in the order of the row.
     if num_ranks > 1:
         heads_of_row: Any = lambda *heads: tuple(tensor[back] for tensor in heads)  # noqa: E731
-        stages[0].exchanges[num_ranks] = Exchange(heads_of_row, lambda attended: attended[order])
+        exchange = Exchange(heads_of_row, lambda attended: attended[order])
+        stages[0].attend_within_documents(stages[0].attention, row_groups={num_ranks: exchange})
     hidden = tokens[order][None]
     for stage in stages:
         hidden = stage(hidden, input_pos=positions[order][None], document_lengths=Documents([row], num_ranks))

@@ -14,6 +14,7 @@ from recipe_utils.checkpoint.transformers import names_of_weights
 from recipe_utils.models.adapters.lora import check_adapter
 from recipe_utils.models.transformers.causal_lm import best_plan, decoder_of
 from recipe_utils.models.transformers.decoder import Decoder
+from recipe_utils.settings.components import DEFAULTS_OF_MODELS
 from recipe_utils.torchtune_names import log_once
 
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
@@ -59,11 +60,11 @@ def lora_causal_lm(
             adapted.weight, adapted.bias = linear.weight, linear.bias
             model.set_submodule(name, adapted)
 
-    # An adapted model computes what its base does with other weights, so the base's proof is its own, too.
+    # An adapted model computes what its base does with other weights, so the base's check is its own, too.
     return decoder_of(path, attention, config, adapt)
 
 
-lora_causal_lm.recipe_defaults = {"microbatching": best_plan}  # type: ignore[attr-defined]
+DEFAULTS_OF_MODELS[lora_causal_lm] = {"microbatching": best_plan}
 
 
 def _targets(model: PreTrainedModel, targets: str | list[str]) -> dict[str, nn.Linear]:

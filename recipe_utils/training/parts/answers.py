@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torchtune.data import Message
 
 from recipe_utils.model_kinds import text_decoder
+from recipe_utils.models.attention.document_mask import longest_document
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.step import UpdateStep
@@ -44,8 +45,7 @@ def generate(
     rows = [_tokens_of(tokenizer, prompt) for prompt in prompts]
     ends = set(getattr(tokenizer, "stop_tokens", [tokenizer.eos_id]))
     decoder = text_decoder(model)
-    max_seq_len = getattr(decoder, "longest_document", decoder.max_seq_len)
-    longest = min(max(map(len, rows)) + max_new_tokens, max_seq_len)
+    longest = min(max(map(len, rows)) + max_new_tokens, longest_document(model))
     tokens = torch.full((len(rows), longest), tokenizer.pad_id, device=device)
     for row, given in zip(tokens, rows, strict=True):
         row[: len(given)] = torch.tensor(given[:longest], device=device)

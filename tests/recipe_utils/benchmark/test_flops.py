@@ -14,6 +14,7 @@ from recipe_utils.benchmark.token_audit import IGNORE_INDEX
 from recipe_utils.losses import LinearCrossEntropyLoss
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.update_steps.step import Targets
@@ -24,7 +25,7 @@ def test_flops_of_a_decoder_are_those_that_pytorch_counts(own):
     sizes = {"vocab_size": 101, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
     sizes |= {"intermediate_dim": 48, "max_seq_len": 64, **own}
     model = build_on_meta(partial(qwen2, **sizes), ModelSettings())
-    attend_within_documents(model, torch.device("cpu"), 64)
+    attend_within_documents(model, attention_of(model, torch.device("cpu")), 64)
     attach_loss(model, LinearCrossEntropyLoss(tokens_per_chunk=7))
     lengths = [5, 11, 24]
     samples = [{"tokens": [1] * n, "labels": [IGNORE_INDEX] * (n // 2) + [1] * -(-n // 2)} for n in lengths]

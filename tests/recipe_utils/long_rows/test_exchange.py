@@ -7,7 +7,7 @@ from distributed_runs import run_distributed
 from recipe_runs import slow
 from tiny import on_meta
 
-from recipe_utils.long_rows.exchange import heads_of_row, row_groups, tokens_of_part
+from recipe_utils.long_rows.exchange import row_groups
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
@@ -25,14 +25,14 @@ def exchange(num_keys):
     row = torch.randn(5 * c, NUM_HEADS + 2 * num_keys, WIDTH, generator=generator, dtype=torch.float64)
     sizes = [NUM_HEADS, num_keys, num_keys]
     q, k, v = (each.requires_grad_() for each in row[rank::c].split(sizes, dim=1))
-    of_heads = heads_of_row(q, k, v, group)
-    back = tokens_of_part(of_heads[0], group)
+    of_heads = group.heads_of_row(q, k, v)
+    back = group.tokens_of_part(of_heads[0])
 
     def output(q, k, v):
-        q, k, v = heads_of_row(q, k, v, group)
+        q, k, v = group.heads_of_row(q, k, v)
         k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
         attended = torch.einsum("shd,thd,the->she", q, k, v)
-        share = tokens_of_part(attended, group)
+        share = group.tokens_of_part(attended)
         return share.sum() + share.square().sum()
 
     gradients = torch.autograd.grad(output(q, k, v), (q, k, v))

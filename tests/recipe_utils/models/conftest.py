@@ -57,7 +57,11 @@ def flash_attention_on_a_cpu():
 
 
 @pytest.fixture
-def flex_attention_on_a_cpu(monkeypatch):
+def with_triton(monkeypatch):
+    monkeypatch.setattr("recipe_utils.models.attention.packed_attention.missing_for_triton", lambda: None)
+
+
+@pytest.fixture
+def flex_attention_on_a_cpu(monkeypatch, with_triton):
     """Allows flex attention with a backward on a CPU, where PyTorch has none."""
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
-    monkeypatch.setattr("recipe_utils.models.attention.packed_attention.missing_for_triton", lambda: None)

@@ -11,6 +11,7 @@ from torchtune.models.llama3_2 import llama3_2
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.kernels import fuse_norms_and_rope
 from recipe_utils.models.settings import ModelSettings
@@ -44,7 +45,7 @@ class Traffic(TorchDispatchMode):
 
 def traffic_of(num_layers):
     model = build_on_meta(partial(LLAMA, num_layers=num_layers), ModelSettings(dtype="bf16"))
-    attend_within_documents(model, torch.device("cuda"), 8192)  # by FlashAttention
+    attend_within_documents(model, attention_of(model, torch.device("cuda")), 8192)  # by FlashAttention
     fuse_norms_and_rope(model)
     for module in model.modules():
         if hasattr(module, "rope_init"):

@@ -12,10 +12,11 @@ from torch.nn.attention.flex_attention import flex_attention
 from torchtune.modules import RMSNorm
 
 from recipe_utils.compiler import configure_compiler
-from recipe_utils.models.attention import document_mask
+from recipe_utils.models.attention import attend as dispatch
+from recipe_utils.models.attention.attend import compile_flex_attention
 from recipe_utils.models.attention.block_mask import block_mask
-from recipe_utils.models.attention.document_mask import attend_within_documents, compile_flex_attention
-from recipe_utils.models.attention.packed_attention import self_attentions
+from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.attention.packed_attention import attention_of, self_attentions
 from recipe_utils.models.distribute import apply_compile
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.settings.problems import ConfigError
@@ -32,8 +33,7 @@ def make(sizes=tiny.MODEL, kernel=None, device=CPU, max_row_length=80):
     model = tiny.tiny_model(sizes)
     first = next(model.parameters())
     weights, first.data = first.data, first.data.bfloat16()
-    model.packed_attention = kernel
-    attend_within_documents(model, device, max_row_length)
+    attend_within_documents(model, attention_of(model, device, kernel), max_row_length)
     first.data = weights
     return model.double()
 
@@ -166,7 +166,7 @@ def test_compiled_layers_are_not_compiled_again_for_other_documents_and_lengths(
     kernel, backend, monkeypatch, flash_attention_on_a_cpu, flex_attention_on_a_cpu
 ):
     """The first row is as long as the model is wide."""
-    monkeypatch.setattr(document_mask, "compile_flex_attention", lambda: torch.compiler.disable(flex_attention))
+    monkeypatch.setattr(dispatch, "compile_flex_attention", lambda: torch.compiler.disable(flex_attention))
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **options: compile_(call, **{**options, "backend": backend}))
     long = {**tiny.MODEL, "max_seq_len": 128}

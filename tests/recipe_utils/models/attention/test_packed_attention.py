@@ -9,8 +9,13 @@ from tiny import on_meta
 from torch import nn
 
 from recipe_utils.models import settings
-from recipe_utils.models.attention import packed_attention
-from recipe_utils.models.attention.packed_attention import attention_of, missing_for_triton, other_attention
+from recipe_utils.models.attention.packed_attention import (
+    AttentionNeeds,
+    attention_of,
+    choose_kernel,
+    missing_for_triton,
+    other_attention,
+)
 from recipe_utils.models.settings import ModelSettings, model_on_ranks
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.parallel.settings import RankSettings
@@ -29,11 +34,8 @@ def with_heads(num_heads, width):
         (tiny.MODEL, "bf16", CPU, "by_document"),
         (tiny.MODEL, "bf16", CUDA, "varlen"),
         (tiny.MODEL, "fp32", CUDA, "flex"),
-        (tiny.MODEL, "fp64", CUDA, "by_document"),
         ({**tiny.MODEL, "attn_dropout": 0.1}, "bf16", CUDA, "by_document"),
         (with_heads(8, 20), "bf16", CUDA, "flex"),
-        (with_heads(2, 264), "bf16", CUDA, "flex"),
-        (with_heads(2, 256), "bf16", CUDA, "varlen"),
         (tiny.GEMMA2_MODEL, "bf16", CUDA, "dense"),
     ],
 )
@@ -41,6 +43,36 @@ def test_the_default_depends_on_device_precision_and_heads(sizes, dtype, device,
     selected = attention_of(on_meta(sizes, dtype=dtype), device)
     assert selected.kernel == kernel
     assert selected.why
+
+
+NEEDS = AttentionNeeds(
+    torch.bfloat16, frozenset({(64, 64)}), others=frozenset(), can_split=True, has_flex=True, has_flash=True
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel", "of_trees"),
+    [
+        ({}, "varlen", "flex"),
+        ({"has_flex": False}, "varlen", "by_document"),
+        ({"head_dims": frozenset({(256, 256)})}, "varlen", "flex"),
+        ({"head_dims": frozenset({(264, 264)})}, "flex", None),
+        ({"head_dims": frozenset({(24, 16)})}, "flex", None),
+        ({"has_flash": False}, "flex", None),
+        ({"has_flash": False, "has_flex": False}, "by_document", None),
+        ({"others": frozenset({"softcap"})}, "flex", None),
+        ({"others": frozenset({"other masks"}), "has_flex": False}, "by_document", None),
+        ({"dtype": torch.float32}, "flex", None),
+        ({"dtype": torch.float64}, "by_document", None),
+        ({"can_split": False}, "dense", None),
+    ],
+)
+def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(changes, kernel, of_trees, with_triton):
+    needs = NEEDS._replace(**changes)
+    on_cpu, on_cuda = (choose_kernel(needs, device) for device in (CPU, CUDA))
+    assert (on_cpu.kernel, on_cpu.kernel_of_trees) == ("by_document" if needs.can_split else "dense", None)
+    assert (on_cuda.kernel, on_cuda.kernel_of_trees) == (kernel, of_trees)
+    assert not on_cuda.refused
 
 
 def test_deterministic_algorithms_select_flex():
@@ -53,14 +85,9 @@ def test_deterministic_algorithms_select_flex():
     assert "cudnn_deterministic_mode" in selected.why
 
 
-@pytest.fixture
-def with_triton(monkeypatch):
-    monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)
-
-
 @pytest.mark.parametrize(("kernel", "of_trees"), [("varlen", "flex"), ("flex", None), ("by_document", None)])
 def test_a_configured_kernel_is_used_and_flex_for_trees_of_varlen(kernel, of_trees, with_triton):
-    selected = attention_of(on_meta(dtype="bf16", packed_attention=kernel), CUDA)
+    selected = attention_of(on_meta(dtype="bf16"), CUDA, kernel)
     assert (selected.kernel, selected.kernel_of_trees) == (kernel, of_trees)
 
 
@@ -75,19 +102,18 @@ def test_other_attention_than_torchtune_s_is_named():
     ("kernel", "num_row_lengths", "of_trees"), [("varlen", None, 4), ("flex", 4, 4), ("by_document", None, None)]
 )
 def test_rows_have_few_lengths_where_each_is_compiled_for(kernel, num_row_lengths, of_trees, with_triton):
-    model = on_meta(dtype="bf16", packed_attention=kernel)
-    attention = attention_of(model, CUDA)
+    model = on_meta(dtype="bf16")
+    attention = attention_of(model, CUDA, kernel)
     assert attention.num_row_lengths() == num_row_lengths
     assert attention.num_row_lengths(has_trees=True) == of_trees
-    assert limits_of(model, CUDA).row_multiple == 128
+    assert limits_of(model, CUDA, packed_attention=kernel).row_multiple == 128
     assert limits_of(on_meta(), CPU).row_multiple is None
     if num_row_lengths is not None:
         with pytest.raises(ConfigError, match=r"without max_tokens_per_microbatch or .* which flex attention needs"):
-            limits_of(model, CUDA).multiple_of_packed_rows(None)
+            limits_of(model, CUDA, packed_attention=kernel).multiple_of_packed_rows(None)
 
 
-def test_a_teacher_in_fp32_beside_a_student_in_bf16_has_rows_of_few_lengths(monkeypatch):
-    monkeypatch.setattr("recipe_utils.models.attention.packed_attention.missing_for_triton", lambda: None)
+def test_a_teacher_in_fp32_beside_a_student_in_bf16_has_rows_of_few_lengths(with_triton):
     sizes = {**tiny.TEACHER_MODEL, "embed_dim": 64}  # FlashAttention has no heads of width 12
     student = on_meta(dtype="bf16")
     for teacher, multiple in ((None, 128), ("bf16", 128), ("fp32", 2048)):
@@ -123,13 +149,13 @@ def test_packing_is_refused_before_weights_load_where_triton_lacks_something(mon
     assert varlen.multiple_of_packed_rows(1000) == 128
     assert varlen.multiple_of_packed_rows(1000, ("prefix_sharing=True", "")) == 128
     assert varlen.attentions[0].kernel_of_trees == "by_document"
-    assert not attention_of(on_meta(packed_attention="by_document"), CUDA).refused
+    assert not attention_of(on_meta(), CUDA, "by_document").refused
 
 
 @pytest.mark.parametrize(("dtype", "reason"), [("bf16", "support heads of width 264"), ("fp32", "compute in float32")])
 def test_models_that_flash_attention_does_not_take_are_refused_by_key(dtype, reason):
-    model = on_meta(with_heads(2, 264), dtype=dtype, packed_attention="varlen")
-    assert attention_of(model, CUDA).refused["packed"] == (
+    model = on_meta(with_heads(2, 264), dtype=dtype)
+    assert attention_of(model, CUDA, "varlen").refused["packed"] == (
         f"packed_attention=varlen: FlashAttention does not {reason}; set packed_attention=flex, or remove the key"
     )
 

@@ -11,11 +11,12 @@ from tiny_transformers import save_tiny
 from torch import nn
 from torchtune.training import set_default_dtype
 
+from recipe_utils.models.attention import attend as dispatch
+from recipe_utils.models.attention.attend import PackedRows
 from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.attention.packed_attention import AttentionNeeds, attention_of, choose_kernel
+from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.models.sizes import limits_of
-from recipe_utils.models.transformers import masks as documents
-from recipe_utils.models.transformers import packing_check
+from recipe_utils.models.transformers import masks, packing_check
 from recipe_utils.models.transformers.causal_lm import causal_lm
 from recipe_utils.models.transformers.decoder import Decoder, build, max_seq_len_of
 from recipe_utils.text.documents import Documents
@@ -24,36 +25,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LENGTHS = [17, 1, 30, 9]
 
 
-@pytest.fixture
-def with_triton(monkeypatch):
-    monkeypatch.setattr("recipe_utils.models.attention.packed_attention.missing_for_triton", lambda: None)
-
-
-NEEDS = AttentionNeeds(
-    torch.bfloat16, frozenset({(64, 64)}), others=frozenset(), can_split=True, has_flex=True, has_flash=True
-)
-
-
-@pytest.mark.parametrize(
-    ("changes", "kernel", "of_trees"),
-    [
-        ({}, "varlen", "flex"),
-        ({"has_flex": False}, "varlen", "by_document"),
-        ({"has_flash": False}, "flex", None),
-        ({"has_flash": False, "has_flex": False}, "by_document", None),
-        ({"others": frozenset({"softcap"})}, "flex", None),
-        ({"others": frozenset({"other masks"}), "has_flex": False}, "by_document", None),
-        ({"dtype": torch.float32}, "flex", None),
-        ({"dtype": torch.float64}, "by_document", None),
-        ({"can_split": False}, "dense", None),
-    ],
-)
-def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(changes, kernel, of_trees, with_triton):
-    needs = NEEDS._replace(**changes)
-    on_cpu, on_cuda = (choose_kernel(needs, device) for device in (CPU, CUDA))
-    assert (on_cpu.kernel, on_cpu.kernel_of_trees) == ("by_document" if needs.can_split else "dense", None)
-    assert (on_cuda.kernel, on_cuda.kernel_of_trees) == (kernel, of_trees)
-    assert not on_cuda.refused
+def pretend_bf16(decoder):
+    needs = decoder.attention_needs()._replace(dtype=torch.bfloat16)
+    decoder.attention_needs = lambda: needs
 
 
 def row_of(lengths):
@@ -106,9 +80,9 @@ def test_each_kernel_gives_the_gradients_of_single_documents(
     model_type, kernel, flash_attention_on_a_cpu, flex_attention_on_a_cpu
 ):
     decoder, plain = models_of(model_type)
-    decoder.packed_attention = kernel
-    decoder.attention_needs = decoder.attention_needs._replace(dtype=torch.bfloat16)
-    attend_within_documents(decoder, CUDA if kernel != "by_document" else CPU, 64)
+    pretend_bf16(decoder)
+    attention = attention_of(decoder, CUDA if kernel != "by_document" else CPU, kernel)
+    attend_within_documents(decoder, attention, 64)
     assert decoder.attention.kernel == kernel
     with torch.compiler.set_stance("force_eager"):
         found, expected = gradients_of_row_and_documents(decoder, plain)
@@ -149,8 +123,8 @@ def test_a_tensor_is_not_cut_because_its_size_is_that_of_the_row():
     _, axes = packing_check._modules_that_mix(lambda: model, parts, packing_check.PackingCheck(head_is_tail=True))
     assert axes["Mixer"] == {"[0][0]": [1], "[2]": [1]}
     mixer, (row, matrix) = Mixer(), torch.randn(2, 1, 64, 64)
-    documents.run_by_document(mixer, axes["Mixer"])
-    with documents.forward_of(documents.Rows(Documents([[40, 24]]))):
+    masks.run_by_document(mixer, axes["Mixer"])
+    with masks.setting(masks.ROWS, PackedRows(Documents([[40, 24]]), "by_document")):
         found = mixer(row, matrix)
     torch.testing.assert_close(found, torch.cat([Mixer()(part, matrix) for part in row.split([40, 24], dim=1)], dim=1))
 
@@ -163,17 +137,17 @@ def test_a_kernel_is_compared_on_the_device_in_the_dtype_of_training(dtype, monk
     compare = partial(packing_check.error_on_device, config, None, check, dtype, CPU)
     assert compare(kernel="by_document") is None
 
-    def whole_row(attend, base, module, query, key, value, *_):
-        return attend(module, query, key, value, None)[0]
+    def whole_row(q, k, v, _, mask, own, *__):
+        return own(q, k, v, None)
 
-    monkeypatch.setattr(documents, "_attend_by_document", whole_row)
+    monkeypatch.setattr(dispatch, "by_document", whole_row)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert "gradients differ by" in compare(kernel="by_document")
 
 
 def test_a_kernel_that_is_not_exact_on_the_device_is_replaced_or_rows_are_refused(with_triton, caplog):
     decoder = Decoder(build(tiny_config_of("qwen3")), packing_check.cached_packing_check(tiny_config_of("qwen3")))
-    decoder.attention_needs = decoder.attention_needs._replace(dtype=torch.bfloat16)
+    pretend_bf16(decoder)
     decoder.error_on = lambda _, kernel: "0.3" if kernel == "varlen" else None
     replaced = attention_of(decoder, CUDA)
     assert (replaced.kernel, replaced.reason_against("packed")) == ("by_document", None)
@@ -185,9 +159,9 @@ def test_a_kernel_that_is_not_exact_on_the_device_is_replaced_or_rows_are_refuse
 def test_rows_may_be_longer_than_the_positions_of_mpt():
     decoder, plain = models_of("mpt")
     config = decoder.model.config
-    config.max_seq_len = decoder.max_seq_len = max(LENGTHS)
+    config.max_seq_len = max(LENGTHS)
     assert max_seq_len_of(config) < sum(LENGTHS)
-    attend_within_documents(decoder, CPU, sum(LENGTHS))
+    attend_within_documents(decoder, attention_of(decoder, CPU), sum(LENGTHS))
     assert packing_check.difference(*gradients_of_row_and_documents(decoder, plain)) < 1e-8
 
 
