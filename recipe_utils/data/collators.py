@@ -6,7 +6,7 @@ from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.limits import NO_LIMITS, ModelLimits
-from recipe_utils.text.reader import TextReader
+from recipe_utils.text.reader import TextReader, end_ids_of
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.objective import NOTHING_DECLARED, Declaration
 from recipe_utils.update_steps.settings import DataSettings
@@ -55,7 +55,6 @@ def text_collator(
         longest = settings.batch_size * (max_seq_len or limits.max_seq_len)
         most_positions = (longest if max_tokens == "auto" else max_tokens or longest) * settings.max_ranks_per_row
     # The reader checks samples in workers; it has no tokenizer.
-    ends = {getattr(tokenizer, "eos_id", None), *(getattr(tokenizer, "stop_tokens", None) or ())}
     reader = TextReader(
         ignore_index,
         limits,
@@ -63,7 +62,7 @@ def text_collator(
         declared.of_samples,
         tuple(name for name in declared.totals if name in {*declared.columns, *declared.of_samples}),
         max_seq_len,
-        frozenset(ends - {None}),
+        end_ids_of(tokenizer),
         most_positions,
         splits=is_alone,  # else ranks would wait for another row
         spans=None if is_alone or max_tokens == "auto" else max_tokens or 0,

@@ -21,7 +21,7 @@ from recipe_utils.settings.problems import Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.documents import Document, tree
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.reader import TextReader, check_sample
+from recipe_utils.text.reader import TextReader, check_sample, end_ids_of
 from recipe_utils.text.samples import FIRST, TextSample
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_keys, whole_numbers
@@ -213,7 +213,8 @@ def pair_collator(
     Raises ConfigError if the model does not support ``microbatching: packed``.
     """
     shares = settings.is_packed and prefix_sharing is not False
-    reader = PairReader(IGNORE_INDEX, limits, max_seq_len=getattr(tokenizer, "max_seq_len", None), shares=shares)
+    max_seq_len, end_ids = getattr(tokenizer, "max_seq_len", None), end_ids_of(tokenizer)
+    reader = PairReader(IGNORE_INDEX, limits, max_seq_len=max_seq_len, end_ids=end_ids, shares=shares)
     trees = ("prefix_sharing=True", "set prefix_sharing=False") if shares else None
     return RowCollator(settings.microbatches(), reader, tokenizer.pad_id, trees)
 

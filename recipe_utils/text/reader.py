@@ -144,6 +144,11 @@ class TextReader:
             yield f"more than {self.spans} tokens, computed by several ranks"
 
 
+def end_ids_of(tokenizer: Any) -> frozenset[int]:
+    """Returns the tokens that end a text: ``eos_id`` and ``stop_tokens``, as far as a tokenizer has them."""
+    return frozenset({getattr(tokenizer, "eos_id", None), *(getattr(tokenizer, "stop_tokens", None) or ())} - {None})
+
+
 def _with_documents(sample: TextSample, ignore_index: int) -> TextSample:
     """Returns a row of a packed dataset with its documents.
 

@@ -118,7 +118,7 @@ class Run:
         self.num_steps = sum(map(loader.order.num_steps, range(self.settings.epochs)))
         for text in (*self.settings.warnings(self.num_steps), *warnings_of(trained.model, self.settings)):
             self.log.warn(text)
-        stops = getattr(getattr(loader.budget.collator(), "tokenizer", None), "stop_tokens", None) or ()
+        stops = sorted(getattr(getattr(loader.budget.collator(), "reader", None), "end_ids", ()))  # none of images
         for text in norms_of_frozen_rows(trained.model, stops, self.ranks):
             self.log.info(text)
         self.state = self.checkpointing.resume.restore(trained, self.seed)

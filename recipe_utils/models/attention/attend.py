@@ -51,7 +51,6 @@ class PackedRows:
     """[b, s], restarting with each document."""
 
 
-@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def attend(
     q: Tensor,
     k: Tensor,
@@ -80,7 +79,9 @@ def attend(
     if isinstance(mask, BlockMask):
         attended = (own or _by_blocks)(q, k, v, mask)
     elif rows.kernel == "varlen":
-        attended = by_varlen(q, k, v, rows.documents, mask, scale)
+        # Flat before the break of a compiled graph, which then writes q, k and v as the kernel reads them.
+        flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v)]  # [b * s, h or g, d]
+        attended = by_varlen(*flat, rows.documents, mask, scale).unflatten(0, (len(q), -1))
     else:
         attended = by_document(q, k, v, rows.documents, mask, own, dropout_p)
     if rows.exchange is not None:
@@ -90,7 +91,7 @@ def attend(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def by_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: Any, scale: float | None) -> Tensor:
-    """Computes [b, s, h, d] by FlashAttention over all documents at once; see :func:`attend`."""
+    """Computes [n, h, d] of q [n, h, d] and k, v [n, g, d] by FlashAttention over all documents; see :func:`attend`."""
     # A local import, because it takes 0.3 seconds and is not needed on a CPU.
     from torch.nn.attention import varlen
 
@@ -105,9 +106,8 @@ def by_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: Any
         else:
             k, v = (tensor.repeat_interleave(q.size(1) // k.size(1), dim=1) for tensor in (k, v))
     bounds = (documents.cu_seqlens, documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen)
-    flat = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))  # [b * s, h or g, d]
-    attended: Tensor = varlen_attn(*flat, *bounds, **options)
-    return attended.unflatten(0, (len(q), -1))
+    attended: Tensor = varlen_attn(q, k, v, *bounds, **options)
+    return attended
 
 
 @cache

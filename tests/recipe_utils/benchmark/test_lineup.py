@@ -215,7 +215,7 @@ def test_losses_include_the_teachers_entropy_with_the_weight_of_the_divergence(r
 def own_recipe(path, *changes):
     """Writes a copy of the recipe with a key of its own."""
     text = recipe_path(RECIPES["text"][0]).read_text()
-    for old, new in [("    dataset_val:", "    my_key: int = 1\n    dataset_val:"), *changes]:
+    for old, new in [("    loss: Component", "    my_key: int = 1\n    loss: Component"), *changes]:
         assert old in text
         text = text.replace(old, new)
     path.write_text(text)
