@@ -181,7 +181,7 @@ class DINOv3Recipe:
 
         schedules.freeze_prototypes(self.model, run.global_step)
         max_norm = self.settings.optimizer.clip_grad_norm
-        grad_norm = optim.clip_grad_norm_(self.model, max_norm, self.pipeline, part_of)
+        grad_norm = optim.clip_grad_norm_(self.model, max_norm, self.pipeline, dinov3.part_of)
         # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
@@ -222,11 +222,6 @@ class DINOv3Recipe:
             figures = self.figures(step)
             metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm, **figures)
-
-
-def part_of(name: str) -> str:
-    """Returns the part of the model to which a parameter belongs; gradients are clipped part by part."""
-    return next((head for head in ("output.dino.", "output.ibot.") if name.startswith(head)), "backbone")
 
 
 @training.entry_point

@@ -6,7 +6,7 @@ __getattr__ = exported(
     {
         "recipe_utils.dinov3.average_teacher": "AverageTeacher",
         "recipe_utils.dinov3.backbone": "dinov3_vit dinov3_vit_b16 dinov3_vit_l16 "
-        "dinov3_vit_s16 fresh_vit_weights with_heads",
+        "dinov3_vit_s16 fresh_vit_weights part_of with_heads",
         "recipe_utils.dinov3.checkpoint": "check_normalization DINOv3Checkpointer",
         "recipe_utils.dinov3.images.crop_rows": "layout_of",
         "recipe_utils.dinov3.images.folders": "hf_image_dataset image_folder_dataset",

@@ -296,6 +296,11 @@ def dinov3_vit(
     )
 
 
+def part_of(name: str) -> str:
+    """Returns the part of the model to which a parameter belongs; gradients are clipped part by part."""
+    return next((head for head in ("output.dino.", "output.ibot.") if name.startswith(head)), "backbone")
+
+
 def with_heads(
     make_backbone: Callable[[], nn.Module], dino: Mapping[str, int], ibot: Mapping[str, int]
 ) -> VisionTransformer:

@@ -83,13 +83,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: metrics.png in the first OUTPUT_DIR")
     parser.add_argument("--samples", action="store_true", help="print samples of highest loss")
     arguments = parser.parse_args()
-    if arguments.samples:
+    if arguments.samples:  # text only: matplotlib is not needed
         for folder in arguments.output_dir:
             try:
                 print("\n".join(report_of_run(folder)))  # noqa: T201
             except OSError as error:
                 sys.exit(f"{error.filename}: {error.strerror}; train with sample_losses=True")
         return
+    # All folders are read before anything is drawn.
     runs = {}
     for folder in arguments.output_dir:
         path = folder / "logs" / METRICS_FILE
