@@ -126,6 +126,7 @@ class FileRows:
         if self._table is not None:
             row: Mapping[str, Any] = _without_padding(self._table[index])
             return row
+        # Reads the row's bytes at their place: processes that share the file share its position.
         start, end = self._bounds[index : index + 2]
         data = self._header + os.pread(self._open.fileno(), end - start - 1, start)
         try:
@@ -211,6 +212,7 @@ class FileRows:
         """Writes the rows of one JSON value, which fits in memory once, to a temporary file; leaves lines as they are."""
         with open(self._file, "rb") as file:
             first_line = file.read(self._bounds[1]).removeprefix(_BOM).strip()
+        # Files of several objects are JSON Lines; only others are read as a whole.
         is_row = first_line.startswith(b"{") and first_line.endswith(b"}")
         if is_row and len(self) > 1:
             return
@@ -220,6 +222,7 @@ class FileRows:
             if is_row:
                 return
             self._refuse(f"no JSON array or object ({error}); write one object per line, such as with jq -c .")
+        # An object is one row, or holds the rows under one of the names that tools give them.
         if isinstance(value, dict):
             names = [name for name, rows in value.items() if isinstance(rows, list) and isinstance([*rows, 0][0], dict)]
             if len(names) == 1 and names[0] in _HOLDERS:
@@ -230,6 +233,7 @@ class FileRows:
                 value = [value]
         if value and isinstance(value[0], dict) and value[0].keys() >= {"role", "content"}:
             self._refuse('one conversation; write {"messages": [...]} on a line, and further ones on further lines')
+        # From here on the file is one of lines; it has no line numbers of the user's.
         self._file = temporary_file(self)
         with open(self._file, "w") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in value)

@@ -121,6 +121,7 @@ def _content(content: Any, role: str, calls: Any) -> tuple[Any, Any]:
     """
     if isinstance(content, str) or (content is None and role != "tool"):
         return content, calls
+    # Calls among the parts of an assistant's content become tool_calls.
     listed = content if isinstance(content, list) else []
     kinds = [part.get("type") if isinstance(part, Mapping) else None for part in listed]
     if role == "assistant" and "tool_use" in kinds:
@@ -130,6 +131,7 @@ def _content(content: Any, role: str, calls: Any) -> tuple[Any, Any]:
         listed = [part for part, kind in zip(listed, kinds, strict=True) if kind != "tool_use"]
     if role == "tool" and not (kinds and {*kinds} <= _TEXT_PARTS):
         return json.dumps(content, ensure_ascii=False), calls
+    # What is left must be text: an image, or a key that no template prints, would be lost.
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in listed]
     for part in parts:
         if (

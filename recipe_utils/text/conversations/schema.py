@@ -104,6 +104,7 @@ class Keys(BaseModel):
             key = next(key for key in filled if names.get(key) == names[str(first["loc"][0])])
             cause = first.get("ctx", {}).get("error", first["msg"])
             raise SampleError(f"{key}={shown(first['input'])}: {cause}") from None
+        # Further names of a key that is used must repeat its value; what a key of ``lost`` asks for would not be done.
         others = keys.others
         keys._used = {names[key]: key for key in filled if key not in others}
         for key in [*others]:

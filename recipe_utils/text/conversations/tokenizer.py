@@ -198,6 +198,7 @@ class FolderTokenizer:
             if weight not in (0, 1):
                 text = "set it to 0 or 1, or dataset to a conversation_dataset"
                 raise SampleError(f"turn {index} ({chat[index]['role']}): weight={weight:g}: {text}")
+        # A training has the whole conversation, a generation its prompt.
         conversation = Conversation(chat, weights, read_tools(tools))
         if add_eos:
             tokens, owners = self.tokenize(conversation)
