@@ -354,6 +354,7 @@ class ChatTemplate:
             if end < 0:
                 self._take_left_out(conversation, trains, leaf)
             elif index is not None:
+                # Turns whose targets contain it: of those that start before its end, only the last two can.
                 low = end - 1 if exact else begin
                 at = bisect_left(starts, end)
                 owners = {owner for owner in order[max(at - 2, 0) : at] if turns[owner].stop > low}
