@@ -71,12 +71,9 @@ class FullDPORecipe:
         meta_model = build("model", models.build_on_meta, partial(instantiate, cfg.model), settings.model)
         self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
         build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
+        cfg_reference = cfg.get("ref_checkpointer")
         ref_checkpointer = build(
-            "ref_checkpointer",
-            preference.reference_checkpointer,
-            cfg.get("ref_checkpointer"),
-            meta_model,
-            self.checkpointer,
+            "ref_checkpointer", preference.reference_checkpointer, cfg_reference, meta_model, self.checkpointer
         )
 
         # ---- Data: the collator makes rows that this model can compute
@@ -98,12 +95,14 @@ class FullDPORecipe:
                     losses.attach_loss(stage, pair_loss, compiles=settings.model.compile)
                 models.parallelize(stage, settings.model, ranks)
         run.open_log(cfg, meta_model, self.model, self.loader)
-        frozen = models.load_model(self.model, self.checkpointer, cfg.checkpointer, settings.model, ranks, run.seed)
+        fingerprints = models.load_model(  # of frozen weights
+            self.model, self.checkpointer, cfg.checkpointer, settings.model, ranks, run.seed
+        )
         self.pipeline = models.build_pipeline(
             self.model, settings.pipeline, settings.model.torch_dtype, ranks, len(METRICS)
         )
         self.offloading = settings.model.offloading(self.model)
-        self.attached, fingerprints, cache = preference.build_reference(  # a pass before the pass
+        self.attached, of_reference, cache = preference.build_reference(  # a pass before the pass
             settings.reference,
             settings.model,
             ranks,
@@ -131,7 +130,7 @@ class FullDPORecipe:
         parts.add_every(every.sample_every_n_steps, "answers", training.Answers(run, self.model, self.tokenizer))
         parts.add_every(every.export_every_n_steps, "exports", training.Exports(run))
         trained = training.Trained(
-            self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer, frozen=frozen | fingerprints
+            self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer, fingerprints | of_reference
         )
         self.lr_scheduler = optim.build_lr_scheduler(schedule, self.optimizer, *run.resume(trained))
         if cache is not None:

@@ -100,7 +100,9 @@ class FullFinetuneRecipe:
                     losses.attach_loss(stage, loss_fn, splits_backward, compiles, num_sums=len(self.names))
                 models.parallelize(stage, settings.model, ranks)
         run.open_log(cfg, meta_model, self.model, self.loader)
-        frozen = models.load_model(self.model, self.checkpointer, cfg.checkpointer, settings.model, ranks, run.seed)
+        fingerprints = models.load_model(  # of frozen weights
+            self.model, self.checkpointer, cfg.checkpointer, settings.model, ranks, run.seed
+        )
         self.pipeline = models.build_pipeline(
             self.model, settings.pipeline, settings.model.torch_dtype, ranks, len(self.names)
         )
@@ -124,7 +126,7 @@ class FullFinetuneRecipe:
         parts.add_every(every.sample_every_n_steps, "answers", training.Answers(run, self.model, self.tokenizer))
         parts.add_every(every.export_every_n_steps, "exports", training.Exports(run))
         trained = training.Trained(
-            self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer, frozen=frozen
+            self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer, fingerprints
         )
         self.lr_scheduler = optim.build_lr_scheduler(schedule, self.optimizer, *run.resume(trained))
 

@@ -104,7 +104,9 @@ class KDRecipe:
                     losses.attach_loss(stage, loss_fn, splits_backward, compiles)
                 models.parallelize(stage, settings.model, ranks)
         run.open_log(cfg, meta_model, self.model, self.loader)
-        frozen = models.load_model(self.model, self.checkpointer, cfg.checkpointer, settings.model, ranks, run.seed)
+        fingerprints = models.load_model(  # of frozen weights
+            self.model, self.checkpointer, cfg.checkpointer, settings.model, ranks, run.seed
+        )
         self.pipeline = models.build_pipeline(
             self.model, settings.pipeline, settings.model.torch_dtype, ranks, len(self.metrics)
         )
@@ -125,9 +127,9 @@ class KDRecipe:
         parts.add_every(every.run_val_every_n_steps, "validation", validation, at_ends=True)
         parts.add_every(every.sample_every_n_steps, "answers", training.Answers(run, self.model, self.tokenizer))
         parts.add_every(every.export_every_n_steps, "exports", training.Exports(run))
-        frozen |= self.teacher.fingerprints
+        fingerprints |= self.teacher.fingerprints
         trained = training.Trained(
-            self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer, frozen=frozen
+            self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer, fingerprints
         )
         self.lr_scheduler = optim.build_lr_scheduler(schedule, self.optimizer, *run.resume(trained))
 

@@ -121,7 +121,7 @@ class Checkpointing:
         elif ranks.is_zero:
             try:
                 contents, lost = contents_of_export(weights, adapters, self._export_dtype)
-                self.last_export = export(trained.checkpointer, contents, name, trained.frozen)
+                self.last_export = export(trained.checkpointer, contents, name, trained.fingerprints)
                 log.info(f"Exported to {self.last_export}")
                 source = getattr(trained.checkpointer, "_checkpoint_dir", None)
                 if source is not None and not Path(source).is_dir():

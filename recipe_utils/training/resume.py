@@ -55,8 +55,8 @@ class Trained:
     loader: UpdateStepLoader
     checkpointer: Any
     """Exports the model."""
-    frozen: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of frozen weights, which must equal the checkpoint's; see :attr:`TrainingState.frozen`."""
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """Those of frozen weights, which must equal the checkpoint's; see :attr:`TrainingState.frozen`."""
     exported: nn.Module | None = None
     """Model that is exported; None for ``model``."""
 
@@ -136,7 +136,7 @@ class Resume:
             seed=seed,
             data_fingerprint=fingerprint,
             config=dict(self.config),
-            frozen=dict(trained.frozen),
+            frozen=dict(trained.fingerprints),
             run_id=self._new_run(),  # moves old checkpoints, so after all other checks
         )
         # Of a resumed training this is only what the checkpoint is compared with.

@@ -34,7 +34,7 @@ OF_START = {
     "        self.attached: models.Attached = models.nothing_attached  # or a pass before the pass\n": """        start = frozen_copy(
             "start", meta_model, LinearLogProbs(), self.checkpointer, settings.model, ranks, collator.longest_row, groups
         )
-        self.attached, frozen = start.attached, frozen | start.fingerprints
+        self.attached, fingerprints = start.attached, fingerprints | start.fingerprints
 """,
     "class FullFinetuneRecipe:": """from recipe_utils.losses.log_probs import LinearLogProbs
 from recipe_utils.models.frozen import frozen_copy
