@@ -101,7 +101,7 @@ class SearchedBudget(RowBudget):
 def advice_for(budget: RowBudget, tokens: int) -> str:
     """Returns what to set after a row of ``tokens`` positions did not fit; 0 tokens for inputs without rows."""
     collator = budget.collator()
-    if not isinstance(collator, RowCollator) or not collator.microbatching.by_tokens:
+    if not isinstance(collator, RowCollator) or not collator.microbatching.plans_by_tokens:
         return f"set {'microbatching=packed, or ' * bool(tokens)}a smaller batch_size"
     # A row above its bound is one sample, which no smaller bound makes shorter.
     bound: float | None = collator.max_tokens

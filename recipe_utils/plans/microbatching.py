@@ -42,7 +42,7 @@ class Microbatching:
     """``max_tokens`` is the first of several, which are found while training."""
 
     @property
-    def by_tokens(self) -> bool:
+    def plans_by_tokens(self) -> bool:
         """Returns True if the samples of an update step are regrouped by length."""
         return self.plan != "in_order"
 
@@ -54,7 +54,7 @@ class Microbatching:
     @property
     def moves_samples(self) -> bool:
         """Returns True if samples move between data-parallel ranks."""
-        return self.by_tokens and self.balances_ranks
+        return self.plans_by_tokens and self.balances_ranks
 
     def make_plan(
         self, max_tokens: int | None, cost: MicrobatchCost, num_rows: int = 1, fills_rows: bool = False
@@ -64,7 +64,7 @@ class Microbatching:
         ``cost`` is the device's. A sample with ``num_rows`` padded rows of one length counts as one row. Packed rows
         are filled one after the other with ``fills_rows``.
         """
-        if not self.by_tokens:
+        if not self.plans_by_tokens:
             return partial(plan_in_order, batch_size=self.batch_size)
         limits: Mapping[str, Any] = {
             "batch_size": self.batch_size,

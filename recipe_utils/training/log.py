@@ -28,7 +28,7 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Reported:
-    """What metrics, progress bar and summary report of an objective.
+    """Units and validation metric of an objective, for metrics, progress bar and summary.
 
     With ``rates=("images", "crop_tokens")`` metrics contain ``num_images_seen``, ``images_per_second_per_gpu`` and
     ``crop_tokens_per_second_per_gpu``; the summary is ``64 update steps, 4,096 images in 00:58 (70 images/s)``.
