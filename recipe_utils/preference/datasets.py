@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
-from torchtune.data import Message
 
 from recipe_utils.preference.rows import SIDES, read_pair
-from recipe_utils.text.conversations.datasets import tokenize_texts
-from recipe_utils.text.conversations.messages import Conversation, content_as_text
+from recipe_utils.text.conversations.datasets import tokenize_conversation, tokenize_texts
+from recipe_utils.text.conversations.messages import Conversation
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.rows import Texts, name_unread, name_unread_of_first
-from recipe_utils.text.conversations.tokenizer import FolderTokenizer
-from recipe_utils.text.torchtune_messages import lost_keys
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import SampleError
 
@@ -67,24 +64,10 @@ class PairDataset(Dataset[dict[str, Any]]):
         tokenized = []
         for name, side in zip(SIDES, sides, strict=True):
             try:
-                tokenized.append(self._tokenized(side))
+                tokenized.append(tokenize_conversation(self._tokenizer, side))
             except SampleError as error:
                 raise SampleError(f"{name}: {error}") from error
         return tokenized
-
-    def _tokenized(self, side: Conversation) -> tuple[list[int], Any]:
-        if isinstance(self._tokenizer, FolderTokenizer):
-            tokens, owners = self._tokenizer.tokenize(side)
-            return tokens.tolist(), owners < 0
-        if side.tools:
-            raise SampleError("torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer")
-        messages = []
-        for message, weight in zip(side.chat, side.weights, strict=True):
-            if lost := lost_keys(message):
-                raise SampleError(f"torchtune's tokenizers lose {', '.join(lost)}; set tokenizer to a folder_tokenizer")
-            content = content_as_text(message.get("content"))
-            messages.append(Message(role=message["role"], content=content, masked=not weight))
-        return self._tokenizer.tokenize_messages(messages)
 
 
 def _unread(row: tuple[Conversation, Conversation] | Texts) -> list[str]:

@@ -70,7 +70,8 @@ def _object(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _key(meaning: str, *names: str) -> Any:
+def known_as(meaning: str, *names: str) -> Any:
+    """Returns a field of :class:`Keys` with the names that it has in files, the preferred one first."""
     return Field(None, validation_alias=AliasChoices(*names), description=meaning)
 
 
@@ -135,19 +136,19 @@ MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"),
 class Turn(Keys):
     """A turn of a conversation. Its other keys are given to the chat template."""
 
-    role: Annotated[str, BeforeValidator(_role)] | None = _key(
+    role: Annotated[str, BeforeValidator(_role)] | None = known_as(
         "`system`, `developer`, `user`, `assistant`, `tool`, or what other tools call them", "role", "from"
     )
-    content: Any = _key(
+    content: Any = known_as(
         "text, or a list of text parts, joined if the template has no branch for lists; of a tool also any other value, "
         "as JSON text", "content", "value"
     )  # fmt: skip
-    tool_calls: Any = _key(
+    tool_calls: Any = known_as(
         "a list, one call, or JSON text; a turn `from` `function_call` has them as its `value`",
         "tool_calls",
         "function_call",
     )
-    weight: Annotated[float, BeforeValidator(_weight)] | None = _key(
+    weight: Annotated[float, BeforeValidator(_weight)] | None = known_as(
         "of an assistant, 0 or more: the [weight](#weights-of-targets) of its targets (not with `split_turns: shared`)",
         "weight", "train", "training", "trainable", "loss", "loss_mask",
     )  # fmt: skip
@@ -157,8 +158,8 @@ class Turn(Keys):
 class Call(Keys):
     """A call of a tool, or its ``function``."""
 
-    name: str | None = _key("name of the tool", "name")
-    arguments: Annotated[dict[str, Any], BeforeValidator(_object)] | None = _key(
+    name: str | None = known_as("name of the tool", "name")
+    arguments: Annotated[dict[str, Any], BeforeValidator(_object)] | None = known_as(
         "an object, its JSON text, or nothing", "arguments", "args", "parameters", "input"
     )
 
@@ -166,20 +167,20 @@ class Call(Keys):
 class Row(Keys):
     """A row of a file of conversations or pairs. Of the keys before an answer, those that repeat another are compared."""
 
-    messages: Any = _key("turns, as a list or its JSON text", "messages", "conversations", "conversation")
-    system: str | None = _key("first turn", "system", "system_prompt", "system_message")
-    prompt: Any = _key("a turn of the user, or turns", "prompt")
-    question: str | None = _key("a turn of the user", "question", "query", "instruction")
-    input: Any = _key("text behind the question, on a line of its own; or turns", "input", "context")
-    completion: Any = _key(
+    messages: Any = known_as("turns, as a list or its JSON text", "messages", "conversations", "conversation")
+    system: str | None = known_as("first turn", "system", "system_prompt", "system_message")
+    prompt: Any = known_as("a turn of the user, or turns", "prompt")
+    question: str | None = known_as("a turn of the user", "question", "query", "instruction")
+    input: Any = known_as("text behind the question, on a line of its own; or turns", "input", "context")
+    completion: Any = known_as(
         "answer, or turns; behind the text of a `prompt`, both are trained without a chat template, as TRL does",
         "completion",
     )
-    answer: Any = _key("answer of the assistant, or its calls", "output", "response", "answer", "answers")
-    chosen: Any = _key("better answer of a pair, with or without the turns before it", "chosen")
-    rejected: Any = _key("worse answer", "rejected")
-    tools: Any = _key("a list, one tool, or JSON text", "tools", "functions", "available_tools")
-    chat_template_kwargs: dict[str, Any] | None = _key(
+    answer: Any = known_as("answer of the assistant, or its calls", "output", "response", "answer", "answers")
+    chosen: Any = known_as("better answer of a pair, with or without the turns before it", "chosen")
+    rejected: Any = known_as("worse answer", "rejected")
+    tools: Any = known_as("a list, one tool, or JSON text", "tools", "functions", "available_tools")
+    chat_template_kwargs: dict[str, Any] | None = known_as(
         "variables of the chat template; so is each key that the template reads, such as `documents`",
         "chat_template_kwargs",
     )
@@ -192,10 +193,10 @@ class Row(Keys):
     }  # fmt: skip
 
 
-def table() -> str:
-    """Returns the table of accepted keys of the page."""
+def table_of(keys_by_place: Mapping[str, type[Keys]]) -> str:
+    """Returns the table of accepted keys of a page."""
     lines = ["| in | key (first name; others) | value |", "| --- | --- | --- |"]
-    for where, keys in (("row", Row), ("turn", Turn), ("call", Call)):
+    for where, keys in keys_by_place.items():
         for info in keys.model_fields.values():
             alias: Any = info.validation_alias
             first, *others = (f"`{name}`" for name in alias.choices)
@@ -203,6 +204,11 @@ def table() -> str:
                 f"| {where} | {'; '.join([first, ', '.join(others)][: 1 + bool(others)])} | {info.description} |"
             )
     return "\n".join(lines)
+
+
+def table() -> str:
+    """Returns the table of conversations and pairs."""
+    return table_of({"row": Row, "turn": Turn, "call": Call})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,209 @@
+"""Dataset of rollouts in files: groups of answers to one prompt.
+
+Example: two answers of 2 and 3 tokens with rewards 1 and 0 are a sample of two sequences, whose prompt is computed once. With
+``advantage: mean`` each token of an answer has beside it
+
+==============  =============  =============  =======================================================
+column          first answer   second answer  sum over the trained tokens of an update step
+==============  =============  =============  =======================================================
+advantages      0.5            -0.5
+answers         1/2            1/3            answers
+groups          1/5            1/5            groups
+rewards         1/2            0              rewards, of which the mean is logged
+equal_groups    0              0              groups whose rewards are all equal
+==============  =============  =============  =======================================================
+
+so that whatever divides the loss is known before the first forward, over all ranks.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from recipe_utils.policy.advantages import OF_REWARDS
+from recipe_utils.policy.rows import Answer, answers_of, is_group
+from recipe_utils.policy.schema import Rollout
+from recipe_utils.text.conversations.paths import PathRows
+from recipe_utils.text.conversations.rows import name_unread, name_unread_of_first
+from recipe_utils.torchtune_names import IGNORE_INDEX
+from recipe_utils.update_steps.samples import SampleError
+
+ADVANTAGES = ("given", *OF_REWARDS, "teacher")
+_COLUMNS = {"logprobs": "logprobs", "ref_logprobs": "ref_logprobs", "temperature": "temperatures"}
+"""Key of rows -> column."""
+
+
+class RolloutDataset(Dataset[dict[str, Any]]):
+    """Groups of rollouts in a file, in the forms of :mod:`recipe_utils.policy.schema`.
+
+    Args:
+        tokenizer: tokenizes rows of texts; rows may contain token ids. Its ``max_seq_len`` bounds rollouts.
+        path: file or files of rows, see :class:`.PathRows`. Rows of a group may be anywhere in them.
+        advantage: ``given`` by the file; or computed from the rewards of a group: ``mean``, ``mean_std``,
+            ``leave_one_out``, see :mod:`recipe_utils.policy.advantages`; or ``teacher``: per token, log-probability of the
+            reference minus that of the sampler (on-policy distillation).
+        group_size: number of answers that each group must have; null allows any.
+        truncates_answers: cuts answers of too long rollouts at their end; otherwise they are bad samples.
+
+    Raises:
+        ValueError: another ``advantage``, or a file of another format.
+        OSError: ``path`` cannot be read.
+    """
+
+    makes_trees = True
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        path: str | list[str],
+        advantage: str = "mean_std",
+        group_size: int | None = None,
+        truncates_answers: bool = False,
+    ) -> None:
+        if advantage not in ADVANTAGES:
+            raise ValueError(f"dataset.advantage={advantage}: set it to one of {', '.join(ADVANTAGES)}")
+        self._tokenizer, self._rows = tokenizer, PathRows(path)
+        self._advantage, self._group_size, self._truncates = advantage, group_size, truncates_answers
+        self.content_hash = f"{self._rows.content_hash}, advantage={advantage}"
+        self._groups = [*_groups_of(self._rows)]
+        self.has = frozenset(_keys_of(self._rows, 0).used)
+        """Fields of the first row, which all rows have: ``logprobs``, ``reward``, ..."""
+        name_unread_of_first(self, self._rows, lambda index: self._unread(_keys_of(self._rows, index)))
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns ``sequences`` of the answers of a group, with columns; a SampleError names the row."""
+        rows, answers, unread = self._groups[index], list[Answer](), list[str]()
+        for row in rows:
+            with self._rows.naming(row):
+                keys = _keys_of(self._rows, row)
+                unread += self._unread(keys)
+                self._check_like_first(keys)
+                answers += answers_of(keys, self._tokenizer, self._truncates)
+        # What the group lacks as a whole is an error of its first row.
+        with self._rows.naming(rows[0]):
+            sequences = [*self._sequences_of(answers)]
+        name_unread(self, f"{self._rows.path}", unread)
+        return {"sequences": sequences}
+
+    def _sequences_of(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+        """Yields the answers that have a trained token, with their columns."""
+        # Parts of one rollout are one answer: one reward, one share of a mean over answers.
+        parts: dict[Any, list[Answer]] = {}
+        for index, answer in enumerate(answers):
+            parts.setdefault(index if answer.rollout is None else ("rollout", answer.rollout), []).append(answer)
+        if self._group_size not in (None, len(parts)):
+            raise SampleError(f"the group is not whole: {len(parts)} answers, dataset.group_size={self._group_size}")
+        rewards = np.array([_reward_of(of_one) for of_one in parts.values()])
+        advantages, has_rewards = self._advantages_of(rewards), not np.isnan(rewards).any()
+        # Weights beside tokens sum to 1 for an answer, and to 1 for a group.
+        num_of_group = max(sum(answer.num_trained for answer in answers), 1)
+        is_equal = has_rewards and len(rewards) > 1 and bool((rewards == rewards[0]).all())
+        for of_one, reward, advantage in zip(parts.values(), rewards, advantages, strict=True):
+            num_of_answer = sum(part.num_trained for part in of_one)
+            for part in (part for part in of_one if part.num_trained):
+                beside = {
+                    "answers": 1 / num_of_answer,
+                    "groups": 1 / num_of_group,
+                    "rewards": reward / num_of_answer if has_rewards else 0.0,
+                    "equal_groups": is_equal / num_of_group,
+                    "advantages": advantage,
+                    **({"teacher": 1.0} if self._advantage == "teacher" else {}),
+                }
+                columns = {name: part.mask * value for name, value in beside.items()}
+                if self._advantage == "given":
+                    columns["advantages"] = part.beside["advantage"]
+                columns |= {column: part.beside[key] for key, column in _COLUMNS.items() if key in part.beside}
+                labels = np.where(part.mask, part.tokens, IGNORE_INDEX)
+                yield {"tokens": part.tokens, "labels": labels, **columns}
+
+    def _advantages_of(self, rewards: np.ndarray) -> np.ndarray:
+        """Returns the advantages [m] of answers with rewards [m], NaN where the file has none; 0 if they are by token."""
+        if self._advantage not in OF_REWARDS:
+            return np.zeros(len(rewards))
+        if np.isnan(rewards).any():
+            raise SampleError(
+                f"it has no reward, which dataset.advantage={self._advantage} needs; write it, or set given"
+            )
+        if len(rewards) < 2:
+            text = f"a group of one answer has nothing to compare it with (dataset.advantage={self._advantage})"
+            raise SampleError(f"{text}; write the same group for answers to one prompt, or set given")
+        return OF_REWARDS[self._advantage](rewards)
+
+    def _check_like_first(self, keys: Rollout) -> None:
+        """Raises SampleError unless a row has what the loss takes, and as the first row has it."""
+        for field in ("logprobs", "ref_logprobs", "reward"):
+            if (field in keys.used) != (field in self.has):
+                one, other = ("it has no", "has") if field in self.has else ("it has", "has none")
+                raise SampleError(f"{one} {field}, and the first row {other}; write it in all rows, or in none")
+        needed = {"given": "advantage", "teacher": "logprobs"}.get(self._advantage)
+        if needed and needed not in keys.used:
+            raise SampleError(f"it has no {needed}, which dataset.advantage={self._advantage} needs; write it")
+
+    def _unread(self, keys: Rollout) -> list[str]:
+        """Returns the keys of a row that are not read."""
+        used, names = keys.used, [*keys.others]
+        if "advantage" in used and self._advantage != "given":
+            names.append(f"{used['advantage']} (dataset.advantage={self._advantage})")
+        return names
+
+
+def rollout_dataset(tokenizer: Any, path: str | list[str], **options: Any) -> Dataset[dict[str, Any]]:
+    """Returns the :class:`RolloutDataset` of a file or files."""
+    return RolloutDataset(tokenizer, path, **options)
+
+
+def _keys_of(rows: PathRows, index: int) -> Rollout:
+    row = rows[index]
+    if not isinstance(row, Mapping):
+        raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
+    return Rollout.of(row)
+
+
+def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
+    """Yields the rows of each group, in the order of their first ones.
+
+    Reads each row once, unless the first one is a group of its own, as then are all others.
+    """
+    groups: dict[Any, list[int]] = {}
+    names = [[name for name, field in Rollout.names().items() if field == key] for key in ("step", "group", "rollout")]
+    prompts = [name for name, field in Rollout.names().items() if field in ("prompt", "prompt_ids")]
+    of_last: tuple[Any, int] = None, -1
+    for index in range(len(rows)):
+        try:
+            row: Mapping[str, Any] = rows[index]
+            if index == 0 and is_group(Rollout.of(row)):
+                yield from ([each] for each in range(len(rows)))
+                return
+            step, group, rollout = (
+                next((row[name] for name in each if row.get(name) is not None), None) for each in names
+            )
+            prompt = zlib.crc32(json.dumps([row.get(name) for name in prompts]).encode())
+        except Exception:  # any: raised again with the sample
+            groups[("row", index)] = [index]
+            continue
+        # Without a name, neighbors with one prompt are a group.
+        key: Any = ("group", step, json.dumps(group if group is not None else ["rollout", rollout]))
+        if group is None and rollout is None:
+            has_prompt = any(row.get(name) for name in prompts)
+            key = ("row", of_last[1] if has_prompt and of_last[0] == prompt else index)
+        of_last = prompt, key[1] if key[0] == "row" else index
+        groups.setdefault(key, []).append(index)
+    yield from groups.values()
+
+
+def _reward_of(parts: Sequence[Answer]) -> float:
+    """Returns the reward of an answer, which all of its parts must have; NaN without one."""
+    rewards = {part.reward for part in parts}
+    if len(rewards) > 1:
+        raise SampleError(
+            f"parts of rollout={parts[0].rollout} have the rewards {sorted(map(str, rewards))}; write one"
+        )
+    (reward,) = rewards
+    return np.nan if reward is None else reward

@@ -1,0 +1,285 @@
+"""Rows of rollout files as answers: tokens, which of them the policy sampled, and what stands beside each.
+
+Example: ``{"prompt_ids": [1, 7], "completion_ids": [9, 4, 2], "mask": [1, 0, 1], "logprobs": [-0.1, -2.3], "reward": 1}`` is an
+answer whose token 4 is the output of a tool::
+
+    tokens     1    7    9    4    2
+    mask       0    0    1    0    1      trained
+    logprobs   0    0 -0.1    0 -2.3      beside the token whose they are
+
+Shapes: t tokens, of which c are the answer's and n are trained.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from recipe_utils.policy.schema import Rollout
+from recipe_utils.text.conversations.datasets import tokenize_conversation
+from recipe_utils.text.conversations.messages import Conversation, read_tools
+from recipe_utils.text.conversations.rows import turns_of
+from recipe_utils.text.conversations.schema import shown
+from recipe_utils.update_steps.samples import SampleError, whole_numbers
+
+_OF_ANSWERS = (
+    "completion", "completion_ids", "tokens", "mask", "response_length", "logprobs", "ref_logprobs", "reward", "advantage",
+    "rollout", "temperature", "finish_reason",
+)  # fmt: skip
+"""Keys of which a row of a group has a list with a value for each answer."""
+_BESIDE = ("logprobs", "ref_logprobs", "temperature", "advantage")
+"""Keys of numbers beside tokens."""
+_CUT = ("length", "truncated")
+_ROUNDING = 1e-3
+"""A log-probability may be above 0 by as much."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to a prompt."""
+
+    tokens: np.ndarray
+    """[t] int64: prompt and answer."""
+    mask: np.ndarray
+    """[t] bool: True for tokens that are trained."""
+    beside: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """[t] fp64 each, 0 beside tokens that are not trained: ``logprobs``, ``ref_logprobs``, ``temperature``, ``advantage``."""
+    reward: float | None = None
+    rollout: Any = None
+    """Answers of a group with equal ones are parts of one."""
+
+    @property
+    def num_trained(self) -> int:
+        """Returns the number of trained tokens."""
+        return int(self.mask.sum())
+
+
+def is_group(keys: Rollout) -> bool:
+    """Returns True for a row with several answers to one prompt."""
+    completion = keys.completion if isinstance(keys.completion, list) else []
+    return isinstance([*completion, None][0], str | list) or any(
+        isinstance(value, list) and isinstance([*value, None][0], list) for value in (keys.completion_ids, keys.tokens)
+    )
+
+
+def answers_of(keys: Rollout, tokenizer: Any, truncates: bool = False) -> list[Answer]:
+    """Returns the answers of a row: one, or those of a group.
+
+    Answers of more than ``tokenizer.max_seq_len`` tokens are cut at their end if ``truncates``; the prompt never is. Raises
+    SampleError for content that is missing, of another length, or in another place.
+    """
+    given = {name: getattr(keys, name) for name in keys.used}
+    if not is_group(keys):
+        return [_answer_of(given, keys.used, tokenizer, truncates)]
+    # Values of the group hold for all of its answers.
+    lists = {name: given.pop(name) for name in _OF_ANSWERS if isinstance(given.get(name), list)}
+    sizes = {keys.used[name]: len(values) for name, values in lists.items()}
+    if len({*sizes.values()}) > 1:
+        listed = ", ".join(f"{size} {name}" for name, size in sizes.items())
+        raise SampleError(f"the group is not whole: it has {listed}; write one of each for every answer")
+    answers = []
+    for index in range(max(sizes.values())):
+        of_answer = {name: values[index] for name, values in lists.items() if values[index] is not None}
+        try:
+            answers.append(_answer_of({**given, **of_answer}, keys.used, tokenizer, truncates))
+        except SampleError as error:
+            raise SampleError(f"answer {index}: {error}") from None
+    return answers
+
+
+def _answer_of(given: Mapping[str, Any], names: Mapping[str, str], tokenizer: Any, truncates: bool) -> Answer:
+    """Returns one answer of values by field; ``names`` are the keys of the file."""
+    if "loss_fn_inputs" in given:
+        given, names = _unshifted(given), {}
+    tokens, num_prompt, mask = _tokens_of(given, names, tokenizer)
+    answer = Answer(tokens, _mask_of(given, names, tokens, num_prompt, mask))
+    # Numbers beside tokens, of whatever part of the tokens the file has them.
+    beside = {
+        name: _beside(given[name], names.get(name, name), answer, num_prompt) for name in _BESIDE if name in given
+    }
+    reward = given.get("reward")
+    if reward is not None and (not isinstance(reward, int | float) or not np.isfinite(reward)):
+        raise SampleError(f"{names.get('reward', 'reward')}={shown(reward)}: set it to a finite number")
+    answer = replace(
+        answer, beside=beside, reward=None if reward is None else float(reward), rollout=given.get("rollout")
+    )
+    return _fitted(answer, tokenizer.max_seq_len, truncates)
+
+
+# ---- Tokens -------------------------------------------------------------------------------------
+
+
+def _tokens_of(
+    given: Mapping[str, Any], names: Mapping[str, str], tokenizer: Any
+) -> tuple[np.ndarray, int, np.ndarray | None]:
+    """Returns tokens [t], the number of the prompt's, and of texts the mask [t]; of ids it is a key."""
+    if "tokens" in given:
+        tokens = whole_numbers(given, "tokens", names.get("tokens", "tokens"))
+        length = given.get("response_length")
+        num_answer = length if isinstance(length, int) else len(_list(given.get("completion_ids")))
+        if not num_answer:
+            prompt = len(_list(given.get("prompt_ids")))
+            num_answer = len(tokens) - prompt if prompt or "mask" in given else 0
+        if not 0 < num_answer <= len(tokens):
+            text = f"which of its {len(tokens)} {names.get('tokens', 'tokens')} are the answer is unknown; write mask"
+            raise SampleError(f"{text}, or prompt_ids and completion_ids")
+        return tokens, len(tokens) - num_answer, None
+    if "completion_ids" in given:
+        if "prompt_ids" not in given:
+            raise SampleError("it has an answer without a prompt; write prompt_ids")
+        prompt, answer = (
+            whole_numbers(given, name, names.get(name, name)) for name in ("prompt_ids", "completion_ids")
+        )
+        return np.concatenate([prompt, answer]), len(prompt), None
+    if "messages" not in given and not {"prompt", "completion"} <= given.keys():
+        found = ", ".join(sorted(names.get(name, name) for name in given)) or "nothing"
+        has_prompt = {"prompt", "prompt_ids"} & given.keys()
+        problem = "it has a prompt without an answer" if has_prompt else "it has no rollout"
+        raise SampleError(
+            f"{problem} (of the keys of rollouts: {found}); write prompt_ids and completion_ids, or texts"
+        )
+    # Texts: the chat template's tokens, of which those of the answer are trained, with its stop token.
+    if (reason := given.get("finish_reason")) in _CUT:
+        text = "its text was cut, and its stop token would be trained; write token ids, or remove it"
+        raise SampleError(f"{names.get('finish_reason', 'finish_reason')}={reason}: {text}")
+    if "messages" in given:
+        chat, weights = turns_of(given["messages"], "user", names.get("messages", "messages"))
+    else:
+        chat, _ = turns_of(given["prompt"], "user", "prompt")
+        answers, of_answers = turns_of(given["completion"], "assistant", names.get("completion", "completion"))
+        chat, weights = [*chat, *answers], [*[0.0] * len(chat), *of_answers]
+    if fraction := next((weight for weight in weights if weight not in (0, 1)), None):
+        raise SampleError(f"weight={fraction:g}: rollouts have advantages instead; set it to 0 or 1")
+    tokens, is_masked = tokenize_conversation(tokenizer, Conversation(chat, weights, read_tools(given.get("tools"))))
+    mask = ~np.asarray(is_masked)
+    return np.asarray(tokens), int(mask.argmax()) if mask.any() else len(mask), mask
+
+
+def _mask_of(
+    given: Mapping[str, Any], names: Mapping[str, str], tokens: np.ndarray, num_prompt: int, mask: np.ndarray | None
+) -> np.ndarray:
+    """Returns the mask [t] of the row: of all tokens, or of the answer; by default the answer's tokens are trained."""
+    key, num_tokens, is_answer = names.get("mask", "mask"), len(tokens), np.arange(len(tokens)) >= num_prompt
+    if "mask" not in given:
+        return is_answer if mask is None else mask
+    numbers = _numbers(given["mask"], key)
+    if len(numbers) not in (num_tokens, num_tokens - num_prompt):
+        text = f"{len(numbers)} {key} for {num_tokens} tokens, {num_tokens - num_prompt} of them the answer's"
+        raise SampleError(f"{text}; write one for each token of either")
+    if not np.isin(numbers, (0, 1)).all():
+        raise SampleError(f"{key} contains {numbers[~np.isin(numbers, (0, 1))][0]:g}; set each to 0 or 1")
+    sampled = np.zeros(num_tokens, dtype=bool)
+    sampled[-len(numbers) :] = numbers == 1
+    if sampled[0]:
+        raise SampleError(f"{key}: the first token has no token before it that predicts it; set its mask to 0")
+    return sampled
+
+
+def _fitted(answer: Answer, most: int | None, truncates: bool) -> Answer:
+    """Returns an answer of at most ``most`` tokens."""
+    if most is None or len(answer.tokens) <= most:
+        return answer
+    text = f"it has {len(answer.tokens)} tokens, more than tokenizer.max_seq_len={most}"
+    num_prompt = int(answer.mask.argmax())
+    if num_prompt >= most:
+        raise SampleError(f"{text}, {num_prompt} of them the prompt's, which is never cut; set max_seq_len higher")
+    if not truncates:
+        raise SampleError(f"{text}; set it higher, or dataset.truncates_answers=True to cut answers at their end")
+    beside = {name: numbers[:most] for name, numbers in answer.beside.items()}
+    return replace(answer, tokens=answer.tokens[:most], mask=answer.mask[:most], beside=beside)
+
+
+# ---- Beside tokens ------------------------------------------------------------------------------
+
+
+def _beside(values: Any, key: str, answer: Answer, num_prompt: int) -> np.ndarray:
+    """Returns numbers beside tokens [t], 0 where nothing is trained.
+
+    A file has one number, or one for each token, for each of the answer's, or for each trained one. Raises SampleError for
+    another number of them, for any that is not finite, and for log-probabilities beside the token before their own.
+    """
+    mask, numbers = answer.mask, _numbers([values] if isinstance(values, int | float) else values, key)
+    num_tokens, num_trained, found = len(mask), int(mask.sum()), np.zeros(len(mask))
+    if isinstance(values, int | float):
+        found[mask] = values
+    elif len(numbers) == num_tokens:
+        _check_place(numbers, mask, key)
+        found[mask] = numbers[mask]
+    elif len(numbers) == num_tokens - num_prompt:
+        found[mask] = np.append(np.zeros(num_prompt), numbers)[mask]
+    elif len(numbers) == num_trained:
+        found[mask] = numbers
+    else:
+        text = f"{len(numbers)} {key} for {num_tokens} tokens, {num_tokens - num_prompt} of them the answer's, "
+        text += f"{num_trained} trained; write one for each trained token"
+        if len(numbers) == num_tokens - 1:
+            text += " (all but one: beside the token before its own? Then put 0 before the first)"
+        raise SampleError(text)
+    if not (is_finite := np.isfinite(found)).all():
+        place = int((~is_finite).argmax())
+        raise SampleError(f"{key}: token {place} has {found[place]}; remove the answer, or sample it again")
+    if "log" in key and (found > _ROUNDING).any():
+        raise SampleError(f"{key} contains {found.max():g}; logarithms of probabilities are at most 0")
+    return found
+
+
+def _check_place(numbers: np.ndarray, mask: np.ndarray, key: str) -> None:
+    """Raises SampleError if numbers [t] of all tokens stand beside the token before their own."""
+    trained = np.flatnonzero(mask)
+    if not len(trained) or "log" not in key:
+        return
+    first, last = trained[0], trained[-1]
+    before, at_end = numbers[first - 1], numbers[last]
+    if np.isfinite(before) and before != 0 and at_end == 0 and not numbers[: first - 1].any():
+        text = f"token {first - 1}, the last before the answer, has {before:g}, and token {last}, its last one, has 0"
+        raise SampleError(f"{key} are beside the token before their own: {text}; move them by one")
+
+
+def _unshifted(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns Tinker's row with everything beside its own token.
+
+    ``model_input`` [1, 7, 9] with ``target_tokens`` [7, 9, 2] are tokens [1, 7, 9, 2], and ``logprobs`` [0, -0.1, -2.3] become
+    [0, 0, -0.1, -2.3].
+    """
+    inputs = {name: _data(value) for name, value in given["loss_fn_inputs"].items()}
+    first, targets = _data(given.get("model_input")), inputs.pop("target_tokens", [])
+    if len(first) != len(targets) or first[1:] != targets[:-1]:
+        raise SampleError("target_tokens are not those of model_input moved by one; write the row as the client does")
+    mask = inputs.pop("mask", inputs.pop("weights", None))
+    if mask is None:
+        raise SampleError("loss_fn_inputs has no mask, so which tokens the policy sampled is unknown; write it")
+    if unknown := inputs.keys() - {"logprobs", "advantages"}:
+        raise SampleError(f"loss_fn_inputs.{min(unknown)}: it would be lost; remove it")
+    for name, values in {**inputs, "mask": mask}.items():
+        if len(values) != len(targets):
+            raise SampleError(
+                f"loss_fn_inputs.{name}: {len(values)} for {len(targets)} target_tokens; write one for each"
+            )
+    moved = {name.removesuffix("s") if name == "advantages" else name: [0, *values] for name, values in inputs.items()}
+    rest = {name: value for name, value in given.items() if name not in ("loss_fn_inputs", "model_input")}
+    return {**rest, **moved, "tokens": [*first, *targets[-1:]], "mask": [0, *mask]}
+
+
+def _data(value: Any) -> list[Any]:
+    """Returns a list, or that of Tinker's tensors and chunks of tokens."""
+    if isinstance(value, Mapping):
+        if "chunks" in value:
+            return [token for chunk in value["chunks"] for token in chunk["tokens"]]
+        value = value.get("data")
+    return _list(value)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _numbers(values: Sequence[Any], key: str) -> np.ndarray:
+    """Returns a list of numbers as fp64 [n]; null is NaN."""
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise SampleError(f"{key}={shown(values)}: it is no list of numbers") from None
+    if numbers.ndim != 1:
+        raise SampleError(f"{key}={shown(values)}: it is no list of numbers")
+    return numbers
