@@ -73,7 +73,7 @@ class FullDPORecipe:
         build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
         cfg_reference = cfg.get("ref_checkpointer")
         ref_checkpointer = build(
-            "ref_checkpointer", preference.reference_checkpointer, cfg_reference, meta_model, self.checkpointer
+            "ref_checkpointer", models.reference_checkpointer, cfg_reference, meta_model, self.checkpointer
         )
 
         # ---- Data: the collator makes rows that this model can compute

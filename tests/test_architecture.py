@@ -25,6 +25,7 @@ LAYERS = (
     ("dinov3",),
     ("distillation",),
     ("preference",),
+    ("policy",),
     ("training",),
     ("models",),
     ("losses",),
@@ -41,7 +42,7 @@ LAYERS = (
     ("compiler", "model_kinds", "torchtune_names"),
 )
 """Layers from top to bottom. A package imports packages of lower layers only."""
-OBJECTIVES = {"preference", "distillation", "dinov3"}
+OBJECTIVES = {"preference", "policy", "distillation", "dinov3"}
 COMMANDS = {"benchmark", "check_gradient", "forecast", "plot", "show_data"}
 MAX_FILES = 10
 

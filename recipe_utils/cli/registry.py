@@ -15,7 +15,12 @@ from pathlib import Path
 # A wheel contains recipes/ and configs/ in the package; a checkout has links to them.
 ROOT = Path(__file__).resolve().parents[1]
 
-SAME_FILE = {"lora_finetune_update_step": "full_finetune_update_step", "lora_dpo_update_step": "full_dpo_update_step"}
+SAME_FILE = {
+    "lora_finetune_update_step": "full_finetune_update_step",
+    "lora_dpo_update_step": "full_dpo_update_step",
+    "full_policy_update_step": "policy_update_step",
+    "lora_policy_update_step": "policy_update_step",
+}
 """Recipe name -> name of its file; that of all others is ``recipes/NAME.py``."""
 
 
@@ -24,7 +29,8 @@ def _recipes() -> dict[str, list[str]]:
 
     Those that run without a download come first.
     """
-    names = {*(path.stem for path in ROOT.glob("recipes/*.py")), *SAME_FILE}
+    files = {path.stem for path in ROOT.glob("recipes/*.py")}
+    names = {*SAME_FILE, *(file for file in files if f"full_{file}" not in SAME_FILE)}
     configs: dict[str, list[str]] = {name: [] for name in sorted(names)}
     paths = ROOT.glob("configs/*/*.yaml")
     for path in sorted(paths, key=lambda path: (not path.name.startswith(("5M", "digits")), path)):
@@ -45,6 +51,7 @@ RECIPES = _recipes()
 TRAINING_RECIPES = (
     "full_finetune_update_step",
     "full_dpo_update_step",
+    "policy_update_step",
     "knowledge_distillation_update_step",
     "dinov3_update_step",
 )

@@ -20,6 +20,8 @@ def text_collator(
     has_trees: bool = False,
     declared: Declaration = NOTHING_DECLARED,
     shares_beginnings: bool = True,
+    trees: tuple[str, str] = ("split_turns=shared", "set dataset.split_turns=True"),
+    pads_sequences: bool = False,
 ) -> RowCollator:
     """Returns the collator of text, whose update steps count target tokens.
 
@@ -32,15 +34,16 @@ def text_collator(
         declared: columns and values of samples that a loss takes.
         shares_beginnings: samples of a packed row that begin alike may become one tree. False for objectives that take
             other positions than targets, such as noise by sample: a position that is shared exists once.
+        trees: the ``key=value`` that makes trees and what to set instead, for errors.
+        pads_sequences: without ``packed``, each sequence of a sample is a row; otherwise this is an error.
 
     Raises:
         ConfigError: the model does not support ``microbatching: packed``, or rows of trees; or ``declared`` is divided
             by something that is not counted.
     """
     # What the layout of rows does not have is refused before a dataset is read.
-    if has_trees and not settings.is_packed:
-        text = "sequences that share a beginning need rows of documents; set microbatching=packed"
-        text += ", or dataset.split_turns=True"
+    if has_trees and not (settings.is_packed or pads_sequences):
+        text = f"sequences that share a beginning need rows of documents; set microbatching=packed, or {trees[1][4:]}"
         raise ConfigError(Problem("microbatching", text, settings.microbatching))
     max_tokens, is_alone = settings.max_tokens_per_microbatch, settings.max_ranks_per_row == 1
     max_seq_len = getattr(tokenizer, "max_seq_len", None)
@@ -50,7 +53,9 @@ def text_collator(
         )
         raise ConfigError(Problem("max_ranks_per_row", f"{text}; remove it", settings.max_ranks_per_row))
     most_positions = None
-    if has_trees:
+    if has_trees and not settings.is_packed:
+        most_positions = 1  # a tree of each sequence
+    elif has_trees:
         # Trees are cut when they are read, before the budget of their update step is known.
         longest = settings.batch_size * (max_seq_len or limits.max_seq_len)
         most_positions = (longest if max_tokens == "auto" else max_tokens or longest) * settings.max_ranks_per_row
@@ -69,10 +74,11 @@ def text_collator(
         keeps_types=not settings.collate_fn.startswith("torchtune."),
         has_own_positions=settings.collate_fn == DataSettings.collate_fn,
     )
-    trees = ("split_turns=shared", "set dataset.split_turns=True") if has_trees else None
     shares = settings.is_packed and is_alone and shares_beginnings and limits.shares_beginnings
     collate_fn = None if reader.has_own_positions else component_at(settings.collate_fn)
-    collator = RowCollator(settings.microbatches(), reader, tokenizer.pad_id, trees, shares, collate_fn)
+    collator = RowCollator(
+        settings.microbatches(), reader, tokenizer.pad_id, trees if has_trees else None, shares, collate_fn
+    )
     if declared.divisor not in collator.counts:
         names = ", ".join(collator.counts)
         raise ConfigError(f"loss: its divisor {declared.divisor} is no count; set it to a column, or one of {names}")

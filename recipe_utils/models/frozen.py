@@ -5,16 +5,21 @@ A recipe computes what ``with self.attached(step) as microbatches`` yields: ``no
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
+from torchtune.modules.peft import disable_adapter
 
+from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.model_kinds import text_decoder
@@ -25,15 +30,22 @@ from recipe_utils.models.construct import build_stages
 from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings
-from recipe_utils.models.pipeline.stages import has_output, local_stages
+from recipe_utils.models.pipeline.stages import adapters_of, has_output, local_stages
 from recipe_utils.models.settings import ModelSettings
-from recipe_utils.models.weights import check_weights, crc32_of_weights, fingerprint_of_config, load_weights
+from recipe_utils.models.vocabulary import check_same_tokens
+from recipe_utils.models.weights import (
+    check_weights,
+    crc32_of_weights,
+    fingerprint_of_config,
+    load_weights,
+    with_weights,
+)
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.parallel.fsdp import reshard
+from recipe_utils.parallel.fsdp import local, reshard
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.problems import naming
-from recipe_utils.torchtune_names import MODEL_KEY
+from recipe_utils.torchtune_names import MODEL_KEY, instantiate
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 Attached = Callable[[UpdateStep], AbstractContextManager[Sequence[Microbatch]]]
@@ -193,6 +205,49 @@ def trained_model(
             model.train(was_training)
 
     return FrozenModel(model, pipeline, device, in_evaluation)
+
+
+def reference_checkpointer(component: Any, meta_model: nn.Module, policy_checkpointer: Any) -> Any:
+    """Returns the checkpointer that ``component`` configures; if None, that of the policy, ``meta_model``.
+
+    Raises ValueError if adapters need no checkpointer, or the reference has other tokens.
+    """
+    checkpointer = instantiate(component)
+    if checkpointer is not None and find_adapters(meta_model).modules:
+        raise ValueError("the reference of a model with adapters is what training starts from; leave it out")
+    check_same_tokens(policy_checkpointer, checkpointer, ("policy", "reference"))
+    return checkpointer or policy_checkpointer
+
+
+def start_of_adapters(
+    policy: nn.Module, pipeline: Pipeline | None, device: torch.device, checkpointer: Mapping[str, Any]
+) -> FrozenModel | None:
+    """Returns the model with adapters that training starts from: ``policy`` itself, whose base needs no second copy.
+
+    Without adapters, or with those of the ``adapter_checkpoint`` in the config of ``checkpointer``, copied now. None if the
+    policy has none.
+    """
+    if not adapters_of(policy).modules:
+        return None
+    given, at_start = dict[str, str](), partial(disable_adapter, policy)
+    if path := checkpointer.get("adapter_checkpoint"):
+        given["checkpointer.adapter_checkpoint"] = f"{crc32(Path(checkpointer['output_dir'], path).read_bytes()):08x}"
+        present = {name: local(p.detach()).clone() for name, p in parameters_by_name(policy).items()}
+        at_start = partial(with_weights, policy, present)
+    return replace(trained_model(policy, pipeline, device, at_start), fingerprints=given)
+
+
+def one_after_the_other(*passes: Attached) -> Attached:
+    """Returns a pass of several passes, of which each sees the outputs of those before."""
+
+    @contextmanager
+    def attached(step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
+        with ExitStack() as stack:
+            for each in passes:
+                step = replace(step, microbatches=stack.enter_context(each(step)))
+            yield step.microbatches
+
+    return attached
 
 
 def load_frozen(

@@ -67,7 +67,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         if advantage not in ADVANTAGES:
             raise ValueError(f"dataset.advantage={advantage}: set it to one of {', '.join(ADVANTAGES)}")
         self._tokenizer, self._rows = tokenizer, PathRows(path)
-        self._advantage, self._group_size, self._truncates = advantage, group_size, truncates_answers
+        self.advantage, self._group_size, self._truncates = advantage, group_size, truncates_answers
         self.content_hash = f"{self._rows.content_hash}, advantage={advantage}"
         self._groups = [*_groups_of(self._rows)]
         self.has = frozenset(_keys_of(self._rows, 0).used)
@@ -114,10 +114,10 @@ class RolloutDataset(Dataset[dict[str, Any]]):
                     "rewards": reward / num_of_answer if has_rewards else 0.0,
                     "equal_groups": is_equal / num_of_group,
                     "advantages": advantage,
-                    **({"teacher": 1.0} if self._advantage == "teacher" else {}),
+                    **({"teacher": 1.0} if self.advantage == "teacher" else {}),
                 }
                 columns = {name: part.mask * value for name, value in beside.items()}
-                if self._advantage == "given":
+                if self.advantage == "given":
                     columns["advantages"] = part.beside["advantage"]
                 columns |= {column: part.beside[key] for key, column in _COLUMNS.items() if key in part.beside}
                 labels = np.where(part.mask, part.tokens, IGNORE_INDEX)
@@ -125,16 +125,16 @@ class RolloutDataset(Dataset[dict[str, Any]]):
 
     def _advantages_of(self, rewards: np.ndarray) -> np.ndarray:
         """Returns the advantages [m] of answers with rewards [m], NaN where the file has none; 0 if they are by token."""
-        if self._advantage not in OF_REWARDS:
+        if self.advantage not in OF_REWARDS:
             return np.zeros(len(rewards))
         if np.isnan(rewards).any():
             raise SampleError(
-                f"it has no reward, which dataset.advantage={self._advantage} needs; write it, or set given"
+                f"it has no reward, which dataset.advantage={self.advantage} needs; write it, or set given"
             )
         if len(rewards) < 2:
-            text = f"a group of one answer has nothing to compare it with (dataset.advantage={self._advantage})"
+            text = f"a group of one answer has nothing to compare it with (dataset.advantage={self.advantage})"
             raise SampleError(f"{text}; write the same group for answers to one prompt, or set given")
-        return OF_REWARDS[self._advantage](rewards)
+        return OF_REWARDS[self.advantage](rewards)
 
     def _check_like_first(self, keys: Rollout) -> None:
         """Raises SampleError unless a row has what the loss takes, and as the first row has it."""
@@ -142,15 +142,15 @@ class RolloutDataset(Dataset[dict[str, Any]]):
             if (field in keys.used) != (field in self.has):
                 one, other = ("it has no", "has") if field in self.has else ("it has", "has none")
                 raise SampleError(f"{one} {field}, and the first row {other}; write it in all rows, or in none")
-        needed = {"given": "advantage", "teacher": "logprobs"}.get(self._advantage)
+        needed = {"given": "advantage", "teacher": "logprobs"}.get(self.advantage)
         if needed and needed not in keys.used:
-            raise SampleError(f"it has no {needed}, which dataset.advantage={self._advantage} needs; write it")
+            raise SampleError(f"it has no {needed}, which dataset.advantage={self.advantage} needs; write it")
 
     def _unread(self, keys: Rollout) -> list[str]:
         """Returns the keys of a row that are not read."""
         used, names = keys.used, [*keys.others]
-        if "advantage" in used and self._advantage != "given":
-            names.append(f"{used['advantage']} (dataset.advantage={self._advantage})")
+        if "advantage" in used and self.advantage != "given":
+            names.append(f"{used['advantage']} (dataset.advantage={self.advantage})")
         return names
 
 

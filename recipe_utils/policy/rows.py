@@ -119,8 +119,8 @@ def _tokens_of(
         length = given.get("response_length")
         num_answer = length if isinstance(length, int) else len(_list(given.get("completion_ids")))
         if not num_answer:
-            prompt = len(_list(given.get("prompt_ids")))
-            num_answer = len(tokens) - prompt if prompt or "mask" in given else 0
+            num_prompt = len(_list(given.get("prompt_ids")))
+            num_answer = len(tokens) - num_prompt if num_prompt or "mask" in given else 0
         if not 0 < num_answer <= len(tokens):
             text = f"which of its {len(tokens)} {names.get('tokens', 'tokens')} are the answer is unknown; write mask"
             raise SampleError(f"{text}, or prompt_ids and completion_ids")
@@ -151,9 +151,9 @@ def _tokens_of(
         chat, weights = [*chat, *answers], [*[0.0] * len(chat), *of_answers]
     if fraction := next((weight for weight in weights if weight not in (0, 1)), None):
         raise SampleError(f"weight={fraction:g}: rollouts have advantages instead; set it to 0 or 1")
-    tokens, is_masked = tokenize_conversation(tokenizer, Conversation(chat, weights, read_tools(given.get("tools"))))
+    token_ids, is_masked = tokenize_conversation(tokenizer, Conversation(chat, weights, read_tools(given.get("tools"))))
     mask = ~np.asarray(is_masked)
-    return np.asarray(tokens), int(mask.argmax()) if mask.any() else len(mask), mask
+    return np.asarray(token_ids), int(mask.argmax()) if mask.any() else len(mask), mask
 
 
 def _mask_of(

@@ -49,7 +49,11 @@ class PairDataset(Dataset[dict[str, Any]]):
         """Returns a pair as torchtune's preference datasets; a SampleError names the row."""
         with self._rows.naming(index):
             row = self._read(index)
-            tokenized = tokenize_texts(self._tokenizer, row) if isinstance(row, Texts) else self._of_messages(row)
+            tokenized: Sequence[tuple[Sequence[int], Any]]
+            if isinstance(row, Texts):
+                tokenized = tokenize_texts(self._tokenizer, row)
+            else:
+                tokenized = self._of_messages(row)
         name_unread(self, f"{self._rows.path}", _unread(row))
         sample = {}
         for side, (tokens, mask) in zip(SIDES, tokenized, strict=True):
@@ -60,8 +64,8 @@ class PairDataset(Dataset[dict[str, Any]]):
     def _read(self, index: int) -> tuple[Conversation, Conversation] | Texts:
         return read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()))
 
-    def _of_messages(self, sides: Sequence[Conversation]) -> list[tuple[list[int], Any]]:
-        tokenized = []
+    def _of_messages(self, sides: Sequence[Conversation]) -> list[tuple[Sequence[int], Any]]:
+        tokenized = list[tuple[Sequence[int], Any]]()
         for name, side in zip(SIDES, sides, strict=True):
             try:
                 tokenized.append(tokenize_conversation(self._tokenizer, side))

@@ -10,31 +10,31 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from zlib import crc32
 
 import numpy as np
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torchtune.modules.peft import disable_adapter
 from tqdm import tqdm
 
-from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.models.adapters.lora import find_adapters
-from recipe_utils.models.frozen import Attached, FrozenModel, frozen_copy, load_frozen, nothing_attached, trained_model
+from recipe_utils.models.frozen import (
+    Attached,
+    FrozenModel,
+    frozen_copy,
+    load_frozen,
+    nothing_attached,
+    start_of_adapters,
+)
 from recipe_utils.models.pipeline.microbatches import Pipeline
 from recipe_utils.models.pipeline.stages import adapters_of
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.transformers import transformers_decoder
-from recipe_utils.models.vocabulary import check_same_tokens
-from recipe_utils.models.weights import with_weights
-from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.preference.cache import LogProbs, Pairs, ReferenceCache
 from recipe_utils.preference.losses import PreferenceLoss
 from recipe_utils.settings.keys import STRICT, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, problems_with_folder
-from recipe_utils.torchtune_names import instantiate, log_rank_zero
+from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.order import Order
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
@@ -55,18 +55,6 @@ class ReferenceSettings:
         """Yields problems with the folder."""
         if self.reference == "cached" and self.reference_cache_dir is not None:
             yield from problems_with_folder("reference_cache_dir", self.reference_cache_dir)
-
-
-def reference_checkpointer(component: Any, meta_model: nn.Module, policy_checkpointer: Any) -> Any:
-    """Returns the checkpointer that ``component`` configures; if None, that of the policy, ``meta_model``.
-
-    Raises ValueError if adapters need no checkpointer, or the reference has other tokens.
-    """
-    checkpointer = instantiate(component)
-    if checkpointer is not None and find_adapters(meta_model).modules:
-        raise ValueError("the reference of a model with adapters is what training starts from; leave it out")
-    check_same_tokens(policy_checkpointer, checkpointer, ("policy", "reference"))
-    return checkpointer or policy_checkpointer
 
 
 class CachedReference:
@@ -154,27 +142,22 @@ def build_reference(
         keys=(_KEY, _KEY),
         explain=_explain,
     )
-    adapters, given, at_start = adapters_of(policy), dict[str, str](), partial(disable_adapter, policy)
-    if adapters.modules:  # The reference is what training starts from: its base needs no second copy.
-        if path := start.get("adapter_checkpoint"):
-            given["checkpointer.adapter_checkpoint"] = f"{crc32(Path(start['output_dir'], path).read_bytes()):08x}"
-            present = {name: local(p.detach()).clone() for name, p in parameters_by_name(policy).items()}
-            at_start = partial(with_weights, policy, present)
+    given: Mapping[str, str] = {}
+    if (same := start_of_adapters(policy, pipeline, ranks.device, start)) is not None:
         if how == "offload":
             warn("reference=offload: not used, it shares its base with the trained model")
-        same = trained_model(policy, pipeline, ranks.device, at_start)
-        build = partial(replace, same, name="reference", fingerprints=given, explain=_explain)
+        given, build = same.fingerprints, partial(replace, same, name="reference", explain=_explain)
     if how != "cached":
         model = build()
         return model.attached, model.fingerprints, None
     # A cache is used by trainings of which everything that log-probabilities depend on is equal.
-    _, fingerprints = load_frozen(checkpointer, _KEY, None if adapters.modules else meta_model, ranks)
+    _, fingerprints = load_frozen(checkpointer, _KEY, meta_model if same is None else None, ranks)
     context = {
         **context,
         **given,
         "weights": fingerprints[_KEY],
         "dtype": str(modules.torch_dtype),
-        "quantised": sorted(name for name, is_nf4 in adapters.frozen.items() if is_nf4),
+        "quantised": sorted(name for name, is_nf4 in adapters_of(policy).frozen.items() if is_nf4),
         "device": ranks.device.type,
     }
     if transformers_decoder(meta_model) is not None:
@@ -183,7 +166,7 @@ def build_reference(
     cached = ReferenceCache(folder, context, ranks.cpu_group)
     log_rank_zero(f"{folder}: log-probabilities of {len(cached)} pairs")
     reference = CachedReference(cached, build, ranks)
-    return reference.attached, given if adapters.modules else fingerprints, reference
+    return reference.attached, fingerprints if same is None else given, reference
 
 
 class OnePass(Order):

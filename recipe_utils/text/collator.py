@@ -142,7 +142,7 @@ class RowCollator(Collator):
         """Makes a microbatch of at least one sample, or one of each tree that a sample was cut into."""
         if self.microbatching.is_packed or not self.reader.keeps_types:
             _warn_once(self.microbatching.plan, ", ".join(sorted(map(str, self._unknown_keys(samples[0])))))
-        if len(samples) == 1 and len(samples[0].num_shared) > 1:
+        if self.microbatching.is_packed and len(samples) == 1 and len(samples[0].num_shared) > 1:
             return [self._row([tree]) for tree in split_trees(samples[0])]
         return [self._row(samples)]
 

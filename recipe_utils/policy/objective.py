@@ -1,0 +1,98 @@
+"""Policy gradients as an objective of a recipe: rows of groups, what the loss needs beside them, and what is logged.
+
+Example: a file without log-probabilities, of 4 update steps, needs the policy at the start of the round, and with
+``loss.kl_weight: 0.1`` a reference; its groups of equal rewards are computed, because they have a KL term.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.policy.equal_groups import WithoutEqualGroups
+from recipe_utils.policy.losses import PolicyLoss
+from recipe_utils.settings.problems import Problem
+from recipe_utils.update_steps.loader import UpdateStepLoader
+from recipe_utils.update_steps.settings import DataSettings
+from recipe_utils.update_steps.step import UpdateStep
+
+GROUPS: Mapping[str, Any] = {
+    "trees": ("dataset", "set microbatching=least_padding, where each answer is a row with its prompt"),
+    "pads_sequences": True,
+}
+"""Arguments of :func:`.text_collator`: packed rows compute a group's prompt once, others have a row for each answer."""
+_REFUSED = {
+    **dict.fromkeys(
+        ("top_entropy_quantile", "clip_cov_ratio", "kl_cov_ratio"),
+        "a choice of tokens by their rank among others would depend on how samples are grouped",
+    ),
+    **dict.fromkeys(("value_coef", "vf_coef", "gamma", "lam", "critic"), "there is no critic"),
+}
+"""Arguments that other trainers' losses have, and why this one has not."""
+
+
+def problems_with_loss(loss: Mapping[str, Any], data: DataSettings) -> Iterator[Problem]:
+    """Yields arguments of a loss that would depend on the layout, or that rows over several ranks do not have."""
+    for key in loss.keys() & _REFUSED.keys():
+        yield Problem(f"loss.{key}", f"{_REFUSED[key]}; take it out", loss[key])
+    if loss.get("kind") == "sequence" and data.max_ranks_per_row > 1:
+        text = "a rank of a shared row has no whole answers, whose mean is the ratio; remove max_ranks_per_row"
+        yield Problem("loss.kind", text, "sequence")
+
+
+def without_equal_groups(dataset: Any, loss_fn: PolicyLoss) -> Any:
+    """Returns a dataset whose groups without advantages cost no forward, unless they have a KL term. None stays None."""
+    return dataset if dataset is None or loss_fn.has_kl else WithoutEqualGroups(dataset)
+
+
+def needs_reference(loss_fn: PolicyLoss, *datasets: Any) -> bool:
+    """Returns True if the loss takes log-probabilities of a reference that a file does not have."""
+    given = [each for dataset in datasets if dataset is not None for each in _sources(dataset)]
+    takes = loss_fn.has_kl or any(getattr(each, "advantage", "") == "teacher" for each in given)
+    return takes and not all(_has(each, "ref_logprobs") for each in given)
+
+
+def needs_start(loss_fn: PolicyLoss, loader: UpdateStepLoader) -> bool:
+    """Returns True if a ratio is to the policy at the start of a round, in update steps after the first one."""
+    has_logprobs = all(_has(each, "logprobs") for each in _sources(loader.dataset.dataset))
+    return loader.order.num_steps(0) > 1 and (loss_fn.old == "start" or not has_logprobs)
+
+
+def counts_of(step: UpdateStep) -> dict[str, float | None]:
+    """Returns what is logged of an update step besides the loss's sums, known before its first forward."""
+    totals = step.totals
+    num_answers, num_groups = round(totals["answers"]), round(totals["groups"])
+    return {
+        "num_groups": num_groups or None,
+        "num_answers": num_answers or None,
+        "num_tokens": round(totals["answer_tokens"]),
+        "mean_reward": totals["rewards"] / num_answers if num_answers else None,
+        "equal_groups": totals["equal_groups"] / num_groups if num_groups else None,
+    }
+
+
+def take_largest_ratio(loss_fn: PolicyLoss, ranks: Ranks) -> Tensor:
+    """Returns the largest ratio since the last call, over all ranks, []."""
+    largest = torch.zeros((), device=ranks.device) if loss_fn.largest_ratio is None else loss_fn.largest_ratio.float()
+    loss_fn.largest_ratio = None
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest
+
+
+def _sources(dataset: Any) -> Iterator[Any]:
+    """Yields the datasets that a dataset consists of or transforms."""
+    inner = getattr(dataset, "_datasets", None) or [getattr(dataset, "dataset", None)]
+    if inner == [None]:
+        yield dataset
+    for each in filter(None.__ne__, inner):
+        yield from _sources(each)
+
+
+def _has(dataset: Any, field: str) -> bool:
+    with suppress(AttributeError):  # of a dataset of one's own
+        return field in dataset.has
+    return False

@@ -1,0 +1,145 @@
+"""Log-probabilities that a policy gradient compares with: those of a reference, and of the policy that a round begins with.
+
+Example: a round of 128 groups is four update steps of 32. In the first one the policy is the one that the round begins with, and
+its ratio is exactly 1. In the other three its weights have changed: those of the start, which were copied, compute the
+log-probabilities of each update step once, without gradients, in the same rows as the loss. A checkpoint contains the copy, in
+shards that any number of ranks can load.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from recipe_utils.checkpoint.tensors import parameters_by_name
+from recipe_utils.long_rows.exchange import RowGroups
+from recipe_utils.models.frozen import (
+    Attached,
+    FrozenModel,
+    frozen_copy,
+    nothing_attached,
+    start_of_adapters,
+    trained_model,
+)
+from recipe_utils.models.pipeline.microbatches import Pipeline
+from recipe_utils.models.settings import ModelSettings
+from recipe_utils.models.weights import with_weights
+from recipe_utils.parallel.fsdp import local
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.policy.losses import PolicyLoss, TemperedLogProbs
+from recipe_utils.settings.keys import STRICT
+from recipe_utils.torchtune_names import log_rank_zero
+from recipe_utils.training.parts.protocol import Part
+from recipe_utils.training.run import Run
+from recipe_utils.update_steps.step import Microbatch, UpdateStep
+
+_KEY = "ref_checkpointer"
+
+
+@dataclass(frozen=True, config=STRICT)
+class PolicySettings:
+    """Reference of a policy."""
+
+    reference: Literal["live", "offload"] = "live"
+    """Reference of the KL term or of ``advantage: teacher``; ``offload`` keeps it on the CPU between its forwards."""
+
+
+class RoundStart(Part):
+    """Policy at the start of a round, which attaches its log-probabilities as ``old``. All ranks together.
+
+    A round is an epoch. Unless ``is_needed``, nothing is copied and attached.
+    """
+
+    def __init__(
+        self, run: Run, model: nn.Module, pipeline: Pipeline | None, loss_fn: PolicyLoss, *, is_needed: bool
+    ) -> None:
+        self._run, self._model, self._epoch, self._is_at_start = run, model, -1, False
+        self._weights: dict[str, Tensor] = {}
+        if is_needed:
+            trained = {name: p for name, p in parameters_by_name(model).items() if p.requires_grad}
+            self._weights = {name: p.detach().clone() for name, p in trained.items()}
+        during = partial(with_weights, model, self._weights)
+        policy = replace(trained_model(model, pipeline, run.ranks.device, during), name="old")
+        self._frozen = returning_log_probs(policy, loss_fn)
+
+    @torch.no_grad()
+    def before(self, step: UpdateStep) -> None:
+        """Copies the weights before the first update step of a round."""
+        self._is_at_start = self._epoch != self._run.state.epoch
+        if self._is_at_start:
+            self._epoch, parameters = self._run.state.epoch, parameters_by_name(self._model)
+            for name, weight in self._weights.items():
+                local(weight).copy_(local(parameters[name]))
+
+    @contextmanager
+    def attached(self, step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
+        """Yields the microbatches with ``old``; as they are if the policy has not changed, and in validation."""
+        if self._is_at_start or not self._weights or not torch.is_grad_enabled():
+            yield step.microbatches
+            return
+        with self._frozen.attached(step) as microbatches:
+            yield microbatches
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the weights of the start."""
+        return {"epoch": self._epoch, **self._weights} if self._weights else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes the epoch of the weights."""
+        self._epoch = state["epoch"]
+
+
+def build_reference(
+    settings: PolicySettings,
+    modules: ModelSettings,
+    ranks: Ranks,
+    loss_fn: PolicyLoss,
+    checkpointer: Any,
+    meta_model: nn.Module,
+    policy: nn.Module,
+    pipeline: Pipeline | None,
+    *,
+    longest_row: int,
+    row_groups: RowGroups,
+    start: Mapping[str, Any],
+    is_needed: bool,
+) -> tuple[Attached, Mapping[str, str]]:
+    """Returns what attaches the log-probabilities of the reference, and its fingerprints for a resume.
+
+    With adapters the reference is what training starts from; otherwise a copy of ``meta_model`` with the weights of
+    ``checkpointer``. ``start`` is the config of the policy's checkpointer. Raises ConfigError if the weights do not fit.
+    """
+    if not is_needed:
+        return nothing_attached, {}
+    offloads = settings.reference == "offload"
+    if (same := start_of_adapters(policy, pipeline, ranks.device, start)) is not None:
+        if offloads:
+            text = "reference=offload: not used, it shares its base with the trained model"
+            log_rank_zero(text, logging.WARNING)
+        model = returning_log_probs(replace(same, name="reference"), loss_fn)
+    else:
+        log_probs = TemperedLogProbs(loss_fn.tokens_per_chunk, loss_fn.num_output_chunks)
+        model = frozen_copy(
+            *("reference", meta_model, log_probs, checkpointer, modules, ranks, longest_row, row_groups),
+            # FSDP2's own offload requires the weights on the CPU.
+            is_offloaded=offloads and not modules.offloads_to_cpu(ranks.device),
+            keys=(_KEY, _KEY),
+        )
+    return model.attached, model.fingerprints
+
+
+def returning_log_probs(model: FrozenModel, loss_fn: PolicyLoss) -> FrozenModel:
+    """Returns a frozen model that ends in ``loss_fn``, which returns log-probabilities in its forwards."""
+
+    @contextmanager
+    def during_forward() -> Iterator[None]:
+        with model.during_forward(), loss_fn.returning_log_probs():
+            yield
+
+    return replace(model, during_forward=during_forward)
