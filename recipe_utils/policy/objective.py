@@ -71,7 +71,7 @@ def counts_of(step: UpdateStep) -> dict[str, float | None]:
         "num_answers": num_answers or None,
         "num_tokens": round(totals["answer_tokens"]),
         "mean_reward": totals["rewards"] / num_answers if num_answers else None,
-        "equal_groups": totals["equal_groups"] / num_groups if num_groups else None,
+        "equal_groups": round(totals["equal_groups"]) / num_groups if num_groups else None,
     }
 
 

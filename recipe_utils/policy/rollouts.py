@@ -19,13 +19,14 @@ so that whatever divides the loss is known before the first forward, over all ra
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from recipe_utils.policy.advantages import OF_REWARDS
-from recipe_utils.policy.rows import Answer, answers_of, is_group
+from recipe_utils.policy.rows import Answer, answers_of, is_group, read_row
 from recipe_utils.policy.schema import Rollout
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.rows import name_unread, name_unread_of_first
@@ -70,9 +71,9 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         self.advantage, self._group_size, self._truncates = advantage, group_size, truncates_answers
         self.content_hash = f"{self._rows.content_hash}, advantage={advantage}"
         self._groups = [*_groups_of(self._rows)]
-        self.has = frozenset(_keys_of(self._rows, 0).used)
-        """Fields of the first row, which all rows have: ``logprobs``, ``reward``, ..."""
-        name_unread_of_first(self, self._rows, lambda index: self._unread(_keys_of(self._rows, index)))
+        self.has = _fields_of_first(self._rows)
+        """Fields that the first row has, and all others must have: ``logprobs``, ``reward``, ..."""
+        name_unread_of_first(self, self._rows, lambda index: self._unread(read_row(self._rows[index])))
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -82,7 +83,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         rows, answers, unread = self._groups[index], list[Answer](), list[str]()
         for row in rows:
             with self._rows.naming(row):
-                keys = _keys_of(self._rows, row)
+                keys = read_row(self._rows[row])
                 unread += self._unread(keys)
                 self._check_like_first(keys)
                 answers += answers_of(keys, self._tokenizer, self._truncates)
@@ -159,11 +160,11 @@ def rollout_dataset(tokenizer: Any, path: str | list[str], **options: Any) -> Da
     return RolloutDataset(tokenizer, path, **options)
 
 
-def _keys_of(rows: PathRows, index: int) -> Rollout:
-    row = rows[index]
-    if not isinstance(row, Mapping):
-        raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
-    return Rollout.of(row)
+def _fields_of_first(rows: PathRows) -> frozenset[str]:
+    for index in range(len(rows)):
+        with suppress(Exception):  # any: raised again with the sample
+            return frozenset(read_row(rows[index]).used)
+    return frozenset()
 
 
 def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
@@ -178,7 +179,7 @@ def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
     for index in range(len(rows)):
         try:
             row: Mapping[str, Any] = rows[index]
-            if index == 0 and is_group(Rollout.of(row)):
+            if index == 0 and is_group(read_row(row)):
                 yield from ([each] for each in range(len(rows)))
                 return
             step, group, rollout = (

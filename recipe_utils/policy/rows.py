@@ -55,6 +55,13 @@ class Answer:
         return int(self.mask.sum())
 
 
+def read_row(row: Any) -> Rollout:
+    """Returns the keys of a row; raises SampleError for a row that is no object, and for content that would be lost."""
+    if not isinstance(row, Mapping):
+        raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
+    return Rollout.of(_unshifted(row) if "loss_fn_inputs" in row else row)
+
+
 def is_group(keys: Rollout) -> bool:
     """Returns True for a row with several answers to one prompt."""
     completion = keys.completion if isinstance(keys.completion, list) else []
@@ -90,8 +97,6 @@ def answers_of(keys: Rollout, tokenizer: Any, truncates: bool = False) -> list[A
 
 def _answer_of(given: Mapping[str, Any], names: Mapping[str, str], tokenizer: Any, truncates: bool) -> Answer:
     """Returns one answer of values by field; ``names`` are the keys of the file."""
-    if "loss_fn_inputs" in given:
-        given, names = _unshifted(given), {}
     tokens, num_prompt, mask = _tokens_of(given, names, tokenizer)
     answer = Answer(tokens, _mask_of(given, names, tokens, num_prompt, mask))
     # Numbers beside tokens, of whatever part of the tokens the file has them.

@@ -1,0 +1,236 @@
+"""Rollouts in files as tools write them are the same groups; what is missing, cut or in another place is named."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from chats import CHATML, tokenizer_of
+
+from recipe_utils.policy import rollout_dataset
+from recipe_utils.policy.equal_groups import WithoutEqualGroups
+from recipe_utils.policy.schema import Rollout
+from recipe_utils.text.conversations.schema import table_of
+from recipe_utils.update_steps.samples import SampleError
+
+PROMPT, ANSWER, LOGPROBS = [1, 7], [9, 4, 2], [-0.25, -1.5, -2.0]
+BESIDE = {"logprobs": [0, 0, *LOGPROBS], "advantages": [0, 0, 0.5, 0.5, 0.5]}
+TENSOR = {"dtype": "float32", "shape": [4]}
+ONE = {
+    "trl": {"prompt_ids": PROMPT, "completion_ids": ANSWER, "logprobs": LOGPROBS, "advantage": 0.5},
+    "trl samples": {
+        "input_ids": [*PROMPT, *ANSWER], "completion_mask": [0, 0, 1, 1, 1], "old_log_probs": [0, 0, *LOGPROBS],
+        "advantage": 0.5, "group_id": 3,
+    },
+    "openenv": {"prompt_ids": PROMPT, "response_ids": ANSWER, "logprobs": LOGPROBS, "loss_mask": [1, 1, 1], "advantage": 0.5},
+    "prime-rl": {
+        "token_ids": [*PROMPT, *ANSWER], "mask": [False, False, True, True, True], "logprobs": [0, 0, *LOGPROBS],
+        "temperatures": [1.0] * 5, "advantages": BESIDE["advantages"], "env_name": "math",
+    },
+    "torchtitan": {
+        "token_ids": [*PROMPT, *ANSWER], "loss_mask": [0, 0, 1, 1, 1], "logprobs": LOGPROBS, "advantage": [0.5] * 3,
+        "policy_versions": [4, 4, 4], "group_id": "a",
+    },
+    "slime": {
+        "tokens": [*PROMPT, *ANSWER], "response_length": 3, "loss_mask": [1, 1, 1], "rollout_log_probs": LOGPROBS,
+        "advantage": 0.5, "group_index": 0, "rollout_id": 5, "status": "completed", "prompt": "1 7", "response": "9 4 2",
+    },
+    "open-instruct": {
+        "prompt_tokens": PROMPT, "response_tokens": ANSWER, "logprobs": LOGPROBS, "advantage": 0.5, "step": 1,
+        "prompt_idx": 3, "finish_reason": "stop",
+    },
+    "tinker": {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 7, 9, 4]}]},
+        "loss_fn_inputs": {
+            "target_tokens": {"data": [7, 9, 4, 2], "dtype": "int64", "shape": [4]},
+            "logprobs": {"data": [0, *LOGPROBS], **TENSOR}, "advantages": {"data": [0, 0.5, 0.5, 0.5], **TENSOR},
+            "mask": {"data": [0, 1, 1, 1], **TENSOR},
+        },
+    },
+}  # fmt: skip
+
+
+class Tokenizer:
+    max_seq_len = 8
+
+
+def dataset_of(folder, *rows, name="rollouts.jsonl", tokenizer=Tokenizer, **options):
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (folder / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return rollout_dataset(tokenizer, str(folder / name), **options)
+
+
+def sequences_of(sample):
+    return [{name: np.asarray(value).tolist() for name, value in s.items()} for s in sample["sequences"]]
+
+
+@pytest.mark.parametrize("form", ONE)
+def test_a_rollout_as_each_tool_writes_it_is_the_same_sample(form, tmp_path):
+    (sequence,) = sequences_of(dataset_of(tmp_path, ONE[form], advantage="given")[0])
+    assert sequence["tokens"] == [*PROMPT, *ANSWER]
+    assert sequence["labels"] == [-100, -100, *ANSWER]
+    assert {name: sequence[name] for name in BESIDE} == BESIDE
+    assert sequence["answers"] == pytest.approx([0, 0, 1 / 3, 1 / 3, 1 / 3])
+    assert sequence.get("temperatures", BESIDE) in (BESIDE, [0, 0, 1, 1, 1])
+
+
+REWARDED = [
+    {"group": g, "prompt_ids": [1, g], "completion_ids": [9] * n, "logprobs": [-1.0] * n, "reward": r}
+    for g, n, r in ((5, 2, 1), (6, 1, 1), (5, 3, 0), (6, 3, 1), (5, 1, 0.5))
+]
+
+
+def test_a_row_for_each_group_is_its_rows_and_groups_may_be_anywhere(tmp_path):
+    of_group = {g: [row for row in REWARDED if row["group"] == g] for g in (5, 6)}
+    rows = [
+        {
+            "prompt_ids": [1, g], "completion_ids": [r["completion_ids"] for r in of], "rewards": [r["reward"] for r in of],
+            "logprobs": [r["logprobs"] for r in of],
+        }
+        for g, of in of_group.items()
+    ]  # fmt: skip
+    neighbors = [{k: v for k, v in r.items() if k != "group"} for g in (5, 6) for r in of_group[g]]
+    packed = dataset_of(tmp_path, *REWARDED, name="answers.jsonl.gz")
+    for other in (dataset_of(tmp_path, *rows, name="groups.jsonl"), dataset_of(tmp_path, *neighbors, name="n.jsonl")):
+        assert len(packed) == len(other) == 2
+        assert [*map(sequences_of, map(packed.__getitem__, (0, 1)))] == [
+            *map(sequences_of, map(other.__getitem__, (0, 1)))
+        ]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        ("mean", [0.5, -0.5, 0]),
+        ("mean_std", [0.5 / 0.500001, -0.5 / 0.500001, 0]),  # of 1, 0 and 0.5 the standard deviation is 0.5, with 3 - 1
+        ("leave_one_out", [0.75, -0.75, 0]),
+        ("teacher", [0, 0, 0]),
+    ],
+)
+def test_advantages_and_weights_are_those_of_the_group(advantage, expected, tmp_path):
+    sequences = sequences_of(dataset_of(tmp_path, *REWARDED, advantage=advantage)[0])
+    assert [s["advantages"][-1] for s in sequences] == pytest.approx(expected)
+    assert [sum(s["rewards"]) for s in sequences] == pytest.approx([1, 0, 0.5])
+    assert [sum(s["answers"]) for s in sequences] == pytest.approx([1, 1, 1])
+    assert sum(sum(s["groups"]) for s in sequences) == pytest.approx(1)
+    assert [s.get("teacher") is not None for s in sequences] == [advantage == "teacher"] * 3
+
+
+def test_parts_of_one_rollout_are_one_answer_and_untrained_ones_are_none(tmp_path):
+    rows = [{**REWARDED[0], "group": 1, "rollout": r, "reward": x, "mask": m} for r, x, m in (
+        ("a", 1, [1, 1]), ("a", 1, [0, 1]), ("b", 0, [1, 1]), ("c", 0, [0, 0]),
+    )]  # fmt: skip
+    sequences = sequences_of(dataset_of(tmp_path, *rows, advantage="mean")[0])
+    assert [s["advantages"][-1] for s in sequences] == pytest.approx([2 / 3, 2 / 3, -1 / 3])  # c counts in the mean
+    assert [sum(s["answers"]) for s in sequences] == pytest.approx([2 / 3, 1 / 3, 1])  # and not as an answer
+    assert [sum(s["rewards"]) for s in sequences] == pytest.approx([2 / 3, 1 / 3, 0])
+
+
+def test_an_equal_group_costs_two_tokens_and_keeps_its_counts(tmp_path):
+    dataset = WithoutEqualGroups(dataset_of(tmp_path, *REWARDED))
+    (short,) = sequences_of(dataset[1])
+    assert short["tokens"] == [1, 6]
+    sums = {
+        name: sum(short[name]) for name in ("answer_tokens", "answers", "groups", "rewards", "equal_groups", "measured")
+    }
+    assert sums == pytest.approx(
+        {"answer_tokens": 4, "answers": 2, "groups": 1, "rewards": 2, "equal_groups": 1, "measured": 0}
+    )
+    assert len(dataset[0]["sequences"]) == 3
+    by_teacher = WithoutEqualGroups(dataset_of(tmp_path, *REWARDED, advantage="teacher"))
+    assert len(by_teacher[1]["sequences"]) == 2  # its advantages are not known yet
+
+
+def test_texts_are_tokenized_by_the_template_with_their_stop_token(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "model", CHATML)
+    rows = [{"prompt": "one two", "completions": ["three", "four five"], "rewards": [1, 0]}]
+    sequences = sequences_of(dataset_of(tmp_path, *rows, tokenizer=tokenizer, advantage="mean")[0])
+    for sequence, answer in zip(sequences, rows[0]["completions"], strict=True):
+        chat = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": answer}]
+        tokens, mask = tokenizer.tokenize_messages(chat)
+        assert sequence["tokens"] == tokens
+        trained = [t for t, is_masked in zip(tokens, mask, strict=True) if not is_masked]
+        assert [t for t in sequence["labels"] if t != -100] == trained
+        assert trained[-1] in tokenizer.stop_tokens
+    with pytest.raises(
+        SampleError, match="finish_reason=length: its text was cut, and its stop token would be trained"
+    ):
+        dataset_of(tmp_path, {**rows[0], "finish_reason": ["stop", "length"]}, tokenizer=tokenizer)[0]
+
+
+def changed(**keys):
+    return {key: value for key, value in {**REWARDED[0], **keys}.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "text"),
+    [
+        (
+            [changed(logprobs=[-1.0])],
+            {},
+            "1 logprobs for 4 tokens, 2 of them the answer's, 2 trained; write one for each",
+        ),
+        ([changed(logprobs=[-1.0] * 3)], {}, "all but one: beside the token before its own"),
+        (
+            [changed(logprobs=[0, -0.5, -0.25, 0])],
+            {},
+            "logprobs are beside the token before their own: token 1, the last before the answer, has -0.5, and token 3",
+        ),
+        ([changed(logprobs=[-1.0, float("nan")])], {}, "logprobs: token 3 has nan; remove the answer"),
+        ([changed(logprobs=[0.5, 0.25])], {}, "logprobs contains 0.5; logarithms of probabilities are at most 0"),
+        ([changed(completion_ids=...)], {}, "it has a prompt without an answer"),
+        ([changed(prompt_ids=...)], {}, "it has an answer without a prompt; write prompt_ids"),
+        (
+            [changed(tokens=[1, 2, 3], completion_ids=..., prompt_ids=...)],
+            {},
+            "which of its 3 tokens are the answer is unknown",
+        ),
+        ([changed(mask=[1])], {}, "1 mask for 4 tokens, 2 of them the answer's"),
+        ([changed(reward="high")], {}, "reward='high': set it to a finite number"),
+        ([REWARDED[0]], {}, "a group of one answer has nothing to compare it with"),
+        ([REWARDED[0]], {"group_size": 2}, "the group is not whole: 1 answers, dataset.group_size=2"),
+        (
+            [changed(completion_ids=[[9], [8]], logprobs=..., reward=[1])],
+            {},
+            "not whole: it has 2 completion_ids, 1 reward",
+        ),
+        (
+            [REWARDED[0], changed(reward=...)],
+            {},
+            "it has no reward, and the first row has; write it in all rows, or in none",
+        ),
+        ([REWARDED[0]], {"advantage": "given"}, "it has no advantage, which dataset.advantage=given needs"),
+        ([changed(rollout=1), changed(rollout=1, reward=0)], {}, "parts of rollout=1 have the rewards"),
+        (
+            [changed(completion_ids=[9] * 7, logprobs=[-1.0] * 7)],
+            {},
+            "it has 9 tokens, more than tokenizer.max_seq_len=8",
+        ),
+        ([changed(image="a.png")], {}, "image='a.png': it would be lost; only text is supported"),
+    ],
+)
+def test_bad_rows_are_named(rows, options, text, tmp_path):
+    with pytest.raises(SampleError) as error:
+        [*map(dataset_of(tmp_path, *rows, **options).__getitem__, range(len(rows)))]
+    assert text in str(error.value)
+    assert "rollouts.jsonl" in str(error.value)
+
+
+def test_too_long_answers_are_cut_by_a_key_and_prompts_never(tmp_path):
+    long = changed(completion_ids=[9] * 7, logprobs=[-1.0] * 7, advantage=1)
+    options = {"advantage": "given", "truncates_answers": True}
+    (sequence,) = sequences_of(dataset_of(tmp_path, long, **options)[0])
+    assert [len(sequence[name]) for name in ("tokens", "labels", "logprobs", "advantages")] == [8] * 4
+    with pytest.raises(SampleError, match="8 of them the prompt's, which is never cut"):
+        dataset_of(tmp_path, changed(prompt_ids=[1] * 8, advantage=1), **options)[0]
+
+
+def test_keys_that_are_not_read_are_named(one_process, tmp_path, caplog):
+    dataset_of(tmp_path, *({**row, "advantage": 1, "env": 3} for row in REWARDED))
+    assert "not read: env, advantage (dataset.advantage=mean_std)" in caplog.text
+
+
+def test_the_page_has_the_table_of_keys():
+    from recipe_utils.cli.registry import recipe_path
+
+    assert table_of({"row": Rollout}) in recipe_path("full_policy_update_step").with_suffix(".md").read_text()
