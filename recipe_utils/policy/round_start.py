@@ -47,7 +47,7 @@ class PolicySettings:
     """Reference of a policy."""
 
     reference: Literal["live", "offload"] = "live"
-    """Reference of the KL term or of ``advantage: teacher``; ``offload`` keeps it on the CPU between its forwards."""
+    """``live`` or ``offload``: reference of a KL term or of ``advantage: teacher``, unless the file has its log-probabilities."""
 
 
 class RoundStart(Part):
