@@ -57,11 +57,12 @@ _CORRECTIONS: Mapping[str | None, tuple[float | None, float | None]] = {
     "mask": (0.5, 5.0),
 }
 """Correction -> default of its bounds."""
+_SELECTS = "it selects tokens by their rank among others, so the gradient would depend on how samples are grouped"
 _REFUSED = {
-    **dict.fromkeys(("clip_cov", "kl_cov"), "selects tokens by their covariance"),
-    **dict.fromkeys(("ppo", "gae", "vapo"), "needs a critic, which is not trained here"),
-    "top_entropy": "selects tokens by a quantile of their entropy",
+    **dict.fromkeys(("clip_cov", "kl_cov", "top_entropy"), _SELECTS),
+    **dict.fromkeys(("ppo", "gae", "vapo"), "it needs a critic, which is not trained here"),
 }
+"""Kinds of other trainers, and why they are none here."""
 
 
 class TemperedLogProbs(ChunkedLoss):
@@ -126,6 +127,11 @@ class PolicyLoss(TemperedLogProbs):
 
     totals: ClassVar = ("answer_tokens", "answers", "groups", "rewards", "equal_groups", "measured")
     """Tokens, answers, groups, rewards and groups of equal rewards of an update step, and tokens that are computed."""
+    refused: ClassVar = {
+        **dict.fromkeys(("top_entropy_quantile", "clip_cov_ratio", "kl_cov_ratio"), _SELECTS),
+        **dict.fromkeys(("value_coef", "vf_coef", "gamma", "lam", "cliprange_value"), "there is no critic"),
+    }
+    """Arguments of other trainers' losses, and why this one has none of them."""
 
     def __init__(
         self,
@@ -144,11 +150,8 @@ class PolicyLoss(TemperedLogProbs):
         num_output_chunks: int = 8,
     ) -> None:
         super().__init__(tokens_per_chunk, num_output_chunks)
-        if reason := _REFUSED.get(kind):
-            text = "so the gradient would depend on how samples are grouped" * ("selects" in reason)
-            raise ValueError(
-                f"loss.kind={kind}: it {', '.join(filter(None, (reason, text)))}; set it to {_one_of(_CLIPS)}"
-            )
+        if kind in _REFUSED:
+            raise ValueError(f"loss.kind={kind}: {_REFUSED[kind]}; set it to {_one_of(_CLIPS)}")
         choices = {
             "kind": (kind, _CLIPS), "normaliser": (normaliser, _DIVISORS), "kl": (kl, ("k1", "k2", "k3")),
             "correction": (correction, _CORRECTIONS), "old": (old, ("file", "start")),

@@ -25,20 +25,10 @@ GROUPS: Mapping[str, Any] = {
     "pads_sequences": True,
 }
 """Arguments of :func:`.text_collator`: packed rows compute a group's prompt once, others have a row for each answer."""
-_REFUSED = {
-    **dict.fromkeys(
-        ("top_entropy_quantile", "clip_cov_ratio", "kl_cov_ratio"),
-        "a choice of tokens by their rank among others would depend on how samples are grouped",
-    ),
-    **dict.fromkeys(("value_coef", "vf_coef", "gamma", "lam", "critic"), "there is no critic"),
-}
-"""Arguments that other trainers' losses have, and why this one has not."""
 
 
 def problems_with_loss(loss: Mapping[str, Any], data: DataSettings) -> Iterator[Problem]:
-    """Yields arguments of a loss that would depend on the layout, or that rows over several ranks do not have."""
-    for key in loss.keys() & _REFUSED.keys():
-        yield Problem(f"loss.{key}", f"{_REFUSED[key]}; take it out", loss[key])
+    """Yields a kind of loss that rows over several ranks do not have."""
     if loss.get("kind") == "sequence" and data.max_ranks_per_row > 1:
         text = "a rank of a shared row has no whole answers, whose mean is the ratio; remove max_ranks_per_row"
         yield Problem("loss.kind", text, "sequence")

@@ -155,11 +155,6 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         return names
 
 
-def rollout_dataset(tokenizer: Any, path: str | list[str], **options: Any) -> Dataset[dict[str, Any]]:
-    """Returns the :class:`RolloutDataset` of a file or files."""
-    return RolloutDataset(tokenizer, path, **options)
-
-
 def _fields_of_first(rows: PathRows) -> frozenset[str]:
     for index in range(len(rows)):
         with suppress(Exception):  # any: raised again with the sample
