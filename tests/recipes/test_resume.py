@@ -12,7 +12,8 @@ from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
 from recipe_runs import DPO, KD, SFT, STEP_OF_8, cosine, exported_model, run_recipe, slow, writing_to  # fmt: skip
 
-MAKE = {SFT: "tiny_config", DPO: "tiny_dpo_config", KD: "tiny_kd_config"}
+POLICY = "policy_update_step"
+MAKE = {SFT: "tiny_config", DPO: "tiny_dpo_config", KD: "tiny_kd_config", POLICY: "tiny_config"}
 IN_ORDER = {"in order": (2, {"microbatching": "in_order", "batch_size": 1})}
 SAMPLES = {"dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 38}}
 PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 38, "kind": "alike_beginnings"}
@@ -34,6 +35,10 @@ SPLIT = {
     "matrices": {"_component_": "torch.optim.RMSprop", "lr": 0.02},
     "rest": {"_component_": "torch.optim.AdamW", "lr": 0.01},
 }
+ROLLOUTS = {
+    "dataset": {"_component_": "rollouts.graded_groups", "num_groups": 38},
+    "loss": {"_component_": "recipe_utils.policy.PolicyLoss", "old": "start", "kl_weight": 0.1},
+}
 ROWS = {  # recipe, config, and layouts: the first saves and resumes bitwise, others have its curve
     "packed": (SFT, SAMPLES, ["fsdp-2", "one", "fsdp-4", "hsdp-2x2", "in order"]),
     "stages": (SFT, {**STAGES, "enable_async_checkpointing": True}, ["pp-2", "pp-4", "one"]),
@@ -44,10 +49,12 @@ ROWS = {  # recipe, config, and layouts: the first saves and resumes bitwise, ot
     "wider weights": (SFT, {**SAMPLES, "dtype": "bf16", "weights_dtype": "fp32"}, ["fsdp-2"]),
     "live reference": (DPO, {"dataset": PAIRS, "sft_loss_weight": 0.2}, ["fsdp-2"]),
     "cached reference": (DPO, {"dataset": PAIRS, "sft_loss_weight": 0.2, "reference": "cached"}, ["pp-2"]),
+    "start of a round": (POLICY, ROLLOUTS, ["fsdp-2", "one"]),
+    "start of a round, adapters": (POLICY, {**ROLLOUTS, "model": tiny.adapted(tiny.DEEP_MODEL)}, ["one"]),
     "live teacher": (KD, DISTILLED, ["fsdp-2"]),
     "teacher in stages": (KD, DISTILLED, ["pp-2"]),
 }  # fmt: skip
-FAST = ("cached reference", "dropout")
+FAST = ("cached reference", "dropout", "start of a round")
 
 
 def figures(logged, is_same_layout=True):

@@ -51,6 +51,24 @@ def groups(tokenizer, num_groups):
     return Groups(num_groups)
 
 
+class GradedGroups(Groups):
+    """Groups with advantages alone."""
+
+    def __getitem__(self, index):
+        prompt, answers = self.groups[index]
+        nothing = [-100] * len(prompt)
+        return {
+            "sequences": [
+                {"tokens": prompt + ids, "labels": nothing + ids, "advantages": [advantage] * len(prompt + ids)}
+                for ids, advantage, _ in answers
+            ]
+        }
+
+
+def graded_groups(tokenizer, num_groups):
+    return GradedGroups(num_groups)
+
+
 def answers(tokenizer, num_groups):
     """Returns each answer as a sample of its own, in the order of the groups."""
     return [
