@@ -34,12 +34,15 @@ from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, sin
 from recipe_utils.parallel.fsdp import gradient_sync, local
 from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
+from recipe_utils.policy.losses import PolicyLoss, TemperedLogProbs
+from recipe_utils.policy.round_start import returning_log_probs
 from recipe_utils.preference.losses import PreferenceLoss, PreferenceSettings, make_preference_loss
 from recipe_utils.preference.pairs import PairSettings, pair_collator
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.limits import PackedAttention
 from recipe_utils.torchtune_names import instantiate
+from recipe_utils.update_steps.objective import declared_by
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch, mark_last
 
@@ -52,7 +55,7 @@ def row_of(collator: RowCollator, size: int, length: int) -> Microbatch:
     if collator.microbatching.is_packed:
         length = max(length, min(size // 8, collator.reader.limits.max_seq_len))
     tokens, is_target = np.arange(length) % 7, np.arange(length) >= length // 2
-    sample = {"tokens": tokens, "labels": tokens}
+    sample = {"tokens": tokens, "labels": tokens, **dict.fromkeys(collator.reader.columns, is_target * 1.0)}
     if collator.reader.noun == "pair":
         sides = {"chosen": tokens, "rejected": tokens + is_target}
         sample = {f"{side}_input_ids": each for side, each in sides.items()}
@@ -94,6 +97,7 @@ class FakeTraining:
             frozen_loss = loss_fn if getattr(pair_loss, "needs_reference", True) else None
         else:
             loss_fn = build("loss", build_loss, cfg.loss)
+            frozen_loss = TemperedLogProbs() if getattr(loss_fn, "has_kl", False) else None
         if self._has_teacher:
             divergence = build("kd_loss", instantiate, cfg.get("kd_loss"))
             loss_fn = build("", make_distillation_loss, loss_fn, divergence, settings.teacher.kd_ratio)
@@ -110,7 +114,8 @@ class FakeTraining:
         if self._is_of_pairs:
             self.collator = pair_collator(settings.data, tokens, limits, settings.pairs.prefix_sharing)
         else:
-            self.collator = text_collator(settings.data, tokens, loss_fn.ignore_index, limits)
+            declared = declared_by(loss_fn)
+            self.collator = text_collator(settings.data, tokens, loss_fn.ignore_index, limits, declared=declared)
         # A step with numbers makes the tables that optimizers keep.
         small = nn.ModuleDict({"layers": nn.Linear(8, 8)})
         small["layers"].weight.grad = torch.zeros(8, 8)
@@ -122,6 +127,8 @@ class FakeTraining:
         self.shares = {"weights": self._live.now, "gradients": sum(p.nbytes for p in trained)}
         if frozen_loss is not None and not self._has_teacher and find_adapters(meta_model).modules:
             self._frozen = trained_model(self._model, None, self.ranks.device, partial(disable_adapter, self._model))
+            if isinstance(loss_fn, PolicyLoss):
+                self._frozen = returning_log_probs(self._frozen, loss_fn)
         elif frozen_loss is not None:
             frozen = self._build(meta_frozen, limits.attentions[-1], modules, frozen_loss).requires_grad_(False).eval()
             self._frozen = FrozenModel(frozen, None, self.ranks.device)
