@@ -15,7 +15,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from big_batch_of_views import step_of_16
-from recipe_runs import DINO, DPO, KD, SFT, STOCK_LOSS, ListLogger, cosine, set_up, slow
+from recipe_runs import DINO, DPO, KD, POLICY, SFT, STOCK_LOSS, ListLogger, cosine, set_up, slow
 from tiny_transformers import save_tiny
 from torch import nn
 from torch.func import functional_call
@@ -32,7 +32,7 @@ from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.parallel import ranks
 
 META, CUDA = torch.device("meta"), torch.device("cuda")
-DIVISORS = {SFT: "target_tokens", DPO: "pairs", KD: "target_tokens", DINO: "images"}
+DIVISORS = {SFT: "target_tokens", DPO: "pairs", KD: "target_tokens", DINO: "images", POLICY: "answer_tokens"}
 KEYS = {
     "device": "meta",
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01, "fused": True},
@@ -196,6 +196,9 @@ DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 99}
 PACKED_DATASET = {"dataset": {**DATA, "packed": True}}
 NAMED = {"dataset": [{**DATA, "name": "a", "loss_weight": 2}, {**DATA, "name": "b"}]}
 JS = {"kd_loss": {"_component_": "recipe_utils.distillation.LinearDistillationLoss", "divergence": "js"}}
+GRADED = {"dataset": {"_component_": "rollouts.graded_groups", "num_groups": 40}}
+SEQUENCE = {"kind": "sequence", "normaliser": "tokens", "kl_weight": 0.1, "old": "start", "correction": "truncate"}
+POLICIES = {**GRADED, "loss": {"_component_": "recipe_utils.policy.PolicyLoss", **SEQUENCE}}
 SIMPO = {"loss": {"_component_": "recipe_utils.preference.SimPOLoss"}, "sft_loss_weight": 0.1}
 
 
@@ -210,6 +213,8 @@ SIMPO = {"loss": {"_component_": "recipe_utils.preference.SimPOLoss"}, "sft_loss
         (SFT, {**GEMMA, **PACKED_DATASET}),
         (DPO, {**VARLEN, **LORA}),  # shared prefixes, by flex attention
         (KD, JS),
+        (POLICY, {**POLICIES, **VARLEN, **KNOWN}),
+        slow(POLICY, {**POLICIES, **LORA, "microbatching": "least_padding"}),
         slow(SFT, PACKED),
         slow(SFT, {**LORA, **PACKED}),
         slow(SFT, {**QDORA, **PACKED}),
@@ -229,7 +234,7 @@ def test_the_host_does_not_wait_in_an_update_step(
     recipe, changes, arrivals, tiny_config, tiny_dpo_config, tiny_kd_config
 ):
     images = partial(step_of_16, tiny_config, batch_size=2, dtype="fp32")
-    make = {SFT: tiny_config, DPO: tiny_dpo_config, KD: tiny_kd_config, DINO: images}
+    make = {SFT: tiny_config, DPO: tiny_dpo_config, KD: tiny_kd_config, DINO: images, POLICY: tiny_config}
     train_two_steps(make[recipe](**changes), recipe, arrivals)
 
 

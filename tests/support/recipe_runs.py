@@ -43,6 +43,7 @@ WEIGHTS = {
 }
 SFT, DPO = "full_finetune_update_step", "full_dpo_update_step"
 KD, DINO = "knowledge_distillation_update_step", "dinov3_update_step"
+POLICY = "full_policy_update_step"
 
 
 # The momentum gives the optimizer a state: without one, PyTorch takes an extra step with zero gradients
