@@ -150,7 +150,9 @@ def build_own_order(component: Mapping[str, Any] | None, order: Order, dataset: 
 def _inspected(
     dataset: CheckedDataset, collator: Collator, settings: DataSettings, ranks: Ranks, is_training: bool
 ) -> CheckedDataset:
-    """Returns the dataset with what its first samples show."""
+    """Returns the dataset with what its first samples show; unchanged if there are none before an epoch begins."""
+    if any(hasattr(each, "comes_later") for each in (dataset.dataset, getattr(dataset.dataset, "dataset", None))):
+        return dataset
     draws = draws_samples(dataset)
     if draws and settings.prefetch_update_steps and not settings.num_workers:
         text = (
