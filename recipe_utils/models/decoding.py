@@ -10,6 +10,7 @@ each of them.
 Shapes: b rows, s positions, v vocabulary.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -55,18 +56,19 @@ def decode(
     device: torch.device,
     draws: Draws | None = None,
     same_prompts: dist.ProcessGroup | None = None,
+    max_length: int | None = None,
 ) -> list[Decoded]:
     """Decodes answers to all prompts at once, greedily or as drawn. Draws no random numbers itself.
 
     All ranks call it together with ``max_new_tokens`` of one value, and prompts of their own. The model has no stages;
     its parameters may be offloaded. It computes without dropout. An answer ends after ``max_new_tokens``, with a token
-    of ``ends``, or at the model's ``max_seq_len``.
+    of ``ends``, or at the model's ``max_seq_len``, or ``max_length`` if that is less [tokens, with the prompt].
 
     ``same_prompts`` are ranks with equal prompts, which get the tokens of the first of them; None for all ranks.
     """
     # A rank without prompts computes a dummy row, whose answer is complete from the start.
     given = [*prompts] or [[0]]
-    longest = min(max(map(len, given)) + max_new_tokens, longest_document(model))
+    longest = min(max(map(len, given)) + max_new_tokens, longest_document(model), max_length or sys.maxsize)
     tokens = torch.zeros((len(given), longest), dtype=torch.long, device=device)
     for row, prompt in zip(tokens, given, strict=True):
         row[: len(prompt)] = torch.tensor(prompt[:longest], device=device)
