@@ -30,10 +30,10 @@ def validates_dataset(cfg: DictConfig) -> bool:
     if not validates and cfg.get("dataset_val") is not None:
         text = "dataset_val: not used, because run_val_every_n_steps is not set"
         log_rank_zero(text, logging.WARNING)
-    if validates and cfg.dataset_val == cfg.dataset:
+    if validates and cfg.get("dataset_val") == cfg.dataset:
         text = "dataset_val: it is dataset, so validation is on samples that are trained on"
         log_rank_zero(text, logging.WARNING)
-    return validates
+    return validates and cfg.get("dataset_val") is not None  # without one, a recipe measures something else
 
 
 def load_datasets(cfg: DictConfig, load: Callable[..., Any]) -> tuple[Any, Any]:
