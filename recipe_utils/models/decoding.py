@@ -134,8 +134,8 @@ def _next_logits(model: nn.Module, num_keys: int) -> Iterator[NextLogits]:
     hook = text_decoder(model).norm.register_forward_hook(last_only)
     try:
         if _has_caches(model):
-            with _caches(model, num_keys):
-                yield _Cached(model, last)
+            with _caches(model, num_keys) as caches:
+                yield _Cached(model, last, caches)
         else:
             yield lambda tokens, lengths: _recomputed(model, last, tokens, lengths)
     finally:
@@ -163,6 +163,10 @@ class _Cache:
         self._k[:, :, new], self._v[:, :, new] = k, v
         return self._k[:, :, : self.size], self._v[:, :, : self.size]
 
+    def expand(self, of_row: Tensor) -> None:
+        """Makes row i, of b, a copy of row ``of_row[i]`` [b]."""
+        self._k, self._v = self._k[of_row], self._v[of_row]
+
 
 def _has_caches(model: nn.Module) -> bool:
     """Returns True for a torchtune decoder of which all layers have torchtune's own attention."""
@@ -172,28 +176,29 @@ def _has_caches(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _caches(model: nn.Module, num_keys: int) -> Iterator[None]:
+def _caches(model: nn.Module, num_keys: int) -> Iterator[list[_Cache]]:
     """Gives each layer a cache in the block. Layers run uncompiled: they would be compiled for caches, too."""
     attentions = self_attentions(model)
-    for attention in attentions:
-        attention.kv_cache, attention.cache_enabled = _Cache(num_keys), True
+    caches = [_Cache(num_keys) for _ in attentions]
+    for attention, cache in zip(attentions, caches, strict=True):
+        attention.kv_cache, attention.cache_enabled = cache, True
     try:
         with torch.compiler.set_stance("force_eager"):
-            yield
+            yield caches
     finally:
         for attention in attentions:
             attention.kv_cache, attention.cache_enabled = None, False
 
 
 class _Cached:
-    """Computes the prompts once, then each new token behind the keys and values of its row.
+    """Computes each prompt once, then each new token behind the keys and values of its row.
 
     All rows put keys at one place: those of prompts at 0 to 4 in the example, then those of each new token at 5, 6, ...;
     ``visible`` hides the padding of the shorter prompt at 3 and 4.
     """
 
-    def __init__(self, model: nn.Module, last: list[Tensor]) -> None:
-        self._model, self._last = model, last
+    def __init__(self, model: nn.Module, last: list[Tensor], caches: list[_Cache]) -> None:
+        self._model, self._last, self._caches = model, last, caches
         self._visible: Tensor | None = None
 
     def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -201,9 +206,15 @@ class _Cached:
         if self._visible is None:
             positions = torch.arange(int(lengths.max()), device=tokens.device)
             self._visible = positions < lengths[:, None]
-            self._last.append(lengths - 1)
+            # Answers to one prompt have equal rows.
+            rows = torch.cat([lengths[:, None], tokens[:, : len(positions)]], dim=1)
+            prompts, of_row = torch.unique(rows, dim=0, return_inverse=True)
+            self._last.append(prompts[:, 0] - 1)
             causal = (positions <= positions[:, None]).unsqueeze(0)
-            return _logits(self._model(tokens[:, : len(positions)], mask=causal, input_pos=positions.unsqueeze(0)))
+            logits = _logits(self._model(prompts[:, 1:], mask=causal, input_pos=positions.unsqueeze(0)))
+            for cache in self._caches:
+                cache.expand(of_row)
+            return logits[of_row]
         new = lengths[:, None] - 1
         self._visible = torch.cat([self._visible, torch.ones_like(new, dtype=torch.bool)], dim=1)
         self._last.append(torch.zeros_like(lengths))

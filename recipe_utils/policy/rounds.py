@@ -6,7 +6,8 @@ steps and exports ``epoch_0``. Then training waits for ``rounds/round_0002.jsonl
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from recipe_utils.files import write_atomically
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.parallel.stop import all_reduce_any
-from recipe_utils.policy.rollouts import RolloutDataset
+from recipe_utils.policy.rollouts import RolloutDataset, check_advantage
 from recipe_utils.policy.sampler import ModelSampler, file_of, mean_reward
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT, OnlyWith
@@ -56,10 +57,10 @@ class RoundsDataset(Dataset[dict[str, Any]]):
     """Rollouts of one round after the other: items are those of the open one.
 
     Args:
-        tokenizer: see :class:`.RolloutDataset`.
         path: folder of ``round_0001.jsonl`` (or .jsonl.gz, .parquet), ``round_0002.jsonl``, ...
         groups_per_round: number of groups in each.
-        options: those of :class:`.RolloutDataset`.
+        advantage: see :class:`.RolloutDataset`.
+        read: builds the dataset of a file.
 
     Raises:
         ValueError: ``path`` is a file, or ``groups_per_round`` is below 1.
@@ -69,17 +70,16 @@ class RoundsDataset(Dataset[dict[str, Any]]):
     """There may be no sample before the first epoch begins."""
     makes_trees = True
 
-    def __init__(self, tokenizer: Any, path: str, groups_per_round: int, **options: Any) -> None:
-        self.path, self._tokenizer, self._options = Path(path), tokenizer, options
+    def __init__(self, path: str, groups_per_round: int, advantage: str, read: Callable[[str], RolloutDataset]) -> None:
+        self.path, self._num_groups, self.advantage, self._read = Path(path), groups_per_round, advantage, read
         if groups_per_round < 1:
             raise ValueError(f"groups_per_round={groups_per_round}: set it to 1 or more")
         if not self.path.is_dir() and self.path.exists():
             text = "it is a file; set it to the folder of round_0001.jsonl, ..., or take groups_per_round out"
             raise ValueError(f"path={path}: {text}")
-        self._num_groups, self.advantage = groups_per_round, options.get("advantage", "mean_std")
-        first = self.file_of(1)
-        self.has = self._read(first).has if first.exists() else frozenset({"logprobs"})
-        """Fields of the rows of each round: those of the first one; log-probabilities if it has not come yet."""
+        files = sorted(str(file) for suffix in _SUFFIXES for file in self.path.glob(f"round_[0-9]*{suffix}"))
+        self.has = read(files[0]).has if files else frozenset({"logprobs"})
+        """Fields of the rows of each round: those of the first one; log-probabilities if none has come yet."""
         self.rollouts: RolloutDataset | None = None
         """Those of the open round."""
 
@@ -101,7 +101,7 @@ class RoundsDataset(Dataset[dict[str, Any]]):
         """Opens the file of a round. Returns the hash of its content. Raises ConfigError for another number of groups."""
         file = self.file_of(number)
         with naming("dataset"):
-            rollouts = self._read(file)
+            rollouts = self._read(str(file))
         if len(rollouts) != self._num_groups:
             text = f"{file} has {len(rollouts)} groups; write as many as the key says"
             raise ConfigError(Problem("dataset.groups_per_round", text, self._num_groups))
@@ -113,19 +113,25 @@ class RoundsDataset(Dataset[dict[str, Any]]):
         self.rollouts = rollouts
         return rollouts.content_hash
 
-    def _read(self, file: Path) -> RolloutDataset:
-        return RolloutDataset(self._tokenizer, str(file), **self._options)
-
 
 def rollout_dataset(
-    tokenizer: Any, path: str | list[str], groups_per_round: int | None = None, **options: Any
+    tokenizer: Any,
+    path: str | list[str],
+    advantage: str = "mean_std",
+    group_size: int | None = None,
+    truncates_answers: bool = False,
+    groups_per_round: int | None = None,
 ) -> RolloutDataset | RoundsDataset:
-    """Returns the :class:`RolloutDataset` of a file or files, or the :class:`RoundsDataset` of a folder."""
+    """Returns the :class:`RolloutDataset` of a file or files, or, of a folder, the :class:`RoundsDataset`."""
+    check_advantage(advantage)
+    read = partial(
+        RolloutDataset, tokenizer, advantage=advantage, group_size=group_size, truncates_answers=truncates_answers
+    )
     if groups_per_round is None:
-        return RolloutDataset(tokenizer, path, **options)
+        return read(path)
     if not isinstance(path, str):
         raise ValueError(f"path={path}: with groups_per_round it is a folder; set one")
-    return RoundsDataset(tokenizer, path, groups_per_round, **options)
+    return RoundsDataset(path, groups_per_round, advantage, read)
 
 
 def rounds_of(dataset: Any) -> RoundsDataset | None:
