@@ -35,6 +35,7 @@ class Settings:
 
     components: training.TextComponents  # model, tokenizer, dataset, dataset_val, checkpointer
     policy: policy.PolicySettings  # reference
+    rounds: policy.RoundSettings  # wait_seconds, sampler, sampler_val
     model: models.ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
     pipeline: models.PipelineSettings  # pipeline_parallel_schedule, ...
     optimizer: optim.OptimizerSettings  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
@@ -48,7 +49,8 @@ class Settings:
 
     def problems(self) -> Iterator[Problem]:
         """Yields keys that exclude each other."""
-        yield from training.problems_between(self)
+        yield from training.problems_between(self, validates_otherwise=self.rounds.sampler_val is not None)
+        yield from self.rounds.problems_on_ranks(self.ranks)
         yield from self.data.problems_of_long_rows(self.ranks)
         yield from policy.problems_with_loss(self.loss, self.data)
 
@@ -77,6 +79,8 @@ class PolicyRecipe:
         ref_checkpointer = build(
             "ref_checkpointer", models.reference_checkpointer, cfg_reference, meta_model, self.checkpointer
         )
+
+        sampler, sampler_val = (build(key, instantiate, cfg.get(key)) for key in ("sampler", "sampler_val"))
 
         # ---- Data: the collator makes rows that this model can compute
         datasets = data.load_datasets(cfg, partial(text.load_dataset, tokenizer=self.tokenizer))
@@ -126,12 +130,18 @@ class PolicyRecipe:
         models.speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = optim.NonfiniteGuard(self.optimizer, ranks.device, settings.optimizer)
         parts, every = run.parts, settings.run
+        if (rounds := policy.rounds_of(datasets[0])) is not None:
+            parts.add("rounds", policy.Rounds(run, rounds, settings.rounds, sampler, self.model, self.tokenizer))
         parts.add("budget", training.StepMemory(run, self.loader, self.optimizer))
         parts.add("round_start", start)
         if settings.data.sample_losses:
             parts.add("sample_losses", training.SampleLosses(run, self.loader, loss_fn))
-        validation = training.Validation(run, self.validate)
-        parts.add_every(every.run_val_every_n_steps, "validation", validation, at_ends=True)
+        if self.val_loader is not None:
+            validation = training.Validation(run, self.validate)
+            parts.add_every(every.run_val_every_n_steps, "validation", validation, at_ends=True)
+        if sampler_val is not None:
+            rewards = policy.SampledReward(run, sampler_val, self.model, self.tokenizer)
+            parts.add_every(every.run_val_every_n_steps, "val_reward", rewards, at_ends=True)
         parts.add_every(every.sample_every_n_steps, "answers", training.Answers(run, self.model, self.tokenizer))
         parts.add_every(every.export_every_n_steps, "exports", training.Exports(run))
         trained = training.Trained(

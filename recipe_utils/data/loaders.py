@@ -30,10 +30,10 @@ def validates_dataset(cfg: DictConfig) -> bool:
     if not validates and cfg.get("dataset_val") is not None:
         text = "dataset_val: not used, because run_val_every_n_steps is not set"
         log_rank_zero(text, logging.WARNING)
-    if validates and cfg.dataset_val == cfg.dataset:
+    if validates and cfg.get("dataset_val") == cfg.dataset:
         text = "dataset_val: it is dataset, so validation is on samples that are trained on"
         log_rank_zero(text, logging.WARNING)
-    return validates
+    return validates and cfg.get("dataset_val") is not None  # without one, a recipe measures something else
 
 
 def load_datasets(cfg: DictConfig, load: Callable[..., Any]) -> tuple[Any, Any]:
@@ -150,7 +150,9 @@ def build_own_order(component: Mapping[str, Any] | None, order: Order, dataset: 
 def _inspected(
     dataset: CheckedDataset, collator: Collator, settings: DataSettings, ranks: Ranks, is_training: bool
 ) -> CheckedDataset:
-    """Returns the dataset with what its first samples show."""
+    """Returns the dataset with what its first samples show; unchanged if there are none before an epoch begins."""
+    if any(hasattr(each, "comes_later") for each in (dataset.dataset, getattr(dataset.dataset, "dataset", None))):
+        return dataset
     draws = draws_samples(dataset)
     if draws and settings.prefetch_update_steps and not settings.num_workers:
         text = (

@@ -65,8 +65,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         group_size: int | None = None,
         truncates_answers: bool = False,
     ) -> None:
-        if advantage not in ADVANTAGES:
-            raise ValueError(f"dataset.advantage={advantage}: set it to one of {', '.join(ADVANTAGES)}")
+        check_advantage(advantage)
         self._tokenizer, self._rows = tokenizer, PathRows(path)
         self.advantage, self._group_size, self._truncates = advantage, group_size, truncates_answers
         self.content_hash = f"{self._rows.content_hash}, advantage={advantage}"
@@ -160,6 +159,12 @@ def _fields_of_first(rows: PathRows) -> frozenset[str]:
         with suppress(Exception):  # any: raised again with the sample
             return frozenset(read_row(rows[index]).used)
     return frozenset()
+
+
+def check_advantage(advantage: str) -> None:
+    """Raises ValueError unless ``advantage`` is one of those that are computed or read."""
+    if advantage not in ADVANTAGES:
+        raise ValueError(f"dataset.advantage={advantage}: set it to one of {', '.join(ADVANTAGES)}")
 
 
 def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:

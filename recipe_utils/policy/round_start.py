@@ -92,7 +92,7 @@ class RoundStart(Part):
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes the epoch of the weights."""
-        self._epoch = state["epoch"]
+        self._epoch = state.get("epoch", -1)
 
 
 def build_reference(

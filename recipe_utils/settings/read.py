@@ -188,6 +188,10 @@ def _without_effect(values: Mapping[str, Any], known: Mapping[str, FieldInfo]) -
         if not marks or any(map(OnlyWith.allows, marks, others)):
             continue
         needed, shown = marks[0], "null" if others[0] is None else others[0]
+        if needed.argument is not None:
+            text = f"it has no effect without {needed.key}.{needed.argument}; set that, or remove this key"
+            yield Problem(key, text, values[key])
+            continue
         yield Problem(
             key,
             f"it has no effect with {needed.key}={shown}; set {needed.key} to {needed.solution}, or remove this key",

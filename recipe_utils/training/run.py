@@ -155,6 +155,10 @@ class Run:
         bar = progress_bar(self.num_steps, done, self.settings.epochs, self.metrics.shown, self.ranks, reported)
         with bar as advance_bar:
             for epoch in range(first.epoch, self.settings.epochs):
+                # A part may make what the epoch's samples are read from, and wait for it: no training time.
+                self.parts.begin(epoch)
+                if self.stop.is_agreed:
+                    return
                 self.metrics.throughput.restart()
                 with loader.epoch(epoch, self.state.samples_consumed) as steps:
                     for step in steps:

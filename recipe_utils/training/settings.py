@@ -137,12 +137,16 @@ class RecipeSettings(Protocol):
 
 
 def problems_between(
-    settings: RecipeSettings, *, must_divide: bool = False, weighs_datasets: bool = False
+    settings: RecipeSettings,
+    *,
+    must_divide: bool = False,
+    weighs_datasets: bool = False,
+    validates_otherwise: bool = False,
 ) -> Iterator[Problem]:
     """Yields keys that exclude each other in any recipe.
 
     With ``must_divide``, ``global_batch_size`` must divide into whole microbatches. Unless the recipe ``weighs_datasets``,
-    ``loss_weight`` of their entries is refused.
+    ``loss_weight`` of their entries is refused. Unless it ``validates_otherwise``, validation needs ``dataset_val``.
     """
     data, ranks, run, components = settings.data, settings.ranks, settings.run, settings.components
     # Each group against the others that it depends on, then keys of a run against the recipe's components.
@@ -155,7 +159,7 @@ def problems_between(
     if not weighs_datasets:
         yield from refused_weights(dataset=components.dataset, dataset_val=components.dataset_val)
     every = run.run_val_every_n_steps
-    if every is not None and components.dataset_val is None:
+    if every is not None and components.dataset_val is None and not validates_otherwise:
         yield Problem("run_val_every_n_steps", "set dataset_val, too", every)
     if run.sample_prompts is not None and ranks.pipeline_parallel_dim > 1:
         stages = f"pipeline_parallel_dim={ranks.pipeline_parallel_dim}"

@@ -33,6 +33,12 @@ class Part(Protocol):
     All ranks call the methods together.
     """
 
+    def begin(self, epoch: int) -> None:
+        """Called before the first update step of an epoch is prepared, and before those that a resumed one has left.
+
+        Timed apart. The run ends after it if ``run.stop.is_agreed``, which all ranks must set together.
+        """
+
     def before(self, step: UpdateStep) -> None:
         """Called before each update step; ``run.global_step`` does not count it yet."""
 
@@ -95,6 +101,11 @@ class Parts:
         if name in self._listed or "." in name:
             raise ValueError(f"{name}: a part's name has no dot and is that of one part only; set another one")
         self._listed[name] = listed
+
+    def begin(self, epoch: int) -> None:
+        """Calls each part before an epoch."""
+        for listed in self._listed.values():
+            listed.part.begin(epoch)
 
     def before(self, step: UpdateStep) -> None:
         """Calls each part before an update step."""

@@ -1,0 +1,204 @@
+"""Sampler of rollouts: the model under training answers prompts, and a function of the config rewards the answers.
+
+Example: 2 prompts with ``group_size: 3`` on two ranks are 6 answers. Rank 0 decodes answers 0 and 2 of the first prompt and 1
+of the second one, rank 1 the others. A token is drawn with a number that depends on the seed, the round, the prompt, the answer
+and the token's place alone, so that any number of ranks samples the same answers. Rank 0 rewards all of them at once.
+"""
+
+import json
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipe_utils.models.attention.document_mask import longest_document
+from recipe_utils.models.decoding import Decoded, Draws, decode
+from recipe_utils.parallel.process_group import gather_objects
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.settings.components import component_at
+from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.text.conversations.paths import PathRows
+from recipe_utils.text.conversations.rows import turns_of
+from recipe_utils.training.parts.answers import end_tokens, text_of, tokens_of
+from recipe_utils.training.parts.protocol import Part
+from recipe_utils.training.run import Run
+from recipe_utils.update_steps.permutation import epoch_permutation, seed_of
+from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.step import UpdateStep
+
+Reward = Callable[..., Sequence[float]]
+Group = dict[str, Any]
+"""Row of a file of rollouts: answers to one prompt with their rewards."""
+
+
+class ModelSampler:
+    """Samples answers of the model under training, and rewards them.
+
+    Args:
+        prompts: file of rows with ``prompt``, a text of the user or messages. Other keys are for the reward.
+        reward: path of a function ``reward(prompts, completions, **columns)`` that returns a number for each completion.
+            ``completions`` are texts; each further argument is a list of the rows' values of a key, as in TRL.
+        group_size: number of answers to a prompt.
+        temperature: divides the logits.
+        max_new_tokens: maximum number of tokens of an answer, which is otherwise cut there.
+        seed: seed of all draws, and of the order of the prompts.
+        batch_size: number of answers that a rank decodes at once.
+
+    Raises:
+        ValueError: an argument is out of its bounds, the rows have no ``prompt``, or there is no such function.
+        OSError: ``prompts`` cannot be read.
+    """
+
+    key = "sampler"
+    """Config key, for errors."""
+
+    def __init__(
+        self,
+        prompts: str | list[str],
+        reward: str,
+        group_size: int = 8,
+        temperature: float = 1.0,
+        max_new_tokens: int = 64,
+        seed: int = 0,
+        batch_size: int = 128,
+    ) -> None:
+        least = {"group_size": group_size, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+        for name, number in least.items():
+            if number < 1:
+                raise ValueError(f"{name}={number}: set it to 1 or more")
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature={temperature}: set it to a number above 0")
+        self._rows, self._name = PathRows(prompts), reward
+        self._reward: Reward = component_at(reward)
+        if not callable(self._reward):
+            raise ValueError(f"reward={reward}: it is a {type(self._reward).__name__}, not a function")
+        for index in range(len(self._rows)):
+            with self._rows.naming(index):
+                if not self._rows[index].get("prompt"):
+                    raise SampleError("it has no prompt; write a text of the user, or messages")
+                turns_of(self._rows[index]["prompt"], "user", "prompt")
+        self._group_size, self._temperature, self._seed = group_size, temperature, seed
+        self._max_new_tokens, self._batch_size = max_new_tokens, batch_size
+
+    def __len__(self) -> int:
+        """Returns the number of prompts."""
+        return len(self._rows)
+
+    def sample(self, model: nn.Module, tokenizer: Any, ranks: Ranks, index: int, num_prompts: int) -> list[Group]:
+        """Returns a group for each of ``num_prompts`` prompts of a round, the same on all ranks, which call it together.
+
+        Rounds, from index 0, take the prompts one after the other, in an order of each pass. Raises ConfigError for a
+        prompt that leaves no room for an answer, and for errors of the reward.
+        """
+        # The prompts of the round, by their places in all rounds.
+        passes = [divmod(place, len(self)) for place in range(index * num_prompts, (index + 1) * num_prompts)]
+        orders = {epoch: epoch_permutation(len(self), epoch, True, self._seed) for epoch, _ in passes}
+        rows = [self._rows[int(orders[epoch][place])] for epoch, place in passes]
+        prompts = [tokens_of(tokenizer, turns_of(row["prompt"], "user", "prompt")[0]) for row in rows]
+        longest = self._longest(model, tokenizer, rows, prompts)
+
+        # Shares of ranks differ by one answer at most, and all ranks decode as many batches.
+        answers = [*product(range(num_prompts), range(self._group_size))]
+        share, most = answers[ranks.dp_rank :: ranks.dp_degree], -(-len(answers) // ranks.dp_degree)
+        decoded = dict[tuple[int, int], Decoded]()
+        for start in range(0, most, self._batch_size):
+            batch = share[start : start + self._batch_size]
+            uniform = [self._uniform(index, *answer) for answer in batch or [(0, 0)]]
+            found = decode(
+                model,
+                [prompts[prompt] for prompt, _ in batch],
+                self._max_new_tokens,
+                end_tokens(tokenizer),
+                ranks.device,
+                Draws(self._temperature, torch.stack(uniform).to(ranks.device)),
+                ranks.mesh.get_group("tp"),
+                longest,
+            )
+            decoded |= zip(batch, found, strict=True)
+
+        # Tensor-parallel ranks have equal shares, up to a last digit of log-probabilities: those of the leaders count.
+        for of_rank in gather_objects(decoded if ranks.is_dp_leader else {}, ranks.cpu_group):
+            decoded |= of_rank
+        groups = [[decoded[prompt, k] for k in range(self._group_size)] for prompt in range(num_prompts)]
+        texts = [[text_of(tokenizer, answer.tokens) for answer in group] for group in groups]
+        rewards, problem = gather_objects(self._rewards(rows, texts) if ranks.is_zero else None, ranks.cpu_group)[0]
+        if problem is not None:
+            raise ConfigError(Problem(f"{self.key}.reward", problem, self._name))
+        return [
+            {
+                "prompt_ids": prompt,
+                "completion_ids": [answer.tokens for answer in group],
+                "logprobs": [answer.log_probs for answer in group],
+                "rewards": rewards[place * self._group_size : (place + 1) * self._group_size],
+                "temperature": self._temperature,
+                "completions": completions,
+            }
+            for place, (prompt, group, completions) in enumerate(zip(prompts, groups, texts, strict=True))
+        ]
+
+    def _longest(
+        self, model: nn.Module, tokenizer: Any, rows: Sequence[Mapping[str, Any]], prompts: Sequence[Sequence[int]]
+    ) -> int:
+        """Returns the greatest length of a prompt and its answer. Raises ConfigError for a prompt without room for one."""
+        limits = longest_document(model), getattr(tokenizer, "max_seq_len", None)
+        longest = min(filter(None, limits))
+        for row, prompt in zip(rows, prompts, strict=True):
+            if len(prompt) >= longest:  # the tokenizer may have cut it
+                text = f"a prompt leaves no room for an answer within {longest} tokens: {str(row['prompt'])[:60]!r}"
+                text += "; remove it, or set tokenizer.max_seq_len higher"
+                raise ConfigError(Problem(f"{self.key}.prompts", text))
+        return longest
+
+    def _uniform(self, index: int, prompt: int, answer: int) -> torch.Tensor:
+        """Returns a number in [0, 1) for each token of an answer, fp64."""
+        generator = torch.Generator().manual_seed(seed_of(self._seed, index, prompt, answer))
+        return torch.rand(self._max_new_tokens, dtype=torch.float64, generator=generator)
+
+    def _rewards(
+        self, rows: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[str]]
+    ) -> tuple[list[float], str | None]:
+        """Returns the rewards of all completions, or the problem with them: the other ranks wait for either."""
+        of_answers = [row for row in rows for _ in range(self._group_size)]
+        completions = [text for of_prompt in texts for text in of_prompt]
+        names = {name: None for row in rows for name in row if name != "prompt"}
+        columns = {name: [row.get(name) for row in of_answers] for name in names}
+        try:
+            found = self._reward(prompts=[row["prompt"] for row in of_answers], completions=completions, **columns)
+            rewards = [float(reward) for reward in found]
+        except Exception as error:  # any: it is the user's
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return [], f"{type(error).__name__}: {error} (line {place.lineno} of {place.filename})"
+        if len(rewards) != len(completions):
+            return [], f"it returned {len(rewards)} numbers for {len(completions)} completions"
+        if bad := [place for place, reward in enumerate(rewards) if not math.isfinite(reward)]:
+            return [], f"it returned {rewards[bad[0]]} for the completion {completions[bad[0]][:60]!r}"
+        return rewards, None
+
+
+class SampledReward(Part):
+    """Mean reward of answers to all prompts of ``sampler_val``, with draws that are the same each time."""
+
+    def __init__(self, run: Run, sampler: ModelSampler, model: nn.Module, tokenizer: Any) -> None:
+        self._run, self._sampler, self._model, self._tokenizer = run, sampler, model, tokenizer
+        sampler.key = "sampler_val"
+
+    def after(self, step: UpdateStep) -> dict[str, float]:
+        """Returns ``val_reward``."""
+        with self._run.parts.weights():
+            groups = self._sampler.sample(self._model, self._tokenizer, self._run.ranks, 0, len(self._sampler))
+        return {"val_reward": mean_reward(groups)}
+
+
+def mean_reward(groups: Sequence[Group]) -> float:
+    """Returns the mean reward of all answers."""
+    rewards = [reward for group in groups for reward in group["rewards"]]
+    return sum(rewards) / len(rewards)
+
+
+def file_of(groups: Sequence[Group], policy_version: int) -> str:
+    """Returns groups as JSON Lines."""
+    return "".join(json.dumps({**group, "policy_version": policy_version}) + "\n" for group in groups)
