@@ -7,7 +7,7 @@ import statistics
 
 import torch
 
-NUM_GROUPS, PER_STEP = 11, 4  # the last update step has 3 groups
+NUM_GROUPS, PER_STEP = 12, 4
 LOSS = {
     "kind": "clipped",
     "normaliser": "tokens",
@@ -20,7 +20,7 @@ LOSS = {
     "old": "file",
 }
 """Defaults of the loss."""
-CLIPS = {"clipped": (0.2, 0.2), "sequence": (3e-4, 4e-4), "cispo": (math.inf, 0.2), "reinforce": (math.inf, math.inf)}
+CLIPS = {"clipped": (0.2, 0.2), "sequence": (3e-4, 4e-4), "cispo": (None, 0.2), "reinforce": (None, None)}
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ def make_groups(num_groups=NUM_GROUPS, seed=0):
 
     Log-probabilities make ratios of which some are clipped. By turns a group has rewards that are all equal (0.1, whose
     mean over three is not 0.1 in float64), an answer without a trained token, answers of one token, masked tokens within
-    answers, an answer in two rows, another temperature, more answers, or answers that begin alike.
+    answers, an answer in two rows, another temperature, more answers, answers that begin alike, or no trained token at all.
     """
     draw = random.Random(seed)
 
@@ -40,16 +40,16 @@ def make_groups(num_groups=NUM_GROUPS, seed=0):
 
     groups = []
     for index in range(num_groups):
-        edge = index % 9
+        edge = index % 10
         prompt, begin = tokens(2, 16), tokens(3, 3) if edge == 8 else []
         rows = []
         for i in range(5 if edge == 7 else 3):
             answer = begin + (tokens(1, 1) if edge == 3 else tokens(1, 9))
             row = {"group": f"g{index}", "prompt_ids": prompt, "completion_ids": answer}
             row["reward"] = 0.1 if edge == 1 else draw.choice([0.0, 0.3, 1.0]) + (i == 0) / 8
-            if edge in (2, 4):
-                mask = [int(edge == 4 and draw.random() < 0.6) for _ in answer]
-                row["mask"] = mask if i == 1 or edge == 4 else [1] * len(answer)
+            if edge in (2, 4, 9):
+                is_trained = {2: 0.0 if i == 1 else 1.0, 4: 0.6, 9: 0.0}[edge]
+                row["mask"] = [int(draw.random() < is_trained) for _ in answer]
             if edge == 6:
                 row["temperature"] = 0.7
             if edge == 5:
@@ -122,17 +122,20 @@ def terms_of(row, advantage, log_probs, old, sampled, reference, loss):
     ratio = (log_probs - old).exp()
     if loss["kind"] == "sequence":
         ratio = ratio.log().mean().exp().expand(len(ratio))
+        # Where tokens differ otherwise, each has the gradient of its own log-probability.
+        if loss["correction"] or len(set(advantage.tolist())) > 1:
+            ratio = ratio.detach() * (log_probs - log_probs.detach()).exp()
     if loss["kind"] == "cispo":
         term = -ratio.detach().clamp(max=1 + high) * advantage * log_probs
     elif loss["kind"] == "reinforce":
         term = -advantage * log_probs
     else:
         term = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    found = {
-        "clipped_low": (ratio < 1 - low) & (advantage < 0),
-        "clipped_high": (ratio > 1 + high) & (advantage > 0),
-        "ratio": ratio,
-    }
+    found = {"ratio": ratio}
+    if low is not None:
+        found["clipped_low"] = (ratio < 1 - low) & (advantage < 0)
+    if high is not None:
+        found["clipped_high"] = (ratio > 1 + high) & (advantage > 0)
     if sampled is not None:
         found["kl_sampler"] = sampled - log_probs
         weight = (old - sampled).exp()
@@ -168,7 +171,7 @@ def policy_gradient(model, start, reference, groups, loss, how="mean_std"):
     for answers, of_group in zip(groups, sizes, strict=True):
         rewards = [parts[0]["reward"] for parts in answers]
         is_equal = len(set(rewards)) == 1
-        num_equal += is_equal
+        num_equal += is_equal and sum(of_group) > 0
         for parts, size, reward, of_answer in zip(answers, of_group, rewards, advantages_of(rewards, how), strict=True):
             if not size:
                 continue
@@ -186,7 +189,9 @@ def policy_gradient(model, start, reference, groups, loss, how="mean_std"):
                 sampled = column_of(row, "logprobs") if "logprobs" in row else None
                 with torch.no_grad():
                     given = log_probs.detach() if start is None else log_probs_of(start, row)[0]
-                    of_reference = column_of(row, "ref_logprobs") if reference is None else log_probs_of(reference, row)[0]
+                    of_reference = (
+                        column_of(row, "ref_logprobs") if reference is None else log_probs_of(reference, row)[0]
+                    )
                 old = given if loss["old"] == "start" or sampled is None else sampled
                 advantage = torch.full((len(old),), of_answer, dtype=torch.float64)
                 if how == "given":
