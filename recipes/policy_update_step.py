@@ -192,6 +192,7 @@ class PolicyRecipe:
         sums, totals = training.sum_over(
             self.val_loader, self.model, self.sums, len(self.names), self.pipeline, self.ranks.device, self.attached
         )
+        policy.take_largest_ratio(self.loss_fn, self.ranks)  # it is none of the next update step
         metrics = {f"val_{name}": value for name, value in zip(self.names, sums, strict=True)}
         counts = {**dict.fromkeys(metrics, "measured"), "val_loss": self.divisor}
         return parallel.means_over_ranks(metrics, totals, counts, self.ranks.dp_degree)

@@ -67,8 +67,9 @@ def counts_of(step: UpdateStep) -> dict[str, float | None]:
 
 def take_largest_ratio(loss_fn: PolicyLoss, ranks: Ranks) -> Tensor:
     """Returns the largest ratio since the last call, over all ranks, []."""
-    largest = torch.zeros((), device=ranks.device) if loss_fn.largest_ratio is None else loss_fn.largest_ratio.float()
-    loss_fn.largest_ratio = None
+    largest = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    if loss_fn.largest_ratio is not None:
+        largest, loss_fn.largest_ratio = loss_fn.largest_ratio.double(), None
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest
 

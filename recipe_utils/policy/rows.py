@@ -224,6 +224,10 @@ def _beside(values: Any, key: str, answer: Answer, num_prompt: int) -> np.ndarra
     if not (is_finite := np.isfinite(found)).all():
         place = int((~is_finite).argmax())
         raise SampleError(f"{key}: token {place} has {found[place]}; remove the answer, or sample it again")
+    if "temperature" in key and not (found[mask] > 0).all():
+        raise SampleError(
+            f"{key} contains {found[mask].min():g}, and divides logits; set it above 0 (greedy answers: 1)"
+        )
     if "log" in key and (found > _ROUNDING).any():
         raise SampleError(f"{key} contains {found.max():g}; logarithms of probabilities are at most 0")
     return found

@@ -186,6 +186,11 @@ def changed(**keys):
             "which of its 3 tokens are the answer is unknown",
         ),
         ([changed(mask=[1])], {}, "1 mask for 4 tokens, 2 of them the answer's"),
+        (
+            [changed(temperature=0)],
+            {},
+            "temperature contains 0, and divides logits; set it above 0 (greedy answers: 1)",
+        ),
         ([changed(reward="high")], {}, "reward='high': set it to a finite number"),
         ([REWARDED[0]], {}, "a group of one answer has nothing to compare it with"),
         ([REWARDED[0]], {"group_size": 2}, "the group is not whole: 1 answers, dataset.group_size=2"),
