@@ -102,7 +102,7 @@ def test_the_picture_is_the_command_s_output(monkeypatch, capsys):
         assert text in picture
 
 
-@pytest.mark.parametrize("recipe", [FIRST, "full_dpo_update_step", "dinov3_update_step"])
+@pytest.mark.parametrize("recipe", [FIRST, "full_dpo_update_step", "policy_update_step", "dinov3_update_step"])
 def test_a_whole_config_for_own_data_is_accepted(recipe, tmp_path):
     page = ROOT / "README.md" if recipe == FIRST else ROOT / "recipes" / f"{recipe}.md"
     (block,) = re.findall(r"^```yaml\n(# \w+\.yaml: .*?)^```", page.read_text(), re.M | re.S)
