@@ -15,7 +15,7 @@ from arrays import LAYOUTS, covering_array, pairs_of
 from big_batch import TOLERANCE, error, metrics_and_gradients
 from distributed_runs import run_distributed
 from gradient_rows import assert_steps, on_ranks, run_rows, spanning
-from recipe_runs import recipe_class, run_recipe, tiny_config, with_adapters, writing_to
+from recipe_runs import POLICY, recipe_class, run_recipe, tiny_config, with_adapters, writing_to
 
 from recipe_utils.policy import advantages, equal_groups
 from recipe_utils.policy.losses import PolicyLoss
@@ -51,13 +51,13 @@ def test_the_formulas_are_those_worked_by_hand(kind, terms):
 
 # ---- Through the recipe --------------------------------------------------------------------------
 
-RECIPE = recipe_class("full_policy_update_step")
 RATE = 0.5
 PLANS = {
     "packed": {"microbatching": "packed", "max_tokens_per_microbatch": 64},
     "cut": {"microbatching": "packed", "max_tokens_per_microbatch": 24},  # shorter than groups
     "padded": {"microbatching": "least_padding", "batch_size": 2},
     "spanning": {"microbatching": "packed", **spanning(2, 32)},
+    "output apart": {"microbatching": "packed", "custom_sharded_layers": ["tok_embeddings", "output"]},
 }
 MODELS = {"untied": tiny.DEEP_UNTIED_MODEL, "lora": tiny.adapted(tiny.DEEP_UNTIED_MODEL)}
 BOUNDS = {"correction_low": 0.8, "correction_high": 1.2}
@@ -123,6 +123,7 @@ def possible_rows():
         refused = [
             row.correction and row.old == "file",
             row.plan == "spanning" and (row.kind == "sequence" or "fsdp" not in row.layout),
+            row.plan == "output apart" and row.layout not in ("fsdp-2", "fsdp-4", "hsdp-2x2"),
             row.layout == "tp-2" and row.model == "lora",
             row.reference == "file" and not row.needs_reference,
         ]
@@ -179,7 +180,7 @@ def case_of(row, weights_folder, folder):
     elif row.needs_reference and not row.has_given_reference:
         (file,) = config["checkpointer"]["checkpoint_files"]
         config["ref_checkpointer"] = {**config["checkpointer"], "checkpoint_files": [f"ref_{file}"]}
-    return config, "full_policy_update_step", False
+    return config, POLICY, False
 
 
 @cache
@@ -247,9 +248,9 @@ def test_a_validation_leaves_the_largest_ratio_of_update_steps(weights_folder, t
 
 def a_mean_of_token_means(patches):
     patches.setattr(UpdateStep, "scale", lambda self, _: 1 / len(self.microbatches))
-    divided = lambda m: max(m.counts["answer_tokens"], 1)  # noqa: E731
-    sums = RECIPE.sums
-    patches.setattr(RECIPE, "sums", lambda self, m: sums(self, m) / divided(m))
+    recipe = recipe_class(POLICY)
+    sums = recipe.sums
+    patches.setattr(recipe, "sums", lambda self, m: sums(self, m) / max(m.counts["answer_tokens"], 1))
 
 
 def the_tokens_of_the_file(patches):
@@ -310,7 +311,8 @@ def the_policy_of_each_update_step(patches):
 
 def metrics_by_microbatch(patches):
     """As if clip fractions and other metrics were means over microbatches of their means."""
-    scale, sums = UpdateStep.scale, RECIPE.sums
+    recipe = recipe_class(POLICY)
+    scale, sums = UpdateStep.scale, recipe.sums
     patches.setattr(
         UpdateStep, "scale", lambda self, n: 1 / len(self.microbatches) if n == "measured" else scale(self, n)
     )
@@ -319,7 +321,7 @@ def metrics_by_microbatch(patches):
         loss, *others = sums(self, m)
         return torch.stack([loss, *(each / max(m.counts["measured"], 1) for each in others)])
 
-    patches.setattr(RECIPE, "sums", of_microbatch)
+    patches.setattr(recipe, "sums", of_microbatch)
 
 
 ONE = Row("one", "packed", "clipped", "tokens")

@@ -8,19 +8,8 @@ import statistics
 import torch
 
 NUM_GROUPS, PER_STEP = 12, 4
-LOSS = {
-    "kind": "clipped",
-    "normaliser": "tokens",
-    "tokens_per_answer": None,
-    "kl": "k2",
-    "kl_weight": 0.0,
-    "correction": None,
-    "correction_low": None,
-    "correction_high": None,
-    "old": "file",
-}
+LOSS = {"old": "file", "correction": None, "kl_weight": 0.0}
 """Defaults of the loss."""
-CLIPS = {"clipped": (0.2, 0.2), "sequence": (3e-4, 4e-4), "cispo": (None, 0.2), "reinforce": (None, None)}
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -118,7 +107,7 @@ def column_of(row, key):
 
 def terms_of(row, advantage, log_probs, old, sampled, reference, loss):
     """Returns the term of each trained token of a row, and what is logged of it."""
-    low, high = (given or default for given, default in zip(loss["clips"], CLIPS[loss["kind"]], strict=True))
+    low, high = loss["clip_low"], loss["clip_high"]
     ratio = (log_probs - old).exp()
     if loss["kind"] == "sequence":
         ratio = ratio.log().mean().exp().expand(len(ratio))
@@ -139,7 +128,7 @@ def terms_of(row, advantage, log_probs, old, sampled, reference, loss):
     if sampled is not None:
         found["kl_sampler"] = sampled - log_probs
         weight = (old - sampled).exp()
-        least, most = loss["correction_low"] or 0.0, loss["correction_high"] or math.inf
+        least, most = loss.get("correction_low", 0.0), loss.get("correction_high", math.inf)
         is_inside = (weight <= most) if loss["correction"] == "truncate" else (least <= weight) & (weight <= most)
         if loss["correction"] == "truncate":
             term = term * weight.clamp(max=most)
@@ -161,7 +150,7 @@ def policy_gradient(model, start, reference, groups, loss, how="mean_std"):
     ``start`` is the model at the start of the round, None in its first update step; ``reference`` is a model, or None:
     log-probabilities of the file. ``loss`` has keys of the config, ``how`` is the advantage.
     """
-    loss = {**LOSS, **loss, "clips": (loss.get("clip_low"), loss.get("clip_high"))}
+    loss = {**LOSS, **loss}
     groups = [by_answer(rows) for rows in groups]
     # Trained tokens of each answer, of all its parts.
     sizes = [[sum(sum(mask_of(row)) for row in parts) for parts in answers] for answers in groups]
@@ -179,7 +168,7 @@ def policy_gradient(model, start, reference, groups, loss, how="mean_std"):
             weight = {
                 "tokens": 1 / num_tokens,
                 "answers": 1 / (num_answers * size),
-                "constant": 1 / (num_answers * (loss["tokens_per_answer"] or 1)),
+                "constant": 1 / (num_answers * loss.get("tokens_per_answer", 1)),
                 "prompts": 1 / (num_groups * sum(of_group)),
             }[loss["normaliser"]]
             if is_equal and not loss["kl_weight"] and how not in ("given", "teacher"):
