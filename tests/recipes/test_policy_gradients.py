@@ -138,9 +138,9 @@ def items_of(row):
 
 FAST = [
     Row("one", "packed", "clipped", "tokens"),
-    Row("one", "padded", "sequence", "answers", "k2"),
+    Row("one", "padded", "sequence", "answers", "k3"),
     Row("one", "cut", "cispo", "constant", None, "start", "truncate", "mean"),
-    Row("one", "packed", "reinforce", "prompts", "k2", advantage="leave_one_out", model="lora"),
+    Row("one", "packed", "reinforce", "prompts", "k1", advantage="leave_one_out", model="lora"),
     Row("one", "cut", "clipped", "prompts", "k2", "start", epochs=2),
     Row("fsdp-2", "packed", "clipped", "answers", "k2", "start", "mask"),
     Row("fsdp-2", "padded", "sequence", "tokens", advantage="given"),
