@@ -185,7 +185,8 @@ class PolicyRecipe:
         self.optimizer.zero_grad(set_to_none=True)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        return dict(zip(self.names, metrics, strict=True)), grad_norm
+        names = self.names if step.totals["measured"] else self.names[:1]  # no group was computed
+        return dict(zip(names, metrics, strict=False)), grad_norm
 
     def validate(self) -> dict[str, Tensor]:
         """Returns the sums of ``dataset_val`` over their counts, over all ranks."""
@@ -203,7 +204,7 @@ class PolicyRecipe:
         """Trains until the last epoch or a requested stop."""
         for step in self.run.steps(self.loader, divisor=self.divisor):
             metrics, grad_norm = self.update(step)
-            largest = policy.take_largest_ratio(self.loss_fn, self.ranks)
+            largest = policy.take_largest_ratio(self.loss_fn, self.ranks) if len(metrics) > 1 else None
             self.run.finish(step, metrics, grad_norm, ratio_max=largest, **policy.counts_of(step))
 
 

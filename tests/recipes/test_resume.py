@@ -10,7 +10,18 @@ import torch
 from arrays import LAYOUTS
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
-from recipe_runs import DPO, KD, POLICY, SFT, STEP_OF_8, cosine, exported_model, run_recipe, slow, writing_to  # fmt: skip
+from recipe_runs import (  # fmt: skip
+    DPO,
+    KD,
+    POLICY,
+    SFT,
+    STEP_OF_8,
+    cosine,
+    exported_model,
+    run_recipe,
+    slow,
+    writing_to,
+)
 
 MAKE = {SFT: "tiny_config", DPO: "tiny_dpo_config", KD: "tiny_kd_config", POLICY: "tiny_config"}
 IN_ORDER = {"in order": (2, {"microbatching": "in_order", "batch_size": 1})}
