@@ -3,6 +3,7 @@
 import math
 import random
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from distributed_runs import run_distributed
 from gradient_rows import assert_steps, on_ranks, run_rows, spanning
 from recipe_runs import POLICY, recipe_class, run_recipe, tiny_config, with_adapters, writing_to
 
+from recipe_utils.long_rows import shares
 from recipe_utils.policy import advantages, equal_groups
 from recipe_utils.policy.losses import PolicyLoss
 from recipe_utils.policy.round_start import RoundStart
@@ -309,6 +311,17 @@ def the_policy_of_each_update_step(patches):
     patches.setattr(RoundStart, "before", lambda self, step: setattr(self, "_is_at_start", True))
 
 
+def a_group_counted_by_each_of_its_ranks(patches):
+    cut = shares.cut
+    patches.setattr(
+        shares,
+        "cut",
+        lambda row, share, *args: replace(
+            cut(row, share, *args), counts=cut(row, share._replace(first=0), *args).counts
+        ),
+    )
+
+
 def metrics_by_microbatch(patches):
     """As if clip fractions and other metrics were means over microbatches of their means."""
     recipe = recipe_class(POLICY)
@@ -339,12 +352,13 @@ ONE = Row("one", "packed", "clipped", "tokens")
         (a_deviation_of_the_population, ONE),
         (no_temperature, ONE),
         (the_policy_of_each_update_step, Row("one", "cut", "clipped", "prompts", "k2", "start")),
+        (a_group_counted_by_each_of_its_ranks, Row("fsdp-2", "spanning", "clipped", "tokens")),
     ],
 )
 def test_wrong_recipes_are_noticed(mutate, row, weights_folder, tmp_path):
     cases = [case_of(row, weights_folder, tmp_path)]
-    (of_rank,) = run_distributed(run_rows, 1, cases, mutate)
-    assert_steps(of_rank, expected_of(row), mutate)
+    ranks = run_distributed(run_rows, row.world_size, cases, mutate)
+    assert_steps([of_row for (of_row,) in ranks], expected_of(row), mutate)
 
 
 def test_clip_fractions_by_microbatch_are_noticed(weights_folder, tmp_path):

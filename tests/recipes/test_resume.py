@@ -46,7 +46,7 @@ SPLIT = {
     "rest": {"_component_": "torch.optim.AdamW", "lr": 0.01},
 }
 ROLLOUTS = {
-    "dataset": {"_component_": "rollouts.graded_groups", "num_groups": 38},
+    "dataset": {"_component_": "policies.graded_groups", "num_groups": 38},
     "loss": {"_component_": "recipe_utils.policy.PolicyLoss", "old": "start", "kl_weight": 0.1},
 }
 ROWS = {  # recipe, config, and layouts: the first saves and resumes bitwise, others have its curve

@@ -5,6 +5,7 @@ import math
 import random
 import statistics
 
+import tiny
 import torch
 
 NUM_GROUPS, PER_STEP = 12, 4
@@ -60,6 +61,28 @@ def write(path, groups, leave_out=("ref_logprobs", "advantage")):
     """Writes a file of one answer a line, without some keys."""
     rows = [{key: value for key, value in row.items() if key not in leave_out} for group in groups for row in group]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+class Groups(list):
+    """Samples of several sequences."""
+
+    makes_trees = True
+
+
+def graded_groups(tokenizer, num_groups):
+    """Returns groups with advantages by token, and without log-probabilities, as a dataset of one's own does."""
+    sequences = [
+        [
+            {
+                "tokens": row["prompt_ids"] + row["completion_ids"],
+                "labels": [tiny.IGNORE] * len(row["prompt_ids"]) + row["completion_ids"],
+                "advantages": [0.0] * len(row["prompt_ids"]) + row["advantage"],
+            }
+            for row in rows
+        ]
+        for rows in make_groups(num_groups)
+    ]
+    return Groups({"sequences": of_group} for of_group in sequences)
 
 
 # ---- Formulas ------------------------------------------------------------------------------------
