@@ -1,8 +1,8 @@
 """Decoding with a model in training, sharded or not: the next token of all rows at once.
 
-Example: prompts of 3 and 5 tokens. The first forward computes both rows, padded to 5 positions, and the logits at positions 2
-and 4 choose the next tokens. The second one computes these two alone, at positions 3 and 5, each behind the keys and values
-of its own row. Models without caches of keys and values compute rows of 4 and 6 tokens instead.
+Example: prompts of 3 and 5 tokens. The first forward computes both, the shorter one behind 2 tokens of padding, and the logits
+of their last positions choose the next tokens. The second one computes these two alone, at positions 3 and 5, each behind the
+keys and values of its own row. Models without caches of keys and values compute rows of 4 and 6 tokens instead.
 
 Ranks decode in lockstep: each runs as many forwards as the one whose answers are longest, because FSDP2 gathers weights in
 each of them.
@@ -13,6 +13,7 @@ Shapes: b rows, s positions, v vocabulary.
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -125,17 +126,23 @@ def _on_any_rank(flag: Tensor) -> bool:
 @contextmanager
 def _next_logits(model: nn.Module, num_keys: int) -> Iterator[NextLogits]:
     """Yields the function that computes logits of the next tokens, with caches where the decoder has them."""
-    last: list[Tensor] = []  # position of each row's last token in the forward [b]
+    last: list[Tensor] = []  # place of each row's last token in the forward [b], by default the last one
 
     def last_only(_: nn.Module, __: Any, hidden: Tensor) -> Tensor:
+        if not last:
+            return hidden[:, -1:]
         index = torch.arange(len(hidden), device=hidden.device)
         return hidden[index, last.pop()].unsqueeze(1)  # else logits would be [b, s, v]
 
     hook = text_decoder(model).norm.register_forward_hook(last_only)
+    decoder = transformers_decoder(model) if text_decoder(model) is model else None
+    attentions = self_attentions(model) if decoder is None and text_decoder(model) is model else []
     try:
-        if _has_caches(model):
-            with _caches(model, num_keys) as caches:
-                yield _Cached(model, last, caches)
+        if decoder is not None and decoder.check.spans_ranks:  # all but causal attention is computed token by token
+            yield _Cached(*_of_transformers(model))
+        elif attentions and other_attention(model) is None and len(attentions) == len(text_decoder(model).layers):
+            with _of_torchtune(model, attentions, num_keys) as forward_and_expand:
+                yield _Cached(*forward_and_expand)
         else:
             yield lambda tokens, lengths: _recomputed(model, last, tokens, lengths)
     finally:
@@ -146,6 +153,49 @@ def _recomputed(model: nn.Module, last: list[Tensor], tokens: Tensor, lengths: T
     """Computes all tokens so far."""
     last.append(lengths - 1)
     return _logits(model(tokens[:, : int(lengths.max())]))
+
+
+class _Cached:
+    """Computes each prompt once, then each new token behind the keys and values of its row.
+
+    Args:
+        forward: computes new tokens [b, s] at their positions [b, s] behind the visible keys [b, m], of which the last s
+            are their own. Others are padding, before the prompts: a window reaches as far as without it.
+        expand: makes row i, of b, of the caches a copy of row ``of_row[i]``.
+    """
+
+    def __init__(self, forward: Callable[..., Any], expand: Callable[[Tensor], None]) -> None:
+        self._forward, self._expand = forward, expand
+        self._visible: Tensor | None = None
+
+    def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Returns logits of the next tokens [b, v]. Rows that have ended compute their last token again."""
+        if self._visible is None:
+            # Answers to one prompt have equal rows.
+            width = int(lengths.max())
+            rows = torch.cat([lengths[:, None], tokens[:, :width]], dim=1)
+            prompts, of_row = torch.unique(rows, dim=0, return_inverse=True)
+            positions = torch.arange(width, device=tokens.device) - (width - prompts[:, :1])
+            visible, positions = positions >= 0, positions.clamp(min=0)
+            logits = _logits(self._forward(prompts[:, 1:].gather(1, positions), visible, positions))
+            self._expand(of_row)
+            self._visible = visible[of_row]
+            return logits[of_row]
+        new = lengths[:, None] - 1
+        self._visible = torch.cat([self._visible, torch.ones_like(new, dtype=torch.bool)], dim=1)
+        return _logits(self._forward(tokens.gather(1, new), self._visible, new))
+
+
+def _of_transformers(model: nn.Module) -> tuple[Callable[..., Any], Callable[[Tensor], None]]:
+    """Returns the forward of a decoder of transformers with a cache of its own, and what expands that."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    return partial(_with_cache, model, cache), cache.batch_select_indices
+
+
+def _with_cache(model: nn.Module, cache: Any, tokens: Tensor, visible: Tensor, positions: Tensor) -> Any:
+    return model(tokens, mask=visible, input_pos=positions, cache=cache)
 
 
 class _Cache:
@@ -168,57 +218,34 @@ class _Cache:
         self._k, self._v = self._k[of_row], self._v[of_row]
 
 
-def _has_caches(model: nn.Module) -> bool:
-    """Returns True for a torchtune decoder of which all layers have torchtune's own attention."""
-    decoder = text_decoder(model)
-    is_plain = decoder is model and transformers_decoder(model) is None and other_attention(model) is None
-    return is_plain and len(self_attentions(model)) == len(getattr(decoder, "layers", ()))
-
-
 @contextmanager
-def _caches(model: nn.Module, num_keys: int) -> Iterator[list[_Cache]]:
-    """Gives each layer a cache in the block. Layers run uncompiled: they would be compiled for caches, too."""
-    attentions = self_attentions(model)
+def _of_torchtune(
+    model: nn.Module, attentions: Sequence[Any], num_keys: int
+) -> Iterator[tuple[Callable[..., Any], Callable[[Tensor], None]]]:
+    """Yields the same for a decoder of torchtune, whose self-attentions have caches in the block.
+
+    Layers run uncompiled: they would be compiled for caches, too.
+    """
     caches = [_Cache(num_keys) for _ in attentions]
+
+    def forward(tokens: Tensor, visible: Tensor, positions: Tensor) -> Any:
+        s, m = tokens.size(1), visible.size(1)
+        is_before = torch.ones(s, m, dtype=torch.bool, device=tokens.device).tril(m - s)
+        own = is_before.triu(m - s)  # also of padding, which would be NaN
+        return model(tokens, mask=(visible[:, None] & is_before) | own, input_pos=positions)
+
+    def expand(of_row: Tensor) -> None:
+        for cache in caches:
+            cache.expand(of_row)
+
     for attention, cache in zip(attentions, caches, strict=True):
         attention.kv_cache, attention.cache_enabled = cache, True
     try:
         with torch.compiler.set_stance("force_eager"):
-            yield caches
+            yield forward, expand
     finally:
         for attention in attentions:
             attention.kv_cache, attention.cache_enabled = None, False
-
-
-class _Cached:
-    """Computes each prompt once, then each new token behind the keys and values of its row.
-
-    All rows put keys at one place: those of prompts at 0 to 4 in the example, then those of each new token at 5, 6, ...;
-    ``visible`` hides the padding of the shorter prompt at 3 and 4.
-    """
-
-    def __init__(self, model: nn.Module, last: list[Tensor], caches: list[_Cache]) -> None:
-        self._model, self._last, self._caches = model, last, caches
-        self._visible: Tensor | None = None
-
-    def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Returns logits of the next tokens [b, v]. Rows that have ended compute their last token again."""
-        if self._visible is None:
-            positions = torch.arange(int(lengths.max()), device=tokens.device)
-            self._visible = positions < lengths[:, None]
-            # Answers to one prompt have equal rows.
-            rows = torch.cat([lengths[:, None], tokens[:, : len(positions)]], dim=1)
-            prompts, of_row = torch.unique(rows, dim=0, return_inverse=True)
-            self._last.append(prompts[:, 0] - 1)
-            causal = (positions <= positions[:, None]).unsqueeze(0)
-            logits = _logits(self._model(prompts[:, 1:], mask=causal, input_pos=positions.unsqueeze(0)))
-            for cache in self._caches:
-                cache.expand(of_row)
-            return logits[of_row]
-        new = lengths[:, None] - 1
-        self._visible = torch.cat([self._visible, torch.ones_like(new, dtype=torch.bool)], dim=1)
-        self._last.append(torch.zeros_like(lengths))
-        return _logits(self._model(tokens.gather(1, new), mask=self._visible[:, None], input_pos=new))
 
 
 def _logits(output: Any) -> Tensor:

@@ -10,6 +10,7 @@ Shapes: b rows, s positions, d width of the model, v vocabulary.
 """
 
 import copy
+import inspect
 import json
 import zlib
 from collections.abc import Callable
@@ -138,6 +139,8 @@ class Decoder(nn.Module):
         # The output layer is a part of the model; what else follows the decoder is a module without parameters.
         self._tail: nn.Module | None = None if check.head_is_tail else Tail(model)
         self._ties = {n: first for first, others in names_of_weights(self).items() for n in others}
+        takes = inspect.signature(getattr(model, decoder_name(model)).forward).parameters
+        self._name_of_cache = "cache" if "cache" in takes else "past_key_values"
         self.register_state_dict_post_hook(_drop_ties)
         self.register_load_state_dict_pre_hook(_share_ties)
 
@@ -162,10 +165,13 @@ class Decoder(nn.Module):
         *,
         input_pos: Tensor | None = None,
         document_lengths: Documents | None = None,
-        mask: None = None,
+        mask: Tensor | None = None,
+        cache: Any = None,
     ) -> Tensor:
         """Returns logits [b, s, v] of tokens [b, s]. Packed rows have positions that restart [b, s].
 
+        A ``cache`` of transformers takes the keys of the tokens, at ``input_pos`` [b, s], behind those of earlier
+        forwards; ``mask`` [b, m] is False where a key is padding.
         Pipeline stages take hidden states [b, s, d] instead of tokens, or return them; see :meth:`cut_to_stage`.
         Raises ValueError for trees if the model is not proved to compute them.
         """
@@ -183,8 +189,9 @@ class Decoder(nn.Module):
         with setting(ROWS, rows):
             out = getattr(self.model, decoder_name(self.model))(
                 **{"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens},
-                position_ids=input_pos if documents is not None else None,
-                use_cache=False,
+                position_ids=input_pos if documents is not None or cache is not None else None,
+                use_cache=cache is not None,
+                **({} if cache is None else {"attention_mask": mask, self._name_of_cache: cache}),
             )
         return self.unembed(out[0] if isinstance(out, tuple) else out.last_hidden_state)
 
