@@ -186,9 +186,18 @@ class Rounds(Part):
         self._open = {"round": number, "content_hash": content_hash}
 
     def _sample(self, sampler: ModelSampler, number: int) -> None:
-        """Writes the file of a round with the model as it is now."""
+        """Writes the file of a round with the model as it is now, unless a stop is requested."""
         run, dataset, began = self._run, self._dataset, time.perf_counter()
-        groups = sampler.sample(self._model, self._tokenizer, run.ranks, number - 1, len(dataset))
+        groups = sampler.sample(
+            self._model,
+            self._tokenizer,
+            run.ranks,
+            number - 1,
+            len(dataset),
+            lambda: all_reduce_any([run.stop.is_set()], run.ranks.cpu_group)()[0],
+        )
+        if not groups:
+            return  # the wait for the file ends at once
         seconds = time.perf_counter() - began
         file, text, problem = dataset.file_of(number), file_of(groups, run.global_step), None
         if run.ranks.is_zero:

@@ -88,11 +88,20 @@ class ModelSampler:
         """Returns the number of prompts."""
         return len(self._rows)
 
-    def sample(self, model: nn.Module, tokenizer: Any, ranks: Ranks, index: int, num_prompts: int) -> list[Group]:
+    def sample(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        ranks: Ranks,
+        index: int,
+        num_prompts: int,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> list[Group]:
         """Returns a group for each of ``num_prompts`` prompts of a round, the same on all ranks, which call it together.
 
-        Rounds, from index 0, take the prompts one after the other, in an order of each pass. Raises ConfigError for a
-        prompt that leaves no room for an answer, and for errors of the reward.
+        Rounds, from index 0, take the prompts one after the other, in an order of each pass. ``is_stopped``, of which
+        the ranks agree on the value, is called before each batch; after True there are no groups. Raises ConfigError
+        for a prompt that leaves no room for an answer, and for errors of the reward.
         """
         # The prompts of the round, by their places in all rounds.
         passes = [divmod(place, len(self)) for place in range(index * num_prompts, (index + 1) * num_prompts)]
@@ -106,6 +115,8 @@ class ModelSampler:
         share, most = answers[ranks.dp_rank :: ranks.dp_degree], -(-len(answers) // ranks.dp_degree)
         decoded = dict[tuple[int, int], Decoded]()
         for start in range(0, most, self._batch_size):
+            if is_stopped():
+                return []
             batch = share[start : start + self._batch_size]
             uniform = [self._uniform(index, *answer) for answer in batch or [(0, 0)]]
             found = decode(

@@ -1,7 +1,9 @@
 """A training in rounds reads each file when it is complete, stops while it waits, and resumes within a round bitwise."""
 
 import json
+import os
 import shutil
+import signal
 import threading
 import time
 from itertools import chain
@@ -105,14 +107,14 @@ def test_files_that_come_one_after_the_other_train_as_the_sampled_ones(module_ro
 
 
 def stop_while_waiting(config, stops_at_rank):
-    """Trains; one rank is asked to stop once the training waits. Returns losses and messages."""
+    """Trains; one rank gets SIGTERM once the training waits. Returns losses and messages."""
     with keep_messages() as messages, set_up(config, RL) as made:
 
         def stop():
             while not any(Path(config["output_dir"]).glob("epoch_0")):
                 time.sleep(0.01)
             time.sleep(1)  # longer than an export takes; before the wait it would end the same
-            made.run.stop.set()
+            os.kill(os.getpid(), signal.SIGTERM)
 
         if made.ranks.dp_rank == stops_at_rank:
             threading.Thread(target=stop).start()
@@ -134,6 +136,17 @@ def test_a_stop_while_waiting_ends_all_ranks_and_resumes_there(world_size, modul
     if world_size == 1:
         assert_same_end(config, logged, whole, num_before=2)
     assert losses(logged) == pytest.approx(whole[1][2:], rel=1e-3)
+
+
+def test_a_stop_while_it_samples_leaves_no_file(module_rounds, tmp_path):
+    config = module_rounds(tmp_path, samples=True)
+    config["sampler"]["batch_size"] = 1
+    with keep_messages() as messages, set_up(config, RL) as made, pytest.MonkeyPatch.context() as patch:
+        call = made.model.forward
+        patch.setattr(made.model, "forward", lambda *args, **keys: (made.run.stop.set(), call(*args, **keys))[1])
+        made.train()
+    assert not file_in(tmp_path / "rounds", 1).exists()
+    assert any("Stopped as requested before round 1; nothing was trained yet" in message for message in messages)
 
 
 def test_ranks_sample_the_file_of_one_process(module_rounds, whole, tmp_path):
