@@ -50,7 +50,7 @@ class Settings:
     def problems(self) -> Iterator[Problem]:
         """Yields keys that exclude each other."""
         yield from training.problems_between(self, validates_otherwise=self.rounds.sampler_val is not None)
-        yield from self.rounds.problems_on_ranks(self.ranks)
+        yield from self.rounds.problems_of_rounds(self.ranks, self.components.dataset_val)
         yield from self.data.problems_of_long_rows(self.ranks)
         yield from policy.problems_with_loss(self.loss, self.data)
 

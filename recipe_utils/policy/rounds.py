@@ -45,8 +45,11 @@ class RoundSettings:
     sampler_val: Annotated[Component | None, OnlyWith("run_val_every_n_steps")] = None
     """Sampler whose mean reward is logged as ``val_reward``."""
 
-    def problems_on_ranks(self, ranks: RankSettings) -> Iterator[Problem]:
-        """Yields samplers beside pipeline stages."""
+    def problems_of_rounds(self, ranks: RankSettings, dataset_val: Any) -> Iterator[Problem]:
+        """Yields samplers beside pipeline stages, and rounds of a validation."""
+        if any(isinstance(each, dict) and each.get("groups_per_round") for each in (dataset_val, *(dataset_val or ()))):
+            text = "a validation has no rounds; set path to a file, or sampler_val in place of dataset_val"
+            yield Problem("dataset_val.groups_per_round", text)
         for key in ("sampler", "sampler_val"):
             if getattr(self, key) is not None and ranks.pipeline_parallel_dim > 1:
                 stages = f"pipeline_parallel_dim={ranks.pipeline_parallel_dim}"
@@ -89,7 +92,7 @@ class RoundsDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns a group of the open round."""
         if self.rollouts is None:
-            raise SampleError("no round has begun; groups_per_round needs a dataset that is not in a list")
+            raise SampleError("no round has begun: only a training reads rounds, of a dataset that is not in a list")
         return self.rollouts[index]
 
     def file_of(self, number: int) -> Path:

@@ -10,6 +10,7 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class ModelSampler:
     """Samples answers of the model under training, and rewards them.
 
     Args:
-        prompts: file of rows with ``prompt``, a text of the user or messages. Other keys are for the reward.
+        prompts: file, or files, of rows with ``prompt``, a text of the user or messages. Other keys are for the reward.
         reward: path of a function ``reward(prompts, completions, **columns)`` that returns a number for each completion.
             ``completions`` are texts; each further argument is a list of the rows' values of a key, as in TRL.
         group_size: number of answers to a prompt.
@@ -58,7 +59,7 @@ class ModelSampler:
 
     def __init__(
         self,
-        prompts: str | list[str],
+        prompts: str | Path | list[str | Path],
         reward: str,
         group_size: int = 8,
         temperature: float = 1.0,
@@ -72,7 +73,8 @@ class ModelSampler:
                 raise ValueError(f"{name}={number}: set it to 1 or more")
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature={temperature}: set it to a number above 0")
-        self._rows, self._name = PathRows(prompts), reward
+        paths = str(prompts) if isinstance(prompts, str | Path) else [*map(str, prompts)]
+        self._rows, self._name = PathRows(paths), reward
         self._reward: Reward = component_at(reward)
         if not callable(self._reward):
             raise ValueError(f"reward={reward}: it is a {type(self._reward).__name__}, not a function")

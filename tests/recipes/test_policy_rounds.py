@@ -261,6 +261,10 @@ def test_a_file_that_does_not_fit_or_come_is_named(change, problem, module_round
         ({"sampler": {"temperature": 0.0}}, "temperature=0.0: set it to a number above 0"),
         ({"sampler": {"rewards": "x"}}, "sampler.rewards: ModelSampler has no such argument; did you mean reward?"),
         ({"sampler_val": {**SAMPLER, "prompts": "x"}}, "it has no effect with run_val_every_n_steps=null; set"),
+        (
+            {"dataset_val": {"_component_": "recipe_utils.policy.rollout_dataset", "path": "x", "groups_per_round": 2}},
+            "dataset_val.groups_per_round: a validation has no rounds; set path to a file, or sampler_val",
+        ),
         ({"run_val_every_n_steps": 1}, "run_val_every_n_steps=1: set dataset_val, too"),
     ],
 )
