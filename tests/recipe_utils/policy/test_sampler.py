@@ -18,7 +18,7 @@ from recipe_utils.settings.problems import ConfigError
 from recipe_utils.update_steps.permutation import seed_of
 
 PROMPTS = ["Why?", "What does it do, and for how long?", "x", "How many of them are there?", "Where"]
-ROUND, NUM, ENDS = 3, 4, range(1, 9)
+ROUND, NUM, ENDS = 3, 5, range(1, 9)
 TOKENIZER = tiny.tiny_tokenizer()
 TOKENIZER.stop_tokens = tuple(ENDS)
 
@@ -33,12 +33,12 @@ def prompts(tmp_path):
 
 
 def sampler_of(prompts, reward="of_length", **changes):
-    arguments = {"group_size": 3, "max_new_tokens": 12, "temperature": 0.7, "seed": 5, "batch_size": 4, **changes}
+    arguments = {"group_size": 3, "max_new_tokens": 12, "temperature": 0.7, "seed": 5, "batch_size": 7, **changes}
     return ModelSampler(prompts, f"rewards.{reward}", **arguments)
 
 
 def sampled(prompts, sizes=tiny.MODEL, dims=(), **changes):
-    """Returns the groups of a round on the ranks of the layout."""
+    """Returns the groups of a round on the ranks of the layout: two ranks have 8 and 7 answers, in batches of 7."""
     ranks = join_ranks(RankSettings(device="cpu", **dict(dims)))
     with tiny.float64_throughout():
         model = tiny.tiny_model(sizes, seed=3).double()
@@ -129,7 +129,7 @@ def error_of(prompts, changes, max_seq_len=64):
     ("reward", "problem"),
     [
         ("raising", r"sampler.reward=rewards.raising: KeyError: 'answer' \(line \d+ of .*rewards.py\)"),
-        ("too_few", "sampler.reward=rewards.too_few: it returned 1 numbers for 12 completions"),
+        ("too_few", "sampler.reward=rewards.too_few: it returned 1 numbers for 15 completions"),
         ("not_finite", "sampler.reward=rewards.not_finite: it returned nan for the completion '"),
     ],
 )
