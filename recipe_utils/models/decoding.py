@@ -13,7 +13,6 @@ Shapes: b rows, s positions, v vocabulary.
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -191,11 +190,11 @@ def _of_transformers(model: nn.Module) -> tuple[Callable[..., Any], Callable[[Te
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    return partial(_with_cache, model, cache), cache.batch_select_indices
 
+    def forward(tokens: Tensor, visible: Tensor, positions: Tensor) -> Any:
+        return model(tokens, mask=visible, input_pos=positions, cache=cache)
 
-def _with_cache(model: nn.Module, cache: Any, tokens: Tensor, visible: Tensor, positions: Tensor) -> Any:
-    return model(tokens, mask=visible, input_pos=positions, cache=cache)
+    return forward, cache.batch_select_indices
 
 
 class _Cache:
