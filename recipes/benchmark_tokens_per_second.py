@@ -10,8 +10,8 @@ one after the other, for a GPU whose memory does not hold all.
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark overrides.batch_size=8
     tune run benchmark_tokens_per_second --config llama3_2/1B_gpu_benchmark
 
-Other configs: ``llama3_2/5M_lora_benchmark``, ``5M_dpo_benchmark``, ``5M_to_1M_KD_benchmark``. Keys
-of an entry of ``baselines`` override the recipe's config:
+Other configs: ``llama3_2/5M_lora_benchmark``, ``5M_dpo_benchmark``, ``5M_to_1M_KD_benchmark``,
+``5M_policy_benchmark``. Keys of an entry of ``baselines`` override the recipe's config:
 ``baselines.in_order.gradient_accumulation_steps=2``, ``'~baselines.stock'``.
 """
 
@@ -31,7 +31,7 @@ from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 
 from recipe_utils.benchmark import report
-from recipe_utils.benchmark.baselines.kinds import DISTILLATION, PAIRS
+from recipe_utils.benchmark.baselines.kinds import DISTILLATION, PAIRS, POLICY
 from recipe_utils.benchmark.baselines.start import write_fresh_adapters
 from recipe_utils.benchmark.baselines.worker import write_spec
 from recipe_utils.benchmark.flops import product_rate
@@ -58,12 +58,15 @@ class Settings:
     output_dir: FilePath
     """Folder for the report and the output of the baselines."""
     baselines: Annotated[dict[str, Any], AS_WRITTEN]
-    """Baselines: name -> `kind` (stock, update_step, hf_trainer, or limit, a bare loop),
+    """Baselines: name -> `kind` (stock, update_step, hf_trainer, trl, or limit, a bare loop),
     `recipe` (a file of kind update_step; default: `update_step_recipe`) and overrides of the config."""
     update_step_recipe: Literal[
-        "full_finetune_update_step", "full_dpo_update_step", "knowledge_distillation_update_step"
+        "full_finetune_update_step",
+        "full_dpo_update_step",
+        "knowledge_distillation_update_step",
+        "full_policy_update_step",
     ] = "full_finetune_update_step"
-    """Recipe of the config. Only fine-tuning has an hf_trainer and a limit."""
+    """Recipe of the config. Only fine-tuning has an hf_trainer and a limit, only rollouts have a trl."""
     update_step_config: str | None = None
     """Config of `update_step_recipe` for all baselines, by name or path; null: `overrides` contain all its keys."""
     overrides: Annotated[dict[str, Any], AS_WRITTEN] | None = None
@@ -211,6 +214,8 @@ class BenchmarkTokensPerSecond:
                 "Targets are those of both answers. Real tokens are those that go into the trained model: a shared "
                 "prefix counts once."
             )
+        if first.recipe == POLICY:
+            parts.append("Real tokens are those that go into the trained model: a shared prompt counts once.")
         if first.recipe == DISTILLATION:
             parts.append(
                 "The loss deviation is that of the first update step: stock divides the mean of each microbatch by the "

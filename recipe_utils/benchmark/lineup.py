@@ -12,10 +12,16 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe_utils.benchmark.baselines.kinds import DISTILLATION, KINDS, OWN_KEYS, PAIRS, TEXT, why_skipped
+from recipe_utils.benchmark.baselines.kinds import DISTILLATION, KINDS, OWN_KEYS, PAIRS, POLICY, TEXT, why_skipped
 from recipe_utils.benchmark.baselines.start import adapters_in, llama_config
 from recipe_utils.benchmark.flops import countable_decoder, decoder_flops
-from recipe_utils.benchmark.token_audit import StepContents, contents_of, contents_of_pairs, samples_in_order
+from recipe_utils.benchmark.token_audit import (
+    StepContents,
+    contents_of,
+    contents_of_groups,
+    contents_of_pairs,
+    samples_in_order,
+)
 from recipe_utils.cli.registry import config_path
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.describe import load_recipe, settings_of
@@ -212,7 +218,7 @@ def _resolve(
     config.pop("global_batch_size", None)
     config.max_steps_per_epoch = num_steps + SPARE_STEPS
     container: Any = OmegaConf.to_container(config, resolve=True)
-    if kind == "hf_trainer" and "checkpoint_dir" not in container["checkpointer"]:
+    if kind in ("hf_trainer", "trl") and "checkpoint_dir" not in container["checkpointer"]:
         llama_config(container["model"])  # raises ValueError
     # Keys used only in references are resolved; the recipe would reject them.
     known = {*keys_of(settings), *foreign}
@@ -263,12 +269,14 @@ def _contents_of(
             f"num_update_steps: the dataset has {len(samples)} samples, enough for "
             f"{len(samples) // per_step} update steps of {per_step}, warm-up included; set it lower"
         )
-    # A pair's shared prompt counts once where the baseline computes it once.
+    # The shared prompt of a pair or a group counts once where the baseline computes it once.
     count = contents_of
     decoder = countable_decoder(config["model"]) if recipe == TEXT else None
+    is_packed = kind == "update_step" and cfg.get("microbatching") == "packed"
     if recipe == PAIRS:
-        is_packed = kind == "update_step" and cfg.get("microbatching") == "packed"
         count = partial(contents_of_pairs, shares_prefixes=is_packed and cfg.get("prefix_sharing") is not False)
+    if recipe == POLICY:
+        count = partial(contents_of_groups, shares_prompts=is_packed)
     steps = range(0, num_steps * per_step, per_step)
     contents = [count(samples[start : start + per_step], tokenizer.pad_id) for start in steps]
     # Operations only of models whose formula holds.

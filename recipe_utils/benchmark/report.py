@@ -173,7 +173,7 @@ def machine_name(device: torch.device) -> str:
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of installed packages."""
     installed = {"python": platform.python_version()}
-    for package in ["torch", "torchtune", "torchao", "transformers", "accelerate", "torchtune-update-step"]:
+    for package in ["torch", "torchtune", "torchao", "transformers", "accelerate", "trl", "torchtune-update-step"]:
         with contextlib.suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed

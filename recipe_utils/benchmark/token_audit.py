@@ -1,6 +1,7 @@
 """Tokens of update steps and of a model's inputs, compared to detect unfair baselines."""
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +74,17 @@ def contents_of_pairs(pairs: Iterable[Sample], pad_id: int, shares_prefixes: boo
         num_real_tokens=contents.num_real_tokens - sum(map(len, shared)),
         fingerprint_of_shared=sum(int(fingerprint(torch.as_tensor(s), pad_id)) for s in shared),
     )
+
+
+def contents_of_groups(groups: Sequence[Sample], pad_id: int, shares_prompts: bool) -> StepContents:
+    """Counts the answers of the groups of an update step; what those of a group share once, if shared."""
+    contents = contents_of([answer for group in groups for answer in group["sequences"]], pad_id)
+    if not shares_prompts:
+        return contents
+    reader = TextReader(IGNORE_INDEX, most_positions=sys.maxsize)
+    computed = torch.from_numpy(np.concatenate([reader.prepare(group, "group").tokens for group in groups]))
+    shared = contents.fingerprint - int(fingerprint(computed, pad_id))
+    return replace(contents, num_real_tokens=len(computed), fingerprint_of_shared=shared)
 
 
 def fingerprint(tokens: Tensor, pad_id: int) -> Tensor:

@@ -15,6 +15,8 @@ from torchtune import training
 from torchtune.data import padded_collate_sft
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.utils import get_device
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+from transformers.trainer_callback import TrainerCallback
 
 from recipe_utils.benchmark.baselines.start import llama_config
 from recipe_utils.benchmark.interleave import LossLogger
@@ -24,19 +26,21 @@ from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.update_steps.samples import Sample
 
 
+class ReportLoss(TrainerCallback):
+    """Passes each logged loss of rank 0 to the benchmark."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Passes on ``logs["loss"]``."""
+        if state.is_world_process_zero:
+            LossLogger().log_dict(logs, state.global_step)
+
+
 def train_hf_trainer(config: DictConfig) -> None:
     """Trains with transformers' Trainer, without attention mask: only padding follows a sample.
 
     ``train_sampling_strategy`` is ``sequential`` or ``batch_rebalance``, which sorts and splits the
     samples of each update step.
     """
-    from transformers import Trainer, TrainingArguments
-    from transformers.trainer_callback import TrainerCallback
-
-    class ReportLoss(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if state.is_world_process_zero:
-                LossLogger().log_dict(logs, state.global_step)
 
     class InGivenOrder(Trainer):
         def _get_train_sampler(self, *args: Any) -> Any:
@@ -47,27 +51,13 @@ def train_hf_trainer(config: DictConfig) -> None:
     tokenizer = torchtune_config.instantiate(config.tokenizer)
     samples = samples_in_order(config, tokenizer, world_size_from_env())
     device = get_device(config.device)
-    model = _load_model(config, device)
+    model = load_model(config, device)
     optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
-    is_on_cpu = device.type == "cpu"
     args = TrainingArguments(
-        output_dir=config.output_dir,
         per_device_train_batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        max_steps=config.max_steps_per_epoch,
-        lr_scheduler_type="constant",
-        max_grad_norm=config.get("clip_grad_norm") or 0.0,
-        gradient_checkpointing=config.enable_activation_checkpointing,
         train_sampling_strategy=config.get("train_sampling_strategy", "sequential"),
-        remove_unused_columns=False,
-        logging_strategy="steps",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        bf16=False,  # no autocast: the model has the precision of the config
-        use_cpu=is_on_cpu,
-        ddp_backend="gloo" if training.is_distributed() and is_on_cpu else None,
-        disable_tqdm=True,
+        ddp_backend="gloo" if training.is_distributed() and device.type == "cpu" else None,
+        **trainer_arguments(config),
     )
     args._n_gpu = min(args.n_gpu, 1)  # one process would use all GPUs of the machine
     InGivenOrder(
@@ -80,10 +70,28 @@ def train_hf_trainer(config: DictConfig) -> None:
     ).train()
 
 
-def _load_model(config: DictConfig, device: torch.device) -> Any:
-    """Returns the model of a checkpoint's folder, or a Llama with the weights of a checkpointer without a folder."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def trainer_arguments(config: DictConfig) -> dict[str, Any]:
+    """Returns the arguments of a trainer that trains in the dtype of the config, and logs each loss."""
+    return {
+        "output_dir": config.output_dir,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "max_steps": config.max_steps_per_epoch,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": config.get("clip_grad_norm") or 0.0,
+        "gradient_checkpointing": config.enable_activation_checkpointing,
+        "remove_unused_columns": False,
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "bf16": False,  # no autocast: the model has the precision of the config
+        "use_cpu": get_device(config.device).type == "cpu",
+        "disable_tqdm": True,
+    }
 
+
+def load_model(config: DictConfig, device: torch.device) -> Any:
+    """Returns the model of a checkpoint's folder, or a Llama with the weights of a checkpointer without a folder."""
     dtype = training.get_dtype(config.dtype, device=device)
     checkpointer = torchtune_config.instantiate(config.checkpointer)  # one of fresh weights writes them
     if (folder := config.checkpointer.get("checkpoint_dir")) is not None:

@@ -4,7 +4,7 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config as torchtune_config
 
-from recipe_utils.benchmark.baselines.hugging_face import _load_model
+from recipe_utils.benchmark.baselines.hugging_face import load_model
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tie_word_embeddings": False, "num_kv_heads": 4}])
@@ -14,6 +14,6 @@ def test_transformers_model_has_the_random_weights_of_a_checkpointer_without_a_f
     config = OmegaConf.create({"model": model, "checkpointer": random, "dtype": "fp32"})
     of_torchtune = torchtune_config.instantiate(config.model)
     of_torchtune.load_state_dict(torchtune_config.instantiate(config.checkpointer).load_checkpoint()["model"])
-    of_transformers = _load_model(config, torch.device("cpu"))
+    of_transformers = load_model(config, torch.device("cpu"))
     tokens = torch.arange(1, 50)[None]
     torch.testing.assert_close(of_transformers(tokens).logits, of_torchtune(tokens))

@@ -3,7 +3,13 @@ import torch
 from torch import nn
 from torchtune.datasets import PackedDataset
 
-from recipe_utils.benchmark.token_audit import FedTokens, contents_of, contents_of_pairs, fingerprint
+from recipe_utils.benchmark.token_audit import (
+    FedTokens,
+    contents_of,
+    contents_of_groups,
+    contents_of_pairs,
+    fingerprint,
+)
 
 IGNORE = -100
 SAMPLES = [{"tokens": [5, 6, 7], "labels": [IGNORE, 6, 7]}, {"tokens": [8, 9, 10, 11], "labels": [8, 9, IGNORE, 11]}]
@@ -63,3 +69,13 @@ def test_tokens_that_are_shared_are_counted_once_and_their_targets_twice():
     once = [{**pair, "rejected_input_ids": [7, 9, 10], "rejected_labels": [7, 9, 10]}]
     fed = contents_of_pairs(once, 0, shares_prefixes=False).fingerprint
     assert fed + shared.fingerprint_of_shared == whole.fingerprint == shared.fingerprint
+
+
+def test_the_prompt_of_a_group_is_counted_once_where_it_is_shared():
+    answers = [{"tokens": [5, 6, *own], "labels": [IGNORE, IGNORE, *own]} for own in ([7, 8], [9], [10, 11, 12])]
+    alone, shared = (contents_of_groups([{"sequences": answers}], 0, shares_prompts=shares) for shares in (False, True))
+    assert (alone.num_target_tokens, alone.num_real_tokens) == (6, 12)
+    # The last token of the prompt predicts another one in each answer.
+    computed = torch.tensor([5, 6, 7, 8, 6, 9, 6, 10, 11, 12])
+    assert (shared.num_target_tokens, shared.num_real_tokens) == (6, len(computed))
+    assert fingerprint(computed, 0) + shared.fingerprint_of_shared == alone.fingerprint == shared.fingerprint
