@@ -69,7 +69,7 @@ class PolicyRecipe:
 
         # ---- Components: errors name the key
         self.tokenizer = build("tokenizer", instantiate, cfg.tokenizer)
-        self.loss_fn = loss_fn = build("loss", losses.build_loss, cfg.loss)
+        self.loss_fn = loss_fn = build("loss", policy.build_policy_loss, cfg.loss)
         declared = build("", declared_by, loss_fn)  # columns beside tokens, the divisor and further totals, sums
         self.divisor, self.names = declared.divisor, declared.sums
         meta_model = build("model", models.build_on_meta, partial(instantiate, cfg.model), settings.model)

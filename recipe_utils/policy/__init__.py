@@ -5,7 +5,7 @@ from recipe_utils import exported
 __getattr__ = exported(
     {
         "recipe_utils.policy.losses": "PolicyLoss",
-        "recipe_utils.policy.objective": "counts_of GROUPS needs_reference needs_start problems_with_loss "
+        "recipe_utils.policy.objective": "build_policy_loss counts_of GROUPS needs_reference needs_start problems_with_loss "
         "take_largest_ratio without_equal_groups",
         "recipe_utils.policy.rollouts": "RolloutDataset",
         "recipe_utils.policy.round_start": "build_reference PolicySettings RoundStart",

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 from torch import Tensor
 
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.policy.equal_groups import WithoutEqualGroups
 from recipe_utils.policy.losses import PolicyLoss
 from recipe_utils.settings.problems import Problem
+from recipe_utils.torchtune_names import instantiate
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep
@@ -25,6 +27,15 @@ GROUPS: Mapping[str, Any] = {
     "pads_sequences": True,
 }
 """Arguments of :func:`.text_collator`: packed rows compute a group's prompt once, others have a row for each answer."""
+
+
+def build_policy_loss(cfg: DictConfig) -> PolicyLoss:
+    """Builds the loss. Raises ValueError if it is no policy loss: the recipe logs and divides by what that counts."""
+    loss_fn = instantiate(cfg)
+    if not isinstance(loss_fn, PolicyLoss):
+        text = "set it to recipe_utils.policy.PolicyLoss or a class of it; full_finetune_update_step takes other losses"
+        raise ValueError(f"loss: {type(loss_fn).__name__} is no PolicyLoss; {text}")
+    return loss_fn
 
 
 def problems_with_loss(loss: Mapping[str, Any], data: DataSettings) -> Iterator[Problem]:
