@@ -12,12 +12,14 @@ from torchtune import config
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from recipe_utils.cli.registry import config_path
+from recipe_utils.examples.word_counts.credits import main as write_credits
 from recipe_utils.training.log import read_metrics
 
 FULL = ("full_finetune_update_step", "llama3_2/5M_full_update_step")
 LORA = ("lora_finetune_update_step", "llama3_2/5M_lora_update_step")
 DPO = ("full_dpo_update_step", "llama3_2/5M_full_dpo_update_step")
 KD = ("knowledge_distillation_update_step", "llama3_2/5M_to_1M_KD_update_step")
+POLICY = ("full_policy_update_step", "llama3_2/5M_policy_update_step")
 QWEN3 = ("full_finetune_update_step", "qwen3/5M_full_update_step")
 QWEN3_LORA = ("lora_finetune_update_step", "qwen3/5M_lora_update_step")
 GENERATION = config_path("llama3_2/5M_generation")
@@ -125,6 +127,24 @@ def test_preferences_of_held_out_pairs_are_learned(tmp_path):
     assert before == pytest.approx(math.log(2))
     assert float(loss) < math.log(2) - 0.02
     assert float(accuracy) > 0.59  # of 200 pairs; guessing has a standard deviation of 0.035
+
+
+@pytest.mark.slow
+def test_rewards_of_held_out_questions_rise_also_from_files_and_with_advantages_of_tokens(tmp_path):
+    first, files, credits = tmp_path / "first", tmp_path / "files", tmp_path / "credits"
+    few = ("epochs=30", "run_val_every_n_steps=120", f"data_dir={first}/data")
+    train(POLICY, first, *few)
+    before, after = logged(first, "val_reward")
+    assert before == pytest.approx(0.34, abs=0.06)
+    assert after > before + 0.15  # of 256 answers
+    train(POLICY, files, *few, "~sampler", f"dataset.path={first}/rounds")
+    assert logged(files, "loss") == logged(first, "loss")
+    assert logged(files, "val_reward") == [before, after]
+    write_credits(str(first / "rounds"), str(credits), str(first / "data/warm/tokenizer.model"))
+    given = ("~sampler", f"dataset.path={credits}", "dataset.advantage=given")
+    train(POLICY, tmp_path / "given", *few, *given)
+    assert logged(tmp_path / "given", "mean_reward") == logged(first, "mean_reward")  # of the same answers
+    assert logged(tmp_path / "given", "val_reward")[-1] > before + 0.06
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ def fresh_llama_checkpointer(
     adapter_checkpoint: str | None = None,
     recipe_checkpoint: str | None = None,
     should_load_recipe_state: bool = False,
+    train: Callable[[nn.Module], None] | None = None,
+    trained_on: Mapping[str, Any] | None = None,
 ) -> FullModelHFCheckpointer:
     """Returns a Hugging Face checkpointer, after building a checkpoint of fresh weights.
 
@@ -53,7 +55,8 @@ def fresh_llama_checkpointer(
     rebuilt if ``model`` or ``seed`` change. Weights of another origin are not replaced.
 
     ``model`` is ``torchtune.models.llama3_2.llama3_2`` with ``scale_factor: 1`` (plain RoPE). The
-    fresh checkpoint is in ``checkpoint_dir``. Other arguments are those of the checkpointer. Raises ValueError if
+    fresh checkpoint is in ``checkpoint_dir``. ``train`` changes the fresh model before it is saved, which is repeated
+    if ``trained_on`` changes. Other arguments are those of the checkpointer. Raises ValueError if
     ``config.json`` cannot describe the model, or another model is in ``checkpoint_dir``.
     """
     if not model["_component_"].endswith(".llama3_2") or model.get("scale_factor") != 1:
@@ -66,13 +69,17 @@ def fresh_llama_checkpointer(
     sizes = {hf_name: given[name] for name, hf_name in _HF_NAMES.items()}
     hf_config = {**_FIXED, **sizes, "head_dim": model["embed_dim"] // model["num_heads"]}
     # Recorded in the file, by which another size or seed is noticed.
-    made_from = {f"model.{name}": given[name] for name in _HF_NAMES} | {"seed": seed}
+    made_from = {f"model.{name}": given[name] for name in _HF_NAMES} | {"seed": seed} | {**(trained_on or {})}
 
     def build() -> None:
         # No weight depends on max_seq_len, which may be too large for the tables of positions.
-        small = instantiate(OmegaConf.create({**model, "max_seq_len": 1}))
+        shorter = {"max_seq_len": 1} if train is None else {}
+        module = instantiate(OmegaConf.create({**model, **shorter}))
+        fresh_state_dict(module, seed)
+        if train is not None:
+            train(module)
         state_dict = tune_to_hf(
-            fresh_state_dict(small, seed),
+            module.state_dict(),
             num_heads=model["num_heads"],
             num_kv_heads=model["num_kv_heads"],
             dim=model["embed_dim"],

@@ -32,6 +32,12 @@ class TokenizedPairs(Dataset[dict[str, Any]]):
         return self._tokenize(*self._pairs[index])
 
 
+def tokenized_pairs(tokenizer: Any, pairs: Pairs, train_on_input: bool = False) -> TokenizedPairs:
+    """Returns samples with ``tokens`` and ``labels``, which are those of the answer unless ``train_on_input``."""
+    transform = SFTTransform(model_transform=tokenizer)
+    return TokenizedPairs(pairs, partial(_tokens_and_labels, transform, train_on_input))
+
+
 def pairs_in_file(path: str, collect: Callable[[], Pairs]) -> Pairs:
     """Returns the pairs of a JSON file; if it does not exist, ``collect`` makes them."""
     build_once(Path(path), lambda: write_atomically(Path(path), json.dumps(collect(), indent=1)))
@@ -77,8 +83,7 @@ def dataset_of(name: str, collect: Callable[[], Pairs]) -> Callable[..., Dataset
             ValueError: unknown split.
         """
         pairs = split_of(pairs_in_file(path, collect), split, num_validation_samples)
-        transform = SFTTransform(model_transform=tokenizer)
-        samples = TokenizedPairs(pairs, partial(_tokens_and_labels, transform, train_on_input))
+        samples = tokenized_pairs(tokenizer, pairs, train_on_input)
         return PackedDataset(samples, max_seq_len=tokenizer.max_seq_len) if packed else samples
 
     dataset.__name__ = name  # in messages about its arguments

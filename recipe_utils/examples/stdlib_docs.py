@@ -89,10 +89,10 @@ def docstring_tokenizer(
     made_from: dict[str, Any] = {}
     if copied_from is not None:
         _check_exists("copied_from", copied_from)
-        made_from = {"copied_from": _digest(copied_from)}
+        made_from = {"copied_from": digest_of(copied_from)}
     elif docstrings_path is not None:
         pairs = docstring_pairs(docstrings_path)
-        made_from = {"vocab_size": vocab_size, "docstrings_path": _digest(docstrings_path)}
+        made_from = {"vocab_size": vocab_size, "docstrings_path": digest_of(docstrings_path)}
     else:
         _check_exists("path", path)
 
@@ -133,6 +133,6 @@ def _check_exists(argument: str, path: str) -> None:
         )
 
 
-def _digest(path: str) -> str:
+def digest_of(path: str) -> str:
     """Returns a hash of a file's content."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]

@@ -1,0 +1,1 @@
+"""Embedded default of policy gradients: answers of as many words as the question asks for."""
