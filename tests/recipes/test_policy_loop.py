@@ -52,7 +52,11 @@ def test_the_shell_loop_of_the_page_trains_and_resumes(weights_folder, tmp_path)
     folder = save_tiny(model, "qwen3")
     for given, own in (("/data/rounds", tmp_path / "rounds"), ("/runs/grpo", out), ("/models/Qwen3-0.6B", model)):
         script = script.replace(given, str(own))
-    script = script.replace("groups_per_round=64", "groups_per_round=4").replace("num_rounds=50", "num_rounds=3")
+    script = (
+        script.replace("groups_per_round=64", "groups_per_round=4")
+        .replace("epochs=50", "epochs=3")
+        .replace("<= 50", "<= 3")
+    )
     config = tiny_config(
         weights_folder, **folder, microbatching="packed", gradient_accumulation_steps=..., global_batch_size=2
     )
