@@ -176,8 +176,8 @@ class PolicyLoss(TemperedLogProbs):
         self._least, self._most = _bounds("correction", *bounds)
         # What it takes of samples, and returns.
         needed = {"advantages", _WEIGHTS[normaliser], _DIVISORS[normaliser]} - {"answer_tokens"}
-        others = dict.fromkeys(("answers", "groups", "rewards", "equal_groups", "teacher"), 0.0)
-        unknown = dict.fromkeys(("logprobs", "ref_logprobs"), torch.nan)
+        others = dict.fromkeys(("answers", "groups", "equal_groups", "teacher"), 0.0)
+        unknown = dict.fromkeys(("logprobs", "ref_logprobs", "rewards"), torch.nan)
         defaults = {"advantages": 0.0, "temperatures": 1.0, "answer_tokens": 1.0, "measured": 1.0, **others, **unknown}
         self.columns = {name: None if name in needed else default for name, default in defaults.items()}
         self.divisor = _DIVISORS[normaliser]

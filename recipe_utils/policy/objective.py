@@ -4,6 +4,7 @@ Example: a file without log-probabilities, of 4 update steps, needs the policy a
 ``loss.kl_weight: 0.1`` a reference; its groups of equal rewards are computed, because they have a KL term.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -65,14 +66,14 @@ def needs_start(loss_fn: PolicyLoss, loader: UpdateStepLoader) -> bool:
 
 def counts_of(step: UpdateStep) -> dict[str, float | None]:
     """Returns what is logged of an update step besides the loss's sums, known before its first forward."""
-    totals = step.totals
+    totals, has_rewards = step.totals, not math.isnan(step.totals["rewards"])  # NaN where a sample has none
     num_answers, num_groups = round(totals["answers"]), round(totals["groups"])
     return {
         "num_groups": num_groups or None,
         "num_answers": num_answers or None,
         "num_tokens": round(totals["answer_tokens"]),
-        "mean_reward": totals["rewards"] / num_answers if num_answers else None,
-        "equal_groups": round(totals["equal_groups"]) / num_groups if num_groups else None,
+        "mean_reward": totals["rewards"] / num_answers if num_answers and has_rewards else None,
+        "equal_groups": round(totals["equal_groups"]) / num_groups if num_groups and has_rewards else None,
     }
 
 

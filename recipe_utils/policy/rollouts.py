@@ -111,7 +111,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
                 beside = {
                     "answers": 1 / num_of_answer,
                     "groups": 1 / num_of_group,
-                    "rewards": reward / num_of_answer if has_rewards else 0.0,
+                    **({"rewards": reward / num_of_answer} if has_rewards else {}),
                     "equal_groups": is_equal / num_of_group,
                     "advantages": advantage,
                     **({"teacher": 1.0} if self.advantage == "teacher" else {}),

@@ -71,6 +71,7 @@ def test_a_rollout_as_each_tool_writes_it_is_the_same_sample(form, tmp_path):
     assert sequence["labels"] == [-100, -100, *ANSWER]
     assert {name: sequence[name] for name in BESIDE} == BESIDE
     assert sequence["answers"] == pytest.approx([0, 0, 1 / 3, 1 / 3, 1 / 3])
+    assert "rewards" not in sequence  # so that no mean reward is logged
     assert sequence.get("temperatures", BESIDE) in (BESIDE, [0, 0, 1, 1, 1])
 
 
