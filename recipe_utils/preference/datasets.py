@@ -11,10 +11,11 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from recipe_utils.preference.rows import SIDES, read_pair
-from recipe_utils.text.conversations.datasets import tokenize_conversation, tokenize_texts
+from recipe_utils.text.conversations.datasets import tokenize_texts
 from recipe_utils.text.conversations.messages import Conversation
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.rows import Texts, name_unread, name_unread_of_first
+from recipe_utils.text.torchtune_messages import tokenize_conversation
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import SampleError
 

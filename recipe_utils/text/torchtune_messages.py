@@ -8,9 +8,10 @@ are those of preference pairs, of which it trains pairs without ``prompt``, too.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtune.data import ChosenRejectedToMessages, OpenAIToMessages, ShareGPTToMessages
+import numpy as np
+from torchtune.data import ChosenRejectedToMessages, Message, OpenAIToMessages, ShareGPTToMessages
 
-from recipe_utils.text.conversations.messages import read_tools
+from recipe_utils.text.conversations.messages import Conversation, content_as_text, read_tools
 from recipe_utils.text.conversations.rows import (
     after_system,
     answers_of,
@@ -27,6 +28,28 @@ def lost_keys(message: Mapping[str, Any]) -> list[str]:
     """Returns the keys with content that torchtune's messages do not have."""
     calls = ["from"] if message.get("from") in CALLS else []
     return [*calls, *(key for key in (*THINKING, "tool_calls", "function_call") if message.get(key))]
+
+
+def tokenize_conversation(
+    tokenizer: Any, conversation: Conversation
+) -> tuple[Sequence[int], Sequence[bool] | np.ndarray]:
+    """Returns tokens [t] of a conversation and True for those that are no targets [t], by any tokenizer.
+
+    Raises SampleError for content that one of torchtune's would lose.
+    """
+    if hasattr(tokenizer, "template_variables"):  # a FolderTokenizer, which needs the library transformers
+        tokens, owners = tokenizer.tokenize(conversation)
+        return tokens.tolist(), owners < 0
+    if conversation.tools:
+        raise SampleError("torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer")
+    messages = []
+    for message, weight in zip(conversation.chat, conversation.weights, strict=True):
+        if lost := lost_keys(message):
+            raise SampleError(f"torchtune's tokenizers lose {', '.join(lost)}; set tokenizer to a folder_tokenizer")
+        content = content_as_text(message.get("content"))
+        messages.append(Message(role=message["role"], content=content, masked=not weight))
+    both: tuple[list[int], list[bool]] = tokenizer.tokenize_messages(messages)
+    return both
 
 
 def check_row(transform: Any, row: Mapping[str, Any], columns: Sequence[str], remedy: str) -> None:

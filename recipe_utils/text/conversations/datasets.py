@@ -3,22 +3,20 @@
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
-from torchtune.data import Message
 
 from recipe_utils.text.conversations.files import temporary_file
-from recipe_utils.text.conversations.messages import Conversation, content_as_text
+from recipe_utils.text.conversations.messages import Conversation
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.rows import Texts, conversation_of, name_unread, name_unread_of_first
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
-from recipe_utils.text.torchtune_messages import lost_keys
 from recipe_utils.torchtune_names import IGNORE_INDEX, log_rank_zero
 from recipe_utils.update_steps.samples import SampleError
 
@@ -118,28 +116,6 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             # A turn of weight 0 is trained only by tokenizer.train_on_last, which disregards it; -1 is no target.
             sample["weights"] = np.array([*(weight or 1.0 for weight in row.weights), 1.0])[owners]
         return sample
-
-
-def tokenize_conversation(
-    tokenizer: Any, conversation: Conversation
-) -> tuple[Sequence[int], Sequence[bool] | np.ndarray]:
-    """Returns tokens [t] of a conversation and True for those that are no targets [t], by any tokenizer.
-
-    Raises SampleError for content that one of torchtune's would lose.
-    """
-    if isinstance(tokenizer, FolderTokenizer):
-        tokens, owners = tokenizer.tokenize(conversation)
-        return tokens.tolist(), owners < 0
-    if conversation.tools:
-        raise SampleError("torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer")
-    messages = []
-    for message, weight in zip(conversation.chat, conversation.weights, strict=True):
-        if lost := lost_keys(message):
-            raise SampleError(f"torchtune's tokenizers lose {', '.join(lost)}; set tokenizer to a folder_tokenizer")
-        content = content_as_text(message.get("content"))
-        messages.append(Message(role=message["role"], content=content, masked=not weight))
-    both: tuple[list[int], list[bool]] = tokenizer.tokenize_messages(messages)
-    return both
 
 
 def tokenize_texts(tokenizer: Any, texts: Texts) -> list[tuple[list[int], list[bool]]]:
