@@ -8,8 +8,9 @@ from gradient_rows import CACHED, OFFLOADED, RECOMPUTED, Row, assert_exact, erro
 from recipe_runs import slow
 
 from recipe_utils import models
+from recipe_utils.models import frozen
 from recipe_utils.preference import losses as preference
-from recipe_utils.preference import pairs, reference
+from recipe_utils.preference import pairs
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.documents import Documents, length_of
 from recipe_utils.update_steps.step import UpdateStep
@@ -116,7 +117,7 @@ def dummy_counted_as_a_pair(patches):
 
 
 def reference_that_follows(patches):
-    patches.setattr(reference, "with_weights", lambda *_: nullcontext())
+    patches.setattr(frozen, "with_weights", lambda *_: nullcontext())
 
 
 ONE = Row("one", "tied", objective="robust", changes={"max_tokens_per_microbatch": 100})
