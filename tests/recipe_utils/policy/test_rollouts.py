@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import re
 
 import numpy as np
 import pytest
 from chats import CHATML, tokenizer_of
 
+from recipe_utils.cli.registry import recipe_path
 from recipe_utils.policy import rollout_dataset
 from recipe_utils.policy.equal_groups import WithoutEqualGroups
 from recipe_utils.policy.schema import Rollout
@@ -236,7 +238,18 @@ def test_keys_that_are_not_read_are_named(one_process, tmp_path, caplog):
     assert "not read: env, advantage (dataset.advantage=mean_std)" in caplog.text
 
 
-def test_the_page_has_the_table_of_keys():
-    from recipe_utils.cli.registry import recipe_path
+PAGE = recipe_path("full_policy_update_step").with_suffix(".md").read_text()
 
-    assert table_of({"row": Rollout}) in recipe_path("full_policy_update_step").with_suffix(".md").read_text()
+
+def test_the_page_has_the_table_of_keys():
+    assert table_of({"row": Rollout}) in PAGE
+
+
+def test_the_lines_of_the_page_are_rollouts(tmp_path):
+    (block,) = re.findall(r"^```json\n(.*?)^```", PAGE, re.M | re.S)
+    one, other, group, agent, texts = map(json.loads, block.splitlines())
+    tokenizer = tokenizer_of(tmp_path / "model", CHATML)
+    for rows, advantage in (([one, other], "mean_std"), ([group], "mean"), ([agent], "given"), ([texts], "mean")):
+        (sample,) = [*dataset_of(tmp_path, *rows, tokenizer=tokenizer, advantage=advantage)]
+        assert len(sample["sequences"]) == (1 if advantage == "given" else 2)
+        assert all(np.any(sequence["advantages"]) for sequence in sample["sequences"])
