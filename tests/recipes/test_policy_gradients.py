@@ -17,6 +17,7 @@ from big_batch import TOLERANCE, error, metrics_and_gradients
 from distributed_runs import run_distributed
 from gradient_rows import assert_steps, on_ranks, run_rows, spanning
 from recipe_runs import POLICY, recipe_class, run_recipe, tiny_config, with_adapters, writing_to
+from torch.torch_version import TorchVersion
 
 from recipe_utils.long_rows import shares
 from recipe_utils.policy import advantages, equal_groups
@@ -213,6 +214,8 @@ def expected_of(row):
 
 @on_ranks(FAST, ROWS)
 def test_gradients_and_metrics_are_those_of_single_answers(rows, weights_folder, tmp_path):
+    if TorchVersion(torch.__version__) < "2.13":  # no pipeline stages
+        rows = [row for row in rows if not row.layout.startswith("pp")]
     cases = [case_of(row, weights_folder, tmp_path) for row in rows]
     ranks = run_distributed(run_rows, rows[0].world_size, cases, timeout_seconds=600)
     for row, *of_ranks in zip(rows, *ranks, strict=True):
