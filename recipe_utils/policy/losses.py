@@ -271,6 +271,7 @@ class PolicyLoss(TemperedLogProbs):
             ratio = (log_probs - old).exp()
         else:
             ratio = given.ratios * (log_probs - now).exp()
+        # The policy term of the kind, minimised.
         low, high = 1 - (self._low or 0), 1 + (self._high or 0)
         if self.kind == "reinforce":
             terms = -advantages * log_probs
@@ -278,6 +279,7 @@ class PolicyLoss(TemperedLogProbs):
             terms = -ratio.detach().clamp(max=high) * advantages * log_probs
         else:
             terms = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+        # The sampler was another policy than `old`: its tokens weigh more or less, or nothing.
         mismatch = (old - sampled).exp()
         is_within = (mismatch >= (self._least or 0)) & (mismatch <= (self._most or torch.inf))
         if self.correction == "truncate":
@@ -292,6 +294,7 @@ class PolicyLoss(TemperedLogProbs):
             "clipped_high": (ratio > high) & (advantages > 0),
             "corrected": ~is_within,
         }
+        # The reference pulls with the same weight of each token, uncorrected.
         if self.has_kl:
             difference = log_probs - given.reference
             kl = {

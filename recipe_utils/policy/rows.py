@@ -206,6 +206,7 @@ def _beside(values: Any, key: str, answer: Answer, num_prompt: int) -> np.ndarra
     """
     mask, numbers = answer.mask, _numbers([values] if isinstance(values, int | float) else values, key)
     num_tokens, num_trained, found = len(mask), int(mask.sum()), np.zeros(len(mask))
+    # How many there are tells which tokens they are of.
     if isinstance(values, int | float):
         found[mask] = values
     elif len(numbers) == num_tokens:
@@ -221,6 +222,7 @@ def _beside(values: Any, key: str, answer: Answer, num_prompt: int) -> np.ndarra
         if len(numbers) == num_tokens - 1:
             text += " (all but one: beside the token before its own? Then put 0 before the first)"
         raise SampleError(text)
+    # Numbers that no sampler returns are errors of its kernels, or of the file.
     if not (is_finite := np.isfinite(found)).all():
         place = int((~is_finite).argmax())
         raise SampleError(f"{key}: token {place} has {found[place]}; remove the answer, or sample it again")
