@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 
+import datasets
 import numpy as np
 import pytest
 from chats import CHATML, tokenizer_of
@@ -84,6 +85,7 @@ REWARDED = [
 
 
 def test_a_row_for_each_group_is_its_rows_and_groups_may_be_anywhere(tmp_path):
+    (tmp_path / "table").mkdir()
     of_group = {g: [row for row in REWARDED if row["group"] == g] for g in (5, 6)}
     rows = [
         {
@@ -94,11 +96,11 @@ def test_a_row_for_each_group_is_its_rows_and_groups_may_be_anywhere(tmp_path):
     ]  # fmt: skip
     neighbors = [{k: v for k, v in r.items() if k != "group"} for g in (5, 6) for r in of_group[g]]
     packed = dataset_of(tmp_path, *REWARDED, name="answers.jsonl.gz")
-    for other in (dataset_of(tmp_path, *rows, name="groups.jsonl"), dataset_of(tmp_path, *neighbors, name="n.jsonl")):
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "table" / "groups.parquet")
+    others = [dataset_of(tmp_path, *rows, name="groups.jsonl"), dataset_of(tmp_path, *neighbors, name="n.jsonl")]
+    for other in (*others, rollout_dataset(Tokenizer, str(tmp_path / "table"))):
         assert len(packed) == len(other) == 2
-        assert [*map(sequences_of, map(packed.__getitem__, (0, 1)))] == [
-            *map(sequences_of, map(other.__getitem__, (0, 1)))
-        ]
+        assert [*map(sequences_of, packed)] == [*map(sequences_of, other)]
 
 
 @pytest.mark.parametrize(
