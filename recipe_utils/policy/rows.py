@@ -88,6 +88,8 @@ def answers_of(keys: Rollout, tokenizer: Any, truncates: bool = False) -> list[A
     answers = []
     for index in range(max(sizes.values())):
         of_answer = {name: values[index] for name, values in lists.items() if values[index] is not None}
+        if lacking := [keys.used[name] for name in (*_BESIDE, "reward") if name in lists.keys() - of_answer.keys()]:
+            raise SampleError(f"answer {index}: the group is not whole: its {lacking[0]} is null; write it")
         try:
             answers.append(_answer_of({**given, **of_answer}, keys.used, tokenizer, truncates))
         except SampleError as error:
@@ -99,13 +101,14 @@ def _answer_of(given: Mapping[str, Any], names: Mapping[str, str], tokenizer: An
     """Returns one answer of values by field; ``names`` are the keys of the file."""
     tokens, num_prompt, mask = _tokens_of(given, names, tokenizer)
     answer = Answer(tokens, _mask_of(given, names, tokens, num_prompt, mask))
+    if answer.mask[:1].any():
+        text = "the first token is trained, and no token before it predicts it; write a prompt, or set its mask to 0"
+        raise SampleError(text)
     # Numbers beside tokens, of whatever part of the tokens the file has them.
-    beside = {
-        name: _beside(given[name], names.get(name, name), answer, num_prompt) for name in _BESIDE if name in given
-    }
+    beside = {name: _beside(name, given[name], names[name], answer, num_prompt) for name in _BESIDE if name in given}
     reward = given.get("reward")
     if reward is not None and (not isinstance(reward, int | float) or not np.isfinite(reward)):
-        raise SampleError(f"{names.get('reward', 'reward')}={shown(reward)}: set it to a finite number")
+        raise SampleError(f"{names['reward']}={shown(reward)}: set it to a finite number")
     answer = replace(
         answer, beside=beside, reward=None if reward is None else float(reward), rollout=given.get("rollout")
     )
@@ -120,25 +123,23 @@ def _tokens_of(
 ) -> tuple[np.ndarray, int, np.ndarray | None]:
     """Returns tokens [t], the number of the prompt's, and of texts the mask [t]; of ids it is a key."""
     if "tokens" in given:
-        tokens = whole_numbers(given, "tokens", names.get("tokens", "tokens"))
+        tokens = whole_numbers(given, "tokens", names["tokens"])
         length = given.get("response_length")
         num_answer = length if isinstance(length, int) else len(_list(given.get("completion_ids")))
         if not num_answer:
             num_prompt = len(_list(given.get("prompt_ids")))
             num_answer = len(tokens) - num_prompt if num_prompt or "mask" in given else 0
         if not 0 < num_answer <= len(tokens):
-            text = f"which of its {len(tokens)} {names.get('tokens', 'tokens')} are the answer is unknown; write mask"
+            text = f"which of its {len(tokens)} {names['tokens']} are the answer is unknown; write mask"
             raise SampleError(f"{text}, or prompt_ids and completion_ids")
         return tokens, len(tokens) - num_answer, None
     if "completion_ids" in given:
         if "prompt_ids" not in given:
             raise SampleError("it has an answer without a prompt; write prompt_ids")
-        prompt, answer = (
-            whole_numbers(given, name, names.get(name, name)) for name in ("prompt_ids", "completion_ids")
-        )
+        prompt, answer = (whole_numbers(given, name, names[name]) for name in ("prompt_ids", "completion_ids"))
         return np.concatenate([prompt, answer]), len(prompt), None
     if "messages" not in given and not {"prompt", "completion"} <= given.keys():
-        found = ", ".join(sorted(names.get(name, name) for name in given)) or "nothing"
+        found = ", ".join(sorted(names[name] for name in given)) or "nothing"
         has_prompt = {"prompt", "prompt_ids"} & given.keys()
         problem = "it has a prompt without an answer" if has_prompt else "it has no rollout"
         raise SampleError(
@@ -147,12 +148,12 @@ def _tokens_of(
     # Texts: the chat template's tokens, of which those of the answer are trained, with its stop token.
     if (reason := given.get("finish_reason")) in _CUT:
         text = "its text was cut, and its stop token would be trained; write token ids, or remove it"
-        raise SampleError(f"{names.get('finish_reason', 'finish_reason')}={reason}: {text}")
+        raise SampleError(f"{names['finish_reason']}={reason}: {text}")
     if "messages" in given:
-        chat, weights = turns_of(given["messages"], "user", names.get("messages", "messages"))
+        chat, weights = turns_of(given["messages"], "user", names["messages"])
     else:
         chat, _ = turns_of(given["prompt"], "user", "prompt")
-        answers, of_answers = turns_of(given["completion"], "assistant", names.get("completion", "completion"))
+        answers, of_answers = turns_of(given["completion"], "assistant", names["completion"])
         chat, weights = [*chat, *answers], [*[0.0] * len(chat), *of_answers]
     if fraction := next((weight for weight in weights if weight not in (0, 1)), None):
         raise SampleError(f"weight={fraction:g}: rollouts have advantages instead; set it to 0 or 1")
@@ -165,9 +166,10 @@ def _mask_of(
     given: Mapping[str, Any], names: Mapping[str, str], tokens: np.ndarray, num_prompt: int, mask: np.ndarray | None
 ) -> np.ndarray:
     """Returns the mask [t] of the row: of all tokens, or of the answer; by default the answer's tokens are trained."""
-    key, num_tokens, is_answer = names.get("mask", "mask"), len(tokens), np.arange(len(tokens)) >= num_prompt
+    num_tokens = len(tokens)
     if "mask" not in given:
-        return is_answer if mask is None else mask
+        return np.arange(num_tokens) >= num_prompt if mask is None else mask
+    key = names["mask"]
     numbers = _numbers(given["mask"], key)
     if len(numbers) not in (num_tokens, num_tokens - num_prompt):
         text = f"{len(numbers)} {key} for {num_tokens} tokens, {num_tokens - num_prompt} of them the answer's"
@@ -176,8 +178,6 @@ def _mask_of(
         raise SampleError(f"{key} contains {numbers[~np.isin(numbers, (0, 1))][0]:g}; set each to 0 or 1")
     sampled = np.zeros(num_tokens, dtype=bool)
     sampled[-len(numbers) :] = numbers == 1
-    if sampled[0]:
-        raise SampleError(f"{key}: the first token has no token before it that predicts it; set its mask to 0")
     return sampled
 
 
@@ -198,19 +198,24 @@ def _fitted(answer: Answer, most: int | None, truncates: bool) -> Answer:
 # ---- Beside tokens ------------------------------------------------------------------------------
 
 
-def _beside(values: Any, key: str, answer: Answer, num_prompt: int) -> np.ndarray:
-    """Returns numbers beside tokens [t], 0 where nothing is trained.
+def _beside(name: str, values: Any, key: str, answer: Answer, num_prompt: int) -> np.ndarray:
+    """Returns the numbers of a field beside tokens [t], 0 where nothing is trained; ``key`` is its name in the file.
 
-    A file has one number, or one for each token, for each of the answer's, or for each trained one. Raises SampleError for
-    another number of them, for any that is not finite, and for log-probabilities beside the token before their own.
+    A file has one for each token, for each of the answer's, or for each trained one; one for all is no log-probability.
+    Raises SampleError for another number of them, for any that is not finite, and for log-probabilities beside the token
+    before their own.
     """
-    mask, numbers = answer.mask, _numbers([values] if isinstance(values, int | float) else values, key)
+    is_one, is_log_prob = isinstance(values, int | float), name.endswith("logprobs")
+    mask, numbers = answer.mask, _numbers([values] if is_one else values, key)
     num_tokens, num_trained, found = len(mask), int(mask.sum()), np.zeros(len(mask))
     # How many there are tells which tokens they are of.
-    if isinstance(values, int | float):
+    if is_one and is_log_prob:
+        raise SampleError(f"{key}={values:g}: one number for {num_trained} trained tokens; write one for each")
+    if is_one:
         found[mask] = values
     elif len(numbers) == num_tokens:
-        _check_place(numbers, mask, key)
+        if is_log_prob:
+            _check_place(numbers, mask, key)
         found[mask] = numbers[mask]
     elif len(numbers) == num_tokens - num_prompt:
         found[mask] = np.append(np.zeros(num_prompt), numbers)[mask]
@@ -226,11 +231,11 @@ def _beside(values: Any, key: str, answer: Answer, num_prompt: int) -> np.ndarra
     if not (is_finite := np.isfinite(found)).all():
         place = int((~is_finite).argmax())
         raise SampleError(f"{key}: token {place} has {found[place]}; remove the answer, or sample it again")
-    if "temperature" in key and not (found[mask] > 0).all():
+    if name == "temperature" and not (found[mask] > 0).all():
         raise SampleError(
             f"{key} contains {found[mask].min():g}, and divides logits; set it above 0 (greedy answers: 1)"
         )
-    if "log" in key and (found > _ROUNDING).any():
+    if is_log_prob and (found > _ROUNDING).any():
         raise SampleError(f"{key} contains {found.max():g}; logarithms of probabilities are at most 0")
     return found
 
@@ -238,7 +243,7 @@ def _beside(values: Any, key: str, answer: Answer, num_prompt: int) -> np.ndarra
 def _check_place(numbers: np.ndarray, mask: np.ndarray, key: str) -> None:
     """Raises SampleError if numbers [t] of all tokens stand beside the token before their own."""
     trained = np.flatnonzero(mask)
-    if not len(trained) or "log" not in key:
+    if not len(trained):
         return
     first, last = trained[0], trained[-1]
     before, at_end = numbers[first - 1], numbers[last]

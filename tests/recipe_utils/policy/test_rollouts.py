@@ -216,6 +216,17 @@ def changed(**keys):
             {},
             "it has 9 tokens, more than tokenizer.max_seq_len=8",
         ),
+        ([changed(logprobs=-2.0)], {}, "logprobs=-2: one number for 2 trained tokens; write one for each"),
+        (
+            [changed(tokens=[9, 9], response_length=2, prompt_ids=..., completion_ids=...)],
+            {},
+            "the first token is trained, and no token before it predicts it; write a prompt",
+        ),
+        (
+            [changed(completion_ids=[[9], [8]], logprobs=[[-1.0], None], reward=[1, 0])],
+            {},
+            "answer 1: the group is not whole: its logprobs is null; write it",
+        ),
         ([changed(image="a.png")], {}, "image='a.png': it would be lost; only text is supported"),
     ],
 )
