@@ -43,7 +43,8 @@ def text_collator(
     """
     # What the layout of rows does not have is refused before a dataset is read.
     if has_trees and not (settings.is_packed or pads_sequences):
-        text = f"sequences that share a beginning need rows of documents; set microbatching=packed, or {trees[1][4:]}"
+        text = "sequences that share a beginning need rows of documents; set microbatching=packed"
+        text += ", or dataset.split_turns=True"
         raise ConfigError(Problem("microbatching", text, settings.microbatching))
     max_tokens, is_alone = settings.max_tokens_per_microbatch, settings.max_ranks_per_row == 1
     max_seq_len = getattr(tokenizer, "max_seq_len", None)

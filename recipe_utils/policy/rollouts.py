@@ -17,7 +17,6 @@ so that whatever divides the loss is known before the first forward, over all ra
 """
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -70,7 +69,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         self.advantage, self._group_size, self._truncates = advantage, group_size, truncates_answers
         self.content_hash = f"{self._rows.content_hash}, advantage={advantage}"
         self._groups = [*_groups_of(self._rows)]
-        self.has = _fields_of_first(self._rows)
+        self.has = fields_of_first(self._rows)
         """Fields that the first row has, and all others must have: ``logprobs``, ``reward``, ..."""
         name_unread_of_first(self, self._rows, lambda index: self._unread(read_row(self._rows[index])))
 
@@ -154,7 +153,8 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         return names
 
 
-def _fields_of_first(rows: PathRows) -> frozenset[str]:
+def fields_of_first(rows: PathRows) -> frozenset[str]:
+    """Returns the fields of the first row that can be read."""
     for index in range(len(rows)):
         with suppress(Exception):  # any: raised again with the sample
             return frozenset(read_row(rows[index]).used)
@@ -175,7 +175,7 @@ def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
     groups: dict[Any, list[int]] = {}
     names = [[name for name, field in Rollout.names().items() if field == key] for key in ("step", "group", "rollout")]
     prompts = [name for name, field in Rollout.names().items() if field in ("prompt", "prompt_ids")]
-    of_last: tuple[Any, int] = None, -1
+    last_prompt, first = list[Any](), -1  # of the row before, if its group has no name, and the group's first row
     for index in range(len(rows)):
         try:
             row: Mapping[str, Any] = rows[index]
@@ -185,16 +185,16 @@ def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
             step, group, rollout = (
                 next((row[name] for name in each if row.get(name) is not None), None) for each in names
             )
-            prompt = zlib.crc32(json.dumps([row.get(name) for name in prompts]).encode())
+            prompt = [row.get(name) for name in prompts]
         except Exception:  # any: raised again with the sample
             groups[("row", index)] = [index]
             continue
-        # Without a name, neighbors with one prompt are a group.
-        key: Any = ("group", step, json.dumps(group if group is not None else ["rollout", rollout]))
-        if group is None and rollout is None:
-            has_prompt = any(row.get(name) for name in prompts)
-            key = ("row", of_last[1] if has_prompt and of_last[0] == prompt else index)
-        of_last = prompt, key[1] if key[0] == "row" else index
+        if group is not None or rollout is not None:
+            key: Any = ("group", step, json.dumps(["rollout", rollout] if group is None else group))
+            last_prompt = []
+        else:  # neighbors with one prompt are a group
+            first = first if any(prompt) and prompt == last_prompt else index
+            key, last_prompt = ("row", first), prompt
         groups.setdefault(key, []).append(index)
     yield from groups.values()
 

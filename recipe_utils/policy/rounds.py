@@ -20,11 +20,12 @@ from recipe_utils.files import write_atomically
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.parallel.stop import all_reduce_any
-from recipe_utils.policy.rollouts import RolloutDataset, check_advantage
+from recipe_utils.policy.rollouts import RolloutDataset, check_advantage, fields_of_first
 from recipe_utils.policy.sampler import ModelSampler, file_of, mean_reward
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT, OnlyWith
 from recipe_utils.settings.problems import ConfigError, Problem, naming
+from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.samples import SampleError
@@ -81,7 +82,7 @@ class RoundsDataset(Dataset[dict[str, Any]]):
             text = "it is a file; set it to the folder of round_0001.jsonl, ..., or take groups_per_round out"
             raise ValueError(f"path={path}: {text}")
         files = sorted(str(file) for suffix in _SUFFIXES for file in self.path.glob(f"round_[0-9]*{suffix}"))
-        self.has = read(files[0]).has if files else frozenset({"logprobs"})
+        self.has = fields_of_first(PathRows(files[0])) if files else frozenset({"logprobs"})
         """Fields of the rows of each round: those of the first one; log-probabilities if none has come yet."""
         self.rollouts: RolloutDataset | None = None
         """Those of the open round."""
