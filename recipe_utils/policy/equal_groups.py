@@ -1,7 +1,7 @@
 """Groups without advantages, which cost no forward and stay in what the loss is divided by.
 
 Example: four answers of 100 tokens each with rewards 1, 1, 1, 1 have advantages of 0, and the policy term has no gradient.
-One sequence of two tokens stands for them. Beside its only target, which has the advantage 0, are the 400 tokens, the 4
+One sequence of two tokens takes their place. Beside its only target, which has the advantage 0, are the 400 tokens, the 4
 answers and the group, so that the other groups of the update step weigh what they would weigh beside all 400 tokens.
 """
 
@@ -29,7 +29,7 @@ class WithoutEqualGroups(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        """Returns the sample, or what stands for it."""
+        """Returns the sample; a group without advantages as one short sequence."""
         sample = self.dataset[index]
         sequences = sample.get("sequences", ()) if isinstance(sample, Mapping) else ()
         if not sequences or any(np.any(s.get(key, 0)) for s in sequences for key in ("advantages", "teacher")):

@@ -1,8 +1,8 @@
 """Policy gradients on rollouts, summed over trained tokens in chunks.
 
-Of token t of an answer: ``lp`` is its log-probability now, ``old`` that of the policy that its round begins with, ``samp`` that of
-the sampler, ``ref`` that of a reference, A its advantage. r = exp(lp - old) and w = exp(old - samp), which differs from 1 if the
-sampler has other kernels, another precision or older weights. The loss of an update step is the weighted sum of
+A token has the log-probabilities ``lp`` now, ``old`` in the policy that its round begins with, ``samp`` in the sampler and
+``ref`` in a reference, and the advantage A. r = exp(lp - old) and w = exp(old - samp), which differs from 1 if the sampler
+has other kernels, another precision or older weights. The loss of an update step is the weighted sum of
 
 =============  ==============================================================  ===================================
 kind           term of a token                                                 source
@@ -13,9 +13,9 @@ kind           term of a token                                                 s
 ``reinforce``  -A lp                                                           RLOO, arXiv:2402.14740
 =============  ==============================================================  ===================================
 
-times min(w, high) (``correction: truncate``) or w within bounds and 0 elsewhere (``mask``), plus ``kl_weight`` times an estimator of
-the KL to the reference. Every term but s is separable by token, and every weight is data, known before the first forward: in update
-steps with N tokens, m answers and P prompts, of which a group has N_g tokens and an answer n_i,
+times min(w, high) (``correction: truncate``) or w within bounds and 0 elsewhere (``mask``), plus ``kl_weight`` times an
+estimator of the KL to the reference. Every term but s is separable by token, and every weight is data, known before the
+first forward: in update steps with N tokens, m answers and P prompts, of which a group has N_g tokens and an answer n_i,
 
 ==============  ======================  ===================================================
 normaliser      weight of a token       who
@@ -62,7 +62,7 @@ _REFUSED = {
     **dict.fromkeys(("clip_cov", "kl_cov", "top_entropy"), _SELECTS),
     **dict.fromkeys(("ppo", "gae", "vapo"), "it needs a critic, which is not trained here"),
 }
-"""Kinds of other trainers, and why they are none here."""
+"""Kinds of other trainers that are refused, and the reason."""
 
 
 class TemperedLogProbs(ChunkedLoss):
@@ -131,7 +131,7 @@ class PolicyLoss(TemperedLogProbs):
         **dict.fromkeys(("top_entropy_quantile", "clip_cov_ratio", "kl_cov_ratio"), _SELECTS),
         **dict.fromkeys(("value_coef", "vf_coef", "gamma", "lam", "cliprange_value"), "there is no critic"),
     }
-    """Arguments of other trainers' losses, and why this one has none of them."""
+    """Arguments of other trainers' losses that are refused, and the reason."""
 
     def __init__(
         self,
@@ -245,8 +245,9 @@ class PolicyLoss(TemperedLogProbs):
         return sums
 
     def _given(self, targets: Targets, dtype: torch.dtype) -> "_Given":
-        """Returns what is known of each target before the forward."""
-        values = {name: value.to(dtype) for name, value in targets.values.items()}
+        """Returns the values of each target that are known before the forward."""
+        names = ("advantages", "logprobs", "ref_logprobs", "teacher", "measured", _WEIGHTS[self.normaliser])
+        values = {name: targets.values[name].to(dtype) for name in names}
         old = values["logprobs"]
         if self.old == "start":
             old = torch.full_like(old, torch.nan)
@@ -255,7 +256,7 @@ class PolicyLoss(TemperedLogProbs):
         reference = targets.outputs.get("reference", values["ref_logprobs"]).to(dtype)
         advantages = values["advantages"]
         if "teacher" not in targets.defaults:
-            # On-policy distillation: zero, not NaN, where no teacher is asked for.
+            # On-policy distillation: zero, not NaN, for tokens without a teacher.
             by_teacher = (reference - values["logprobs"]) * values["teacher"]
             advantages = advantages + torch.where(values["teacher"] == 0, 0.0, by_teacher)
         weights = values[_WEIGHTS[self.normaliser]] * self._factor
@@ -310,11 +311,11 @@ class PolicyLoss(TemperedLogProbs):
 
 
 class _Given(NamedTuple):
-    """What is known of each target before the forward, [n] each; NaN is unknown."""
+    """Values of each target that are known before the forward, [n] each; NaN is unknown."""
 
     weights: Tensor
     measured: Tensor
-    """1 for tokens, 0 for what stands for groups that are not computed."""
+    """1 for tokens, 0 for the targets in place of groups that are not computed."""
     advantages: Tensor
     sampled: Tensor
     """Log-probability in the policy that sampled it."""

@@ -107,7 +107,7 @@ class RoundsDataset(Dataset[dict[str, Any]]):
         with naming("dataset"):
             rollouts = self._read(str(file))
         if len(rollouts) != self._num_groups:
-            text = f"{file} has {len(rollouts)} groups; write as many as the key says"
+            text = f"{file} has {len(rollouts)} groups; write as many as groups_per_round"
             raise ConfigError(Problem("dataset.groups_per_round", text, self._num_groups))
         # The loss was built for what the first round has.
         if lacking := {"logprobs", "ref_logprobs"} & (self.has - rollouts.has):

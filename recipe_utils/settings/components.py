@@ -163,7 +163,7 @@ def _check_arguments(key: str, made: Any, arguments: Mapping[str, Any], made_wit
         if name not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds:
             similar = difflib.get_close_matches(name, by_name.keys() - from_recipe, n=1)
             solution = f"did you mean {similar[0]}?" if similar else "take it out"
-            # A class may tell why it has no argument that others have.
+            # A class may have a reason for the lack of an argument that others have.
             text = getattr(made, "refused", {}).get(name, f"{name_of_made} has no such argument")
             yield Problem(f"{key}.{name}", f"{text}; {solution}")
         elif name == "checkpoint_files" and argument == []:

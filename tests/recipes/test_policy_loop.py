@@ -1,4 +1,4 @@
-"""The loop of the page, with any engine: a shell script that samples, trains and goes on after an interruption."""
+"""The loop of the page, with any engine: a shell script that samples, trains and resumes after an interruption."""
 
 import json
 import os

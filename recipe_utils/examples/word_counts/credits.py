@@ -40,21 +40,21 @@ def main(rounds: str, folder: str, tokenizer_path: str) -> None:
 
 def credited(group: dict[str, Any], decode: Decode) -> dict[str, Any]:
     """Returns a row of a group of answers with an advantage for each token."""
-    (asked,) = re.findall(r"Answer in (\d+) words", decode(group["prompt_ids"]))
+    (wanted,) = re.findall(r"Answer in (\d+) words", decode(group["prompt_ids"]))
     rewards, advantages = group["rewards"], []
     for tokens, reward in zip(group["completion_ids"], rewards, strict=True):
         # As `advantage: mean_std` computes it for the whole answer.
         advantage = (reward - mean(rewards)) / (stdev(rewards) + 1e-6)
-        start = 0 if advantage > 0 else _first_wrong(tokens, int(asked), decode)
+        start = 0 if advantage > 0 else _first_wrong(tokens, int(wanted), decode)
         advantages.append([advantage if i >= start else 0.0 for i in range(len(tokens))])
     return {**group, "advantages": advantages}
 
 
-def _first_wrong(tokens: list[int], asked: int, decode: Decode) -> int:
+def _first_wrong(tokens: list[int], num_wanted: int, decode: Decode) -> int:
     """Returns the place of the token from which an answer is wrong."""
     num_words = [len(decode(tokens[: i + 1]).split()) for i in range(len(tokens))]
-    if num_words[-1] > asked:
-        return next(i for i, number in enumerate(num_words) if number > asked)
+    if num_words[-1] > num_wanted:
+        return next(i for i, number in enumerate(num_words) if number > num_wanted)
     # The last two tokens of a sentence are its period and the end of the answer.
     return len(tokens) - 2 if count_words(decode(tokens)) else 0
 
