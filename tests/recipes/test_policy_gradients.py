@@ -263,6 +263,21 @@ def the_tokens_of_the_file(patches):
     patches.setattr(UpdateStep, "scale", lambda self, _: self.dp_degree / total)
 
 
+def a_scale_of_one_rank(patches):
+    patches.setattr(UpdateStep, "scale", lambda self, name: 1 / self.totals[name])
+
+
+def a_dropped_microbatch(patches):
+    names = recipe_class(POLICY).update.__globals__
+    ahead = names["to_device_ahead"]
+
+    def without_first(microbatches, device):
+        first, *others = microbatches
+        return ahead(others or [first], device)
+
+    patches.setitem(names, "to_device_ahead", without_first)
+
+
 def a_padded_width_for_the_most_tokens(patches):
     forward = PolicyLoss.forward
 
@@ -348,6 +363,8 @@ ONE = Row("one", "packed", "clipped", "tokens")
     [
         (a_mean_of_token_means, ONE),
         (the_tokens_of_the_file, ONE),
+        (a_scale_of_one_rank, ONE._replace(layout="fsdp-2")),
+        (a_dropped_microbatch, ONE),
         (a_padded_width_for_the_most_tokens, Row("one", "padded", "clipped", "constant")),
         (a_kl_by_token, Row("one", "packed", "clipped", "answers", "k2")),
         (log_probs_moved_by_one, ONE),
