@@ -80,7 +80,7 @@ class PolicyRecipe:
             "ref_checkpointer", models.reference_checkpointer, cfg_reference, meta_model, self.checkpointer
         )
 
-        sampler, sampler_val = (build(key, instantiate, cfg.get(key)) for key in ("sampler", "sampler_val"))
+        sampler, self.sampler_val = (build(key, instantiate, cfg.get(key)) for key in ("sampler", "sampler_val"))
 
         # ---- Data: the collator makes rows that this model can compute
         datasets = data.load_datasets(cfg, partial(text.load_dataset, tokenizer=self.tokenizer))
@@ -136,12 +136,8 @@ class PolicyRecipe:
         parts.add("round_start", start)
         if settings.data.sample_losses:
             parts.add("sample_losses", training.SampleLosses(run, self.loader, loss_fn))
-        if self.val_loader is not None:
-            validation = training.Validation(run, self.validate)
-            parts.add_every(every.run_val_every_n_steps, "validation", validation, at_ends=True)
-        if sampler_val is not None:
-            rewards = policy.SampledReward(run, sampler_val, self.model, self.tokenizer)
-            parts.add_every(every.run_val_every_n_steps, "val_reward", rewards, at_ends=True)
+        validation = training.Validation(run, self.validate)
+        parts.add_every(every.run_val_every_n_steps, "validation", validation, at_ends=True)
         parts.add_every(every.sample_every_n_steps, "answers", training.Answers(run, self.model, self.tokenizer))
         parts.add_every(every.export_every_n_steps, "exports", training.Exports(run))
         trained = training.Trained(
@@ -188,21 +184,27 @@ class PolicyRecipe:
         names = self.names if step.totals["measured"] else self.names[:1]  # no group was computed
         return dict(zip(names, metrics, strict=False)), grad_norm
 
-    def validate(self) -> dict[str, Tensor]:
-        """Returns the sums of ``dataset_val`` over their counts, over all ranks."""
+    def validate(self) -> dict[str, Tensor | float]:
+        """Returns the reward of ``sampler_val``, and the sums of ``dataset_val`` over their counts, over all ranks."""
+        rewards = {}
+        if self.sampler_val is not None:
+            reward = policy.sampled_reward(self.sampler_val, self.model, self.tokenizer, self.ranks)
+            rewards = {"val_reward": reward}
+        if self.val_loader is None:
+            return rewards
         sums, totals = training.sum_over(
             self.val_loader, self.model, self.sums, len(self.names), self.pipeline, self.ranks.device, self.attached
         )
         policy.take_largest_ratio(self.loss_fn, self.ranks)  # it is none of the next update step
         metrics = {f"val_{name}": value for name, value in zip(self.names, sums, strict=True)}
         counts = {**dict.fromkeys(metrics, "measured"), "val_loss": self.divisor}
-        return parallel.means_over_ranks(metrics, totals, counts, self.ranks.dp_degree)
+        return {**rewards, **parallel.means_over_ranks(metrics, totals, counts, self.ranks.dp_degree)}
 
     # ---- Training loop --------------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, divisor=self.divisor):
+        for step in self.run.steps(self.loader, divisor=self.divisor, reported=policy.ROLLOUTS):
             metrics, grad_norm = self.update(step)
             largest = policy.take_largest_ratio(self.loss_fn, self.ranks) if len(metrics) > 1 else None
             self.run.finish(step, metrics, grad_norm, ratio_max=largest, **policy.counts_of(step))

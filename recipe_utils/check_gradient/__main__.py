@@ -60,7 +60,7 @@ MOST_WEIGHTS = 1 << 27
 _FOLDER = "TORCHTUNE_UPDATE_STEP_PROVE"
 """Environment variable with the temporary folder of all ranks."""
 _UNUSED = re.compile(
-    "metric_logger|profiler|resume_.*|run_val_.*|dataset_val|batch_size_val|keep_best_.*|sample_.*|enable_async_.*|"
+    "metric_logger|profiler|resume_.*|run_val_.*|dataset_val|batch_size_val|keep_best_.*|early_stopping_.*|sample_.*|enable_async_.*|"
     "lr_scheduler|clip_grad_norm|loraplus_lr_ratio|reference_cache_dir"
 )
 """Keys without influence on the gradient, except clipping, which would change it."""

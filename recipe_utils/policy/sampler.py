@@ -25,11 +25,8 @@ from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.rows import turns_of
 from recipe_utils.training.parts.answers import end_tokens, text_of, tokens_of
-from recipe_utils.training.parts.protocol import Part
-from recipe_utils.training.run import Run
 from recipe_utils.update_steps.permutation import epoch_permutation, seed_of
 from recipe_utils.update_steps.samples import SampleError
-from recipe_utils.update_steps.step import UpdateStep
 
 Reward = Callable[..., Sequence[float]]
 Group = dict[str, Any]
@@ -192,18 +189,10 @@ class ModelSampler:
         return rewards, None
 
 
-class SampledReward(Part):
-    """Mean reward of answers to all prompts of ``sampler_val``, with draws that are the same each time."""
-
-    def __init__(self, run: Run, sampler: ModelSampler, model: nn.Module, tokenizer: Any) -> None:
-        self._run, self._sampler, self._model, self._tokenizer = run, sampler, model, tokenizer
-        sampler.key = "sampler_val"
-
-    def after(self, step: UpdateStep) -> dict[str, float]:
-        """Returns ``val_reward``."""
-        with self._run.parts.weights():
-            groups = self._sampler.sample(self._model, self._tokenizer, self._run.ranks, 0, len(self._sampler))
-        return {"val_reward": mean_reward(groups)}
+def sampled_reward(sampler: ModelSampler, model: nn.Module, tokenizer: Any, ranks: Ranks) -> float:
+    """Returns the mean reward of answers to all prompts of ``sampler_val``, with draws that are the same each time."""
+    sampler.key = "sampler_val"
+    return mean_reward(sampler.sample(model, tokenizer, ranks, 0, len(sampler)))
 
 
 def mean_reward(groups: Sequence[Group]) -> float:

@@ -40,7 +40,8 @@ SECTIONS = {
     "Set first": """model tokenizer checkpointer dataset loss optimizer output_dir device epochs batch_size
         global_batch_size microbatching max_tokens_per_microbatch dtype weights_dtype lr_scheduler clip_grad_norm seed
         compile enable_activation_checkpointing""",
-    "Watch a training": """dataset_val run_val_every_n_steps batch_size_val sample_prompts sample_every_n_steps
+    "Watch a training": """dataset_val run_val_every_n_steps early_stopping_patience
+        early_stopping_threshold batch_size_val sample_prompts sample_every_n_steps
         sample_max_new_tokens sample_losses log_every_n_steps log_peak_memory_stats log_config metric_logger profiler""",
     "Save, resume and export": """save_every_n_steps save_every_n_minutes resume_from_checkpoint
         enable_async_checkpointing keep_last_n_checkpoints resume_with_other_data resume_with_other_model

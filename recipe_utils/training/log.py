@@ -4,10 +4,11 @@ import json
 import logging
 import math
 import os
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +29,40 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Reported:
-    """Units and validation metric of an objective, for metrics, progress bar and summary.
+    """Units and main metrics of an objective, for metrics, progress bar, summary and the best model.
 
-    With ``rates=("images", "crop_tokens")`` metrics contain ``num_images_seen``, ``images_per_second_per_gpu`` and
-    ``crop_tokens_per_second_per_gpu``; the summary is ``64 update steps, 4,096 images in 00:58 (70 images/s)``.
+    With ``rates={"images": "images", "crop_tokens": "crop_tokens"}`` metrics contain ``num_images_seen``,
+    ``images_per_second_per_gpu`` and ``crop_tokens_per_second_per_gpu``; the summary is ``64 update steps, 4,096 images
+    in 00:58 (70 images/s)``. With ``metrics=("mean_reward",)`` the bar contains ``reward 0.412``.
     """
 
-    rates: Sequence[str] = ("target_tokens", "real_tokens")
-    """Totals of update steps whose rates are logged. The first one counts the data seen."""
+    rates: Mapping[str, str] = field(default_factory=lambda: {"target_tokens": "tokens", "real_tokens": "real_tokens"})
+    """Totals of update steps whose rates are logged, and their names there. The first one counts the data seen."""
     abbreviation: str = "tok"
     """Its unit in the progress bar."""
-    validation: str = "val_loss"
-    """Metric of validations; the lowest loss is the best one, of other metrics the highest value."""
+    validation: Sequence[str] = ("val_loss",)
+    """Metrics of validations. The first one that is logged decides which model is the best: the one of the lowest loss,
+    of other metrics the highest value."""
+    metrics: Sequence[str] = ("loss",)
+    """Metrics of update steps in the bar and the summary, besides those that every objective has."""
 
     @property
     def unit(self) -> str:
         """Name of the data seen."""
-        return self.rates[0].removeprefix("target_")
+        return next(iter(self.rates.values()))
+
+    @property
+    def data(self) -> str:
+        """The data seen, in words."""
+        return "target tokens" if self.unit == "tokens" else self.unit.replace("_", " ")
 
 
 TEXT = Reported()
+
+
+def best_of(name: str) -> Callable[[Iterable[float]], float]:
+    """Returns the function that selects the best of a metric's values."""
+    return min if name.endswith("loss") else max
 
 
 class Log:
@@ -256,8 +271,7 @@ def bar_text(
     Rates in ``metrics`` are per rank; ``peak_bytes`` is the device's peak memory, 0 on a CPU.
     """
     parts = [f"epoch {epoch + 1} of {num_epochs}"]
-    if "loss" in metrics:
-        parts.append(f"loss {metrics['loss']:.3f}")
+    parts += [f"{re.split('[_/]', name)[-1]} {metrics[name]:.3f}" for name in reported.metrics if name in metrics]
     if metrics.get("grad_norm") is not None:
         parts.append(f"norm {metrics['grad_norm']:.3g}")
     # Short forms, so that all fits beside the bar: 1.2e-4 and not 1.2e-04.
@@ -269,7 +283,7 @@ def bar_text(
         parts.append(f"{tqdm.format_sizeof(rate * world_size)} {reported.abbreviation}/s")
     if peak_bytes:
         parts.append(f"{peak_bytes / 2**30:.1f} GiB")
-    if (name := reported.validation) in metrics:
+    for name in [name for name in reported.validation if name in metrics][:1]:
         num_digits = 2 if name.endswith("loss") else 3
         parts.append(f"{name.partition('_')[0]} {metrics[name]:.{num_digits}f}")
     return " | ".join(parts) + " "

@@ -60,6 +60,8 @@ class Run:
     """Position of the run; the whole config is saved with it."""
     num_steps: int
     """Update steps of the whole training."""
+    ends_early = False
+    """True if the training ends after this update step, which all ranks must set together."""
 
     def __init__(self, recipe: str, settings: RunSettings, ranks: Ranks, cfg: DictConfig) -> None:
         self.settings, self.ranks = settings, ranks
@@ -134,8 +136,8 @@ class Run:
     def steps(self, loader: UpdateStepLoader, divisor: str, reported: Reported = TEXT) -> Iterator[UpdateStep]:
         """Yields the remaining update steps of all epochs until a stop. Rank 0 shows a progress bar.
 
-        SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 request a stop from here on. After each epoch the model is exported
-        and a checkpoint saved. Update steps whose total ``divisor``, which the loss is divided by, is 0 are skipped on
+        SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 request a stop from here on. After each epoch, also one that
+        :attr:`ends_early`, the model is exported and a checkpoint saved. Update steps whose total ``divisor``, which the loss is divided by, is 0 are skipped on
         all ranks.
 
         Raises:
@@ -155,31 +157,42 @@ class Run:
         bar = progress_bar(self.num_steps, done, self.settings.epochs, self.metrics.shown, self.ranks, reported)
         with bar as advance_bar:
             for epoch in range(first.epoch, self.settings.epochs):
-                # A part may make what the epoch's samples are read from, and wait for it: no training time.
-                self.parts.begin(epoch)
+                if not self.ends_early:  # a resumed run may have ended before its export
+                    yield from self._steps_of(loader, epoch, skipped, advance_bar)
                 if self.stop.is_agreed:
                     return
-                self.metrics.throughput.restart()
-                with loader.epoch(epoch, self.state.samples_consumed) as steps:
-                    for step in steps:
-                        # All ranks have the same totals, so they skip together.
-                        if step.totals[divisor] == 0:
-                            self.state = replace(self.state, samples_consumed=step.samples_consumed)
-                            skipped.add(step, epoch)
-                        else:
-                            skipped.num_bad_in_a_row = 0
-                            # Now, because the recipe's schedule steps with the optimizer.
-                            self.metrics.start(steps.wait_seconds, self.checkpointing.trained.optimizer.param_groups)
-                            for part in self.parts.due(0, is_last=False) if self.global_step == 0 else ():
-                                self.metrics.measure(self.state, part, step)
-                            self.parts.before(step)
-                            yield step
-                        if self.stop.is_agreed:
-                            return
-                        advance_bar(epoch)
                 skipped.check(self.state)
                 self._finish_epoch()
+                if self.ends_early:
+                    break
         log_end(first, self.state, time.perf_counter() - began, self.checkpointing, self.metrics)
+
+    def _steps_of(
+        self, loader: UpdateStepLoader, epoch: int, skipped: SkippedSteps, advance_bar: Callable[[int], None]
+    ) -> Iterator[UpdateStep]:
+        """Yields the remaining update steps of an epoch until a stop, or until the training :attr:`ends_early`."""
+        # A part may make what the epoch's samples are read from, and wait for it: no training time.
+        self.parts.begin(epoch)
+        if self.stop.is_agreed:
+            return
+        self.metrics.throughput.restart()
+        with loader.epoch(epoch, self.state.samples_consumed) as steps:
+            for step in steps:
+                # All ranks have the same totals, so they skip together.
+                if step.totals[self.metrics.divisor] == 0:
+                    self.state = replace(self.state, samples_consumed=step.samples_consumed)
+                    skipped.add(step, epoch)
+                else:
+                    skipped.num_bad_in_a_row = 0
+                    # Now, because the recipe's schedule steps with the optimizer.
+                    self.metrics.start(steps.wait_seconds, self.checkpointing.trained.optimizer.param_groups)
+                    for part in self.parts.due(0, is_last=False) if self.global_step == 0 else ():
+                        self.metrics.measure(self.state, part, step)
+                    self.parts.before(step)
+                    yield step
+                if self.stop.is_agreed or self.ends_early:
+                    return
+                advance_bar(epoch)
 
     def finish(
         self, step: UpdateStep, sums: Mapping[str, Tensor], grad_norm: Tensor | None, **more: Metric | None
@@ -234,7 +247,7 @@ class Run:
         """
         self.metrics.write_held()
         state, totals, reported = self.state, step.totals, self.metrics.reported
-        num_seen = state.num_seen.get(reported.unit, 0) + int(totals.get(reported.rates[0], 0))
+        num_seen = state.num_seen.get(reported.unit, 0) + int(totals.get(next(iter(reported.rates)), 0))
         self.metrics.stop(step)
         # Not earlier: a request during the update step would cost another one.
         wait = all_reduce_any([self.stop.is_set(), self.checkpointing.is_due_by_clock()], self.ranks.cpu_group)
@@ -265,15 +278,17 @@ class Run:
         """Exports the model and saves a checkpoint.
 
         The last epoch is saved only with ``save_every_n_steps`` or ``save_every_n_minutes``, or if
-        the trained model cannot be exported, which raises ExportError.
+        the trained model cannot be exported, which raises ExportError. One that :attr:`ends_early` is the last, and its
+        checkpoint contains the position in it, from which a resume with more patience continues.
         """
         state, settings = self.state, self.settings
         problem = self.export(f"epoch_{state.epoch}")
-        is_last = state.epoch + 1 == settings.epochs
+        is_last = self.ends_early or state.epoch + 1 == settings.epochs
         if problem is not None and is_last:
             self.save()
             self.checkpointing.wait()
             raise ExportError(f"{problem}. {self.checkpointing.way_out}")
-        self.state = replace(state, epoch=state.epoch + 1, samples_consumed=0)
+        if not self.ends_early:
+            self.state = replace(state, epoch=state.epoch + 1, samples_consumed=0)
         if settings.save_every_n_steps or settings.save_every_n_minutes or not is_last:
             self.save()

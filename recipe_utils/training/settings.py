@@ -47,7 +47,13 @@ class RunSettings:
     run_val_every_n_steps: Count | None = None
     """Update steps between validations, besides one before and one after the training; null disables them."""
     keep_best_checkpoint: Annotated[bool, OnlyWith("run_val_every_n_steps")] = False
-    """Exports the model to ``best`` at each new lowest ``val_loss``."""
+    """Exports the model to ``best`` at each new best validation: the lowest ``val_loss``, of a policy with
+    ``sampler_val`` the highest ``val_reward``, of images the highest ``knn_accuracy``."""
+    early_stopping_patience: Annotated[Count | None, OnlyWith("run_val_every_n_steps")] = None
+    """Validations in a row without a new best one that end the training; null trains all epochs."""
+    early_stopping_threshold: Annotated[float, Field(ge=0), OnlyWith("early_stopping_patience")] = 0.0
+    """Amount by which a validation must be better than the best one to count as a new best for
+    ``early_stopping_patience``."""
     sample_prompts: Annotated[list[str], Field(min_length=1)] | None = None
     """Prompts. Answers are logged, and appended to ``logs/samples.jsonl``."""
     sample_every_n_steps: Count | None = None

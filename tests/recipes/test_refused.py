@@ -185,7 +185,6 @@ REFUSED = {
     (DINO, "tensor_parallel_dim=2"): "tensor_parallel_dim=2: not with images; set it to 1",
     (DINO, "optimizer_in_bwd=True"): "optimizer_in_bwd=True: .* set it to False",
     (DINO, "sample_prompts=[Hi] sample_every_n_steps=1"): "sample_prompts: .* leave the key out",
-    (DINO, "keep_best_checkpoint=True " + HELD_OUT.format("tiny_images")): "keep_best_checkpoint=True: .* export_every_n_steps",
     # ---- Nearest neighbors
     (DINO, HELD_OUT.format("tiny_images") + " dataset_knn=${dataset_val}"): "dataset_val: it has the images of dataset_knn, so each would",
     (DINO, HELD_OUT.format("unlabeled_images")): "dataset_val: its images have no labels",
