@@ -201,7 +201,7 @@ class FullDPORecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, divisor="pairs"):
+        for step in self.run.steps(self.loader, divisor="pairs", reported=preference.PAIRS):
             metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm, num_left_out=step.totals["skipped_samples"])
 

@@ -191,7 +191,7 @@ class KDRecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, divisor="target_tokens"):
+        for step in self.run.steps(self.loader, divisor="target_tokens", reported=distillation.STUDENT):
             metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm, teacher_seconds=self.teacher.read_seconds())
 

@@ -86,11 +86,12 @@ def test_the_progress_bar_shows_the_update_step_that_is_done(whole):
 
 def test_the_end_has_a_summary_and_a_command_that_loads_the_model(whole):
     folder, screen, metrics = whole
-    done, val, model, ask = lines_on(screen)[-4:]
+    done, loss, val, model, ask = lines_on(screen)[-5:]
     assert [step for step, line in metrics.items() if "val_loss" in line] == [0, 2, 4, 6, 8, 10, 12]
     num_tokens = sum(line.get("num_tokens", 0) for line in metrics.values())
     totals = rf"12 update steps, {num_tokens:,} target tokens in [\d:]+ \([\d,]+ tokens/s\)"
     assert re.fullmatch(totals, done)
+    assert loss.startswith("loss: first ")
     losses = {step: m["val_loss"] for step, m in metrics.items() if "val_loss" in m}
     first, *_, last = losses.values()
     best = min(losses, key=losses.get)

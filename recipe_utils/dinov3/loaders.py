@@ -28,7 +28,7 @@ from recipe_utils.training.log import Reported
 from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
 from recipe_utils.update_steps.settings import DataSettings
 
-IMAGES = Reported(rates=("images", "crop_tokens"), abbreviation="img", validation="knn_accuracy")
+IMAGES = Reported({"images": "images", "crop_tokens": "crop_tokens"}, "img", validation=("knn_accuracy",))
 """The student's tokens are ``crop_tokens``."""
 
 

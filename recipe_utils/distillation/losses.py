@@ -8,7 +8,10 @@ from torchtune.modules import loss as stock
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.losses.divergences import Kind, LinearDistillationLoss
 from recipe_utils.torchtune_names import IGNORE_INDEX
+from recipe_utils.training.log import Reported
 
+STUDENT = Reported(metrics=("loss", "teacher_agreement"))
+"""Main metrics."""
 _STOCK: dict[type, Kind] = {
     stock.ForwardKLLoss: "forward",
     stock.ForwardKLWithChunkedOutputLoss: "forward",

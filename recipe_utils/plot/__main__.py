@@ -1,17 +1,20 @@
 """Plots metrics of one or several trainings.
 
-python -m recipe_utils.plot OUTPUT_DIR [OUTPUT_DIR ...] [--out metrics.png]
+python -m recipe_utils.plot OUTPUT_DIR [OUTPUT_DIR ...] [--out metrics.png] [--over num_tokens_seen]
 python -m recipe_utils.plot OUTPUT_DIR --samples
 
-Draws loss, val_loss, k-NN accuracy, learning rate, gradient norm, throughput and padding of
-``logs/metrics.jsonl`` over update steps; losses also over target tokens. ``--samples`` prints the
-samples of highest loss, and those whose loss rose most, of trainings with ``sample_losses: True``.
+Draws the metrics of ``logs/metrics.jsonl``, those of validations beside those of training: losses, also by dataset,
+rewards, accuracies and all others that an objective logs, learning rate, gradient norm, throughput and padding.
+``--samples`` prints the samples of highest loss, and those whose loss rose most, of trainings with
+``sample_losses: True``.
 """
 
 import argparse
 import json
+import math
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +26,24 @@ from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.log import METRICS_FILE, read_metrics
 from recipe_utils.training.parts.sample_losses import DATASETS, FILE, report_of
 
-METRICS = {
-    "loss": "loss [nats]",
-    "val_loss": "val_loss [nats]",
-    "knn_accuracy": "k-NN accuracy",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "tokens_per_second_per_gpu": "target tokens / s / rank",
-    "images_per_second_per_gpu": "images / s / rank",
-    "padding_fraction": "padding [fraction of positions]",
+PANELS = {
+    r"(val_)?loss": "loss [nats]",
+    r"(mean|val)_reward": "mean reward",
+    r"(val_)?rewards/accuracies": "accuracy of pairs",
+    r"(val_)?rewards/margins": "reward margin",
+    r"knn_accuracy": "k-NN accuracy",
+    r"(val_)?loss/.+": "loss of datasets [nats]",
+    r"clipped_(low|high)": "clipped [fraction of tokens]",
+    r"lr(/.+)?": "learning rate",
+    r"grad_norm": "gradient norm",
+    r"(tokens|images)_per_second_per_gpu": "tokens or images / s / rank",
+    r"padding_fraction": "padding [fraction of positions]",
 }
-X_AXES = {"num_tokens_seen": "target tokens", "step": "update steps"}
-PANELS = [*((name, "num_tokens_seen") for name in ("loss", "val_loss")), *((name, "step") for name in METRICS)]
+"""Metrics of a panel, as a regular expression, and its label. Others have panels of their own."""
+NOT_DRAWN = re.compile(
+    r"step|time|epoch|num_.*|.*_(seen|seconds|gib|batch)|.+_tokens_per_.*|shared_.*|token_share/.*|.*memory.*"
+)
+"""Positions, counts and times."""
 
 
 def curve(metrics: Sequence[Mapping[str, Any]], name: str, over: str) -> list[tuple[Any, Any]]:
@@ -43,23 +52,40 @@ def curve(metrics: Sequence[Mapping[str, Any]], name: str, over: str) -> list[tu
     return [point for point in points if None not in point]
 
 
-def plot(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Plots runs by name in one color each. The suffix of ``path`` selects the format."""
-    from matplotlib.figure import Figure
+def panels_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the metrics of each panel by its label: first those of ``PANELS``, in its order, then all others."""
+    panels: dict[str, list[str]] = {label: [] for label in PANELS.values()}
+    for name in names:
+        if not NOT_DRAWN.fullmatch(name):
+            label = next((label for names, label in PANELS.items() if re.fullmatch(names, name)), None)
+            panels.setdefault(label or name.removeprefix("val_"), []).append(name)
+    return {label: sorted(names, key=lambda name: name.startswith("val_")) for label, names in panels.items() if names}
 
-    panels = [panel for panel in PANELS if any(curve(run, *panel) for run in runs.values())]
-    num_columns = max(-(-len(panels) // 2), 1)
-    figure = Figure(figsize=(4 * num_columns, 7), layout="constrained")
-    for index, (name, over) in enumerate(panels):
-        axis = figure.add_subplot(2, num_columns, index + 1)
-        for run, metrics in runs.items():
-            points = curve(metrics, name, over)
-            x, y = zip(*points, strict=True) if points else ((), ())
-            axis.plot(x, y, label=run, linewidth=1, marker="." if len(x) < 30 else None)
-        axis.set(xlabel=X_AXES[over], ylabel=METRICS[name])
+
+def plot(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, over: str = "step") -> None:
+    """Plots runs by name: a panel for each kind of metric. The suffix of ``path`` selects the format."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    panels = panels_of(dict.fromkeys(name for metrics in runs.values() for line in metrics for name in line))
+    num_columns = math.ceil(math.sqrt(max(len(panels), 1)))
+    num_rows = -(-max(len(panels), 1) // num_columns)
+    figure = Figure(figsize=(4 * num_columns, 3.2 * num_rows), layout="constrained")
+    for index, (label, names) in enumerate(panels.items()):
+        axis = figure.add_subplot(num_rows, num_columns, index + 1)
+        lines = [(run, name, curve(metrics, name, over)) for run, metrics in runs.items() for name in names]
+        for run, name, points in lines:
+            if points:
+                text = ", ".join([name] * (len(names) > 1) + [run] * (len(runs) > 1))
+                marker = "." if len(points) < 30 else None
+                axis.plot(*zip(*points, strict=True), label=text, linewidth=1, marker=marker)
+        axis.set(xlabel="update steps" if over == "step" else over, ylabel=label)
+        # Four numbers such as 120k do not touch each other.
+        axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.grid(alpha=0.3)
-        if index == 0 and len(runs) > 1:
-            axis.legend()
+        if len(names) > 1 or (len(runs) > 1 and index == 0):
+            axis.legend(fontsize="small")
     figure.savefig(path, dpi=80)
 
 
@@ -81,6 +107,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("output_dir", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, help="default: metrics.png in the first OUTPUT_DIR")
+    parser.add_argument("--over", default="step", help="metric of the x-axes, such as num_tokens_seen; default: step")
     parser.add_argument("--samples", action="store_true", help="print samples of highest loss")
     arguments = parser.parse_args()
     if arguments.samples:  # text only: matplotlib is not needed
@@ -100,7 +127,7 @@ def main() -> None:
             sys.exit(f"{path}: {error.strerror}; set the output_dir of a training")
     path = arguments.out or arguments.output_dir[0] / "metrics.png"
     try:
-        plot(runs, path)
+        plot(runs, path, arguments.over)
     except ImportError:
         sys.exit('matplotlib is missing: pip install "torchtune-update-step[plot]"')
     print(path)  # noqa: T201

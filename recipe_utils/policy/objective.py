@@ -19,6 +19,7 @@ from recipe_utils.policy.equal_groups import WithoutEqualGroups
 from recipe_utils.policy.losses import PolicyLoss
 from recipe_utils.settings.problems import Problem
 from recipe_utils.torchtune_names import instantiate
+from recipe_utils.training.log import Reported
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep
@@ -28,6 +29,14 @@ GROUPS: Mapping[str, Any] = {
     "pads_sequences": True,
 }
 """Arguments of :func:`.text_collator`: packed rows compute a group's prompt once, others have a row for each answer."""
+
+
+ROLLOUTS = Reported(
+    {"measured": "tokens", "real_tokens": "real_tokens"},  # without what stands for groups of equal rewards
+    validation=("val_reward", "val_loss"),
+    metrics=("mean_reward", "loss"),
+)
+"""Units and main metrics."""
 
 
 def build_policy_loss(cfg: DictConfig) -> PolicyLoss:

@@ -19,6 +19,7 @@ from torchtune.rlhf.loss import DPOLoss
 from recipe_utils.losses.chunks import OutputLayer, Record
 from recipe_utils.losses.log_probs import LinearLogProbs
 from recipe_utils.settings.keys import STRICT, Count
+from recipe_utils.training.log import Reported
 from recipe_utils.update_steps.step import Targets
 
 Losses = tuple[Tensor, Tensor, Tensor]
@@ -141,6 +142,9 @@ METRICS = (
     "log_probs/chosen", "log_probs/rejected", "sft_loss",
 )  # fmt: skip
 """Names of sums over pairs; the last is a sum over the targets of chosen answers."""
+
+PAIRS = Reported(metrics=("loss", "rewards/accuracies", "rewards/margins"))
+"""Main metrics."""
 
 
 class PreferenceLoss(nn.Module):

@@ -5,7 +5,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.torchtune_names import DTYPES
-from recipe_utils.training.log import METRICS_FILE, Log, Reported, read_metrics
+from recipe_utils.training.log import METRICS_FILE, Log, Reported, best_of, read_metrics
 from recipe_utils.training.metrics import Metrics
 from recipe_utils.training.parts.protocol import Parts
 from recipe_utils.training.resume import Resume, Trained
@@ -197,7 +197,8 @@ def log_end(
     output_dir, device = checkpointing.settings.output_dir, checkpointing.ranks.device.type
     path, metrics = output_dir / "generation.yaml", output_dir / "logs" / METRICS_FILE
     try:
-        log.info(summary_of_validation(read_metrics(metrics) if metrics.exists() else [], reported.validation))
+        for line in summary_of_metrics(read_metrics(metrics) if metrics.exists() else [], reported):
+            log.info(line)
         log.info(f"Model: {folder}")
         # A decoder with modules beside it, as a reward model, may not be trained to answer.
         if not (folder / own_modules.FOLDER).is_dir() and write_generation_config(last.config, folder, path, device):
@@ -214,7 +215,7 @@ def summary_of_training(first: TrainingState, last: TrainingState, seconds: floa
     unit, time = reported.unit, tqdm.format_interval(seconds)
     all_seen, num_steps = last.num_seen.get(unit, 0), last.global_step - first.global_step
     num_seen = all_seen - first.num_seen.get(unit, 0)
-    data = f"{num_seen:,} {reported.rates[0].replace('_', ' ')}"
+    data = f"{num_seen:,} {reported.data}"
     text = f"{num_steps} update steps, {data} in {time} ({num_seen / max(seconds, 1e-9):,.0f} {unit}/s)"
     if first.global_step:
         text += f"; {last.global_step} and {all_seen:,} in all, before the resume included"
@@ -223,12 +224,18 @@ def summary_of_training(first: TrainingState, last: TrainingState, seconds: floa
     return text
 
 
-def summary_of_validation(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Returns first, last and best value of metric ``name`` as text, empty without any."""
-    values_by_step = {line["step"]: line[name] for line in metrics if line.get(name) is not None}
-    if not values_by_step:
-        return ""
-    values, best_of = list(values_by_step.values()), min if name.endswith("loss") else max
-    step = best_of(values_by_step, key=values_by_step.__getitem__)
-    best = f"{values_by_step[step]:.3f} (update step {step})"
-    return f"{name}: first {values[0]:.3f}, last {values[-1]:.3f}, best {best}"
+def summary_of_metrics(lines: Sequence[Mapping[str, Any]], reported: Reported) -> Iterator[str]:
+    """Yields texts with the first and last values of the main metrics, and the best validations."""
+    for name in (*reported.metrics, *reported.validation):
+        values_by_step = {line["step"]: line[name] for line in lines if line.get(name) is not None}
+        if not (values := [*values_by_step.values()]):
+            continue
+        # Single update steps differ by their data: a tenth of them at each end is compared.
+        num = 1 if name in reported.validation else -(-len(values) // 10)
+        first, last = (sum(some) / num for some in (values[:num], values[-num:]))
+        text = f"{name}: first {first:.3f}, last {last:.3f}"
+        if name in reported.validation:
+            best = best_of(name)(values)
+            step = next(step for step, value in values_by_step.items() if value == best)
+            text += f", best {best:.3f} (update step {step})"
+        yield text + f" (means of {num} log lines)" * (num > 1)

@@ -73,8 +73,8 @@ class Throughput:
         self._totals.update(step.totals)
         self._wait_seconds += wait_seconds
 
-    def read_and_restart(self, rates: Sequence[str] = TEXT.rates) -> dict[str, float]:
-        """Returns the figures of the window for which update steps have totals, and ``rates`` of totals.
+    def read_and_restart(self, rates: Mapping[str, str] = TEXT.rates) -> dict[str, float]:
+        """Returns the figures of the window for which update steps have totals, and ``rates``: names of totals.
 
         ``tokens_per_second_per_gpu``: target tokens over all DP ranks / (seconds * world size).
         ``padding_fraction``: padding / positions. ``shared_fraction``: tokens computed once instead
@@ -82,10 +82,9 @@ class Throughput:
         """
         totals, seconds = self._totals, max(time.perf_counter() - self._began, 1e-9)
         figures = {"data_wait_seconds": self._wait_seconds / max(self._num_steps, 1)}
-        for name in rates:
-            if name in totals:
-                figure = f"{name.removeprefix('target_')}_per_second_per_gpu"
-                figures[figure] = totals[name] / self._world_size / seconds
+        for total, name in rates.items():
+            if total in totals:
+                figures[f"{name}_per_second_per_gpu"] = totals[total] / self._world_size / seconds
         if "positions" in totals:
             num_computed = totals["real_tokens"] - totals["shared_tokens"]
             figures["padding_fraction"] = 1 - num_computed / max(totals["positions"], 1)
@@ -105,7 +104,7 @@ class Metrics:
     divisor = "target_tokens"
     """Total that an update step's loss is divided by."""
     reported = TEXT
-    """Units and validation metric of the objective."""
+    """Units and main metrics of the objective."""
     most_spanning_samples = 0
     """Most samples of an update step that several ranks have computed together."""
 

@@ -1,14 +1,19 @@
 """Metrics files, loggers and plots of a training, and its best model."""
 
+import json
+import re
+import shutil
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from big_batch_of_views import step_of_16
 from distributed_runs import run_distributed
-from recipe_runs import DPO, keep_messages, run_recipe
+from recipe_runs import DINO, DPO, KD, POLICY, SFT, keep_messages, run_recipe, slow
 from safetensors.torch import load_file
 
-from recipe_utils.plot.__main__ import curve, plot
+from recipe_utils.plot.__main__ import curve, panels_of, plot
 from recipe_utils.training.log import read_metrics
 
 TIMES = {"time", "data_wait_seconds", "tokens_per_second_per_gpu", "real_tokens_per_second_per_gpu"}
@@ -106,6 +111,63 @@ def test_a_run_without_epochs_left_names_the_key(tiny_config):
         assert (text in messages) is is_complete
 
 
+# ---- Early stopping ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "patience", "changes"),
+    [
+        (1, 5, {}),  # ends with an epoch
+        (2, 2, {"microbatching": "packed", "max_tokens_per_microbatch": 64}),
+        slow(2, 6, {"data_parallel_replicate_dim": 2}),  # in the second epoch
+    ],
+)
+def test_a_training_ends_some_validations_after_the_best_and_resumes_bitwise(
+    world_size, patience, changes, tiny_config
+):
+    """Update step 3 has the lowest loss."""
+    often = {
+        **RISING,
+        "run_val_every_n_steps": 1,
+        "keep_last_n_checkpoints": None,
+        "epochs": 3,
+        "save_every_n_steps": 2,
+    }
+    config = tiny_config(**often, global_batch_size=4, gradient_accumulation_steps=..., **changes)
+    config["early_stopping_patience"] = patience
+    folder = Path(config["output_dir"])
+
+    def trained(**changes):
+        with_changes = {**config, "resume_from_checkpoint": "auto", **changes}
+        num_logged = len(run_distributed(run_recipe, world_size, with_changes)[0])
+        (export,) = folder.glob("epoch_*") if last <= 8 else [folder / "epoch_1"]
+        return num_logged, metrics_of(config), weights(export)
+
+    last = 3 + patience
+    whole = trained()
+    assert [line["step"] for line in whole[1]] == [*range(last + 1)]
+    # Killed before the export, between checkpoint and end, and after the end.
+    for removed in ([last], [last, last - 1, last - 2], []):
+        for step in removed:
+            shutil.rmtree(folder / f"step_{step}", ignore_errors=True)
+        num_logged, *resumed = trained()
+        assert (num_logged > 0) is bool(removed)
+        assert resumed[0] == whole[1]
+        assert all(torch.equal(resumed[1][name], whole[2][name]) for name in whole[2])
+    # More patience continues where it ended.
+    if last < 8:
+        assert [line["step"] for line in trained(early_stopping_patience=patience + 1)[1]] == [*range(last + 2)]
+
+
+def test_an_improvement_below_the_threshold_is_none(tiny_config):
+    """Validations of 4.345, 4.334 and 4.328."""
+    config = tiny_config(**{**RISING, "run_val_every_n_steps": 1}, global_batch_size=4, gradient_accumulation_steps=...)
+    with keep_messages() as messages:
+        run_recipe({**config, "early_stopping_patience": 2, "early_stopping_threshold": 0.02})
+    assert metrics_of(config)[-1]["step"] == 3
+    assert "Ended early: 2 validations in a row were not better (early_stopping_patience=2)" in messages
+
+
 # ---- torchtune's loggers ---------------------------------------------------------------------------
 
 
@@ -125,12 +187,67 @@ def test_tensorboard_gets_the_metrics(tiny_config, tmp_path):
         assert found == pytest.approx(expected)
 
 
-def test_metrics_are_plotted(tmp_path):
-    pytest.importorskip("matplotlib")
-    metrics = [{"step": i, "num_tokens_seen": 10 * i, "loss": 9.0 - i, "lr": 0.1} for i in (1, 2, 3)]
-    metrics[1] |= {"val_loss": 5.0, "loss": None}
+# ---- What one sees ---------------------------------------------------------------------------------
+
+MAIN = {
+    SFT: {"loss": "loss", "val_loss": "val"},
+    DPO: {"rewards/accuracies": "accuracies", "rewards/margins": "margins", "val_loss": "val"},
+    KD: {"teacher_agreement": "agreement", "val_loss": "val"},
+    POLICY: {"mean_reward": "reward", "val_reward": "val"},
+    DINO: {"loss": "loss", "knn_accuracy": "knn"},
+}
+"""Recipe -> its main metrics and their names in the progress bar."""
+VALIDATED = {"run_val_every_n_steps": 1, "max_steps_per_epoch": 2}
+
+
+@pytest.fixture
+def config_with_validation(request, tmp_path):
+    """Makes a config of a recipe with a validation after each of two update steps."""
+
+    def make(recipe):
+        kinds = {DPO: "tiny_dpo_config", KD: "tiny_kd_config"}
+        config = request.getfixturevalue(kinds.get(recipe, "tiny_config"))
+        if recipe == DINO:
+            images = {"_component_": "tiny.tiny_images", "num_images": 31, "num_classes": 13}
+            knn = {"dataset_knn": images, "dataset_val": {**images, "num_images": 21}, "knn_neighbors": 5}
+            return step_of_16(config, batch_size=8, **knn, **VALIDATED)
+        if recipe != POLICY:
+            return config(dataset_val=config()["dataset"], **VALIDATED)
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text(json.dumps({"prompt": "Why?", "target": 3}))
+        sampler = {"_component_": "recipe_utils.policy.ModelSampler", "prompts": str(prompts)}
+        sampler |= {"reward": "rewards.of_length", "max_new_tokens": 8}
+        rounds = {"_component_": "recipe_utils.policy.rollout_dataset", "path": str(tmp_path / "rounds")}
+        own = {"dataset": {**rounds, "groups_per_round": 8}, "loss": {"_component_": "recipe_utils.policy.PolicyLoss"}}
+        return config(**own, sampler=sampler, sampler_val=sampler, **VALIDATED)
+
+    return make
+
+
+@pytest.mark.parametrize("recipe", MAIN)
+def test_main_metrics_of_an_objective_stand_in_bar_summary_and_plot(recipe, config_with_validation, capsys):
+    config = config_with_validation(recipe)
+    with keep_messages() as messages:
+        run_recipe(config, recipe)
+    bar, panels = capsys.readouterr().err, panels_of(dict.fromkeys(chain(*metrics_of(config))))
+    for name, label in MAIN[recipe].items():
+        assert sum(message.startswith(f"{name}: first ") for message in messages) == 1, (name, messages)
+        assert re.search(rf"\| {label} -?\d", bar), (label, bar)
+        assert sum(name in drawn for drawn in panels.values()) == 1, panels
+
+
+def test_metrics_are_plotted_each_once(tmp_path):
+    metrics = [
+        {"step": i, "num_tokens_seen": 10 * i, "loss": 9.0 - i, "loss/a": 1.0, "my_term": 2.0} for i in (1, 2, 3)
+    ]
+    metrics[1] |= {"val_loss": 5.0, "loss": None, "val_loss/a": 1.0, "val_my_term": 1.0}
     assert curve(metrics, "loss", "num_tokens_seen") == [(10, 8.0), (30, 6.0)]
     assert curve(metrics, "val_loss", "step") == [(2, 5.0)]
-    assert curve(metrics, "padding_fraction", "step") == []
-    plot({"a": metrics, "b": metrics[:1]}, tmp_path / "m.png")
-    assert (tmp_path / "m.png").read_bytes()[1:4] == b"PNG"
+    assert panels_of(dict.fromkeys(chain(*metrics))) == {
+        "loss [nats]": ["loss", "val_loss"],
+        "loss of datasets [nats]": ["loss/a", "val_loss/a"],
+        "my_term": ["my_term", "val_my_term"],
+    }
+    for over in ("step", "num_tokens_seen"):
+        plot({"a": metrics, "b": metrics[:1]}, tmp_path / "m.png", over)
+        assert (tmp_path / "m.png").read_bytes()[1:4] == b"PNG"

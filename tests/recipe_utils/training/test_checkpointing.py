@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.dinov3.loaders import IMAGES
-from recipe_utils.training.checkpointing import remove_old_exports, summary_of_training, summary_of_validation
+from recipe_utils.training.checkpointing import remove_old_exports, summary_of_metrics, summary_of_training
 from recipe_utils.training.log import TEXT, Log, bar_text
 
 
@@ -26,14 +26,15 @@ def test_the_summary_after_a_resume_is_of_both_parts_and_counts_skipped_samples(
 
 def test_the_best_validation_is_the_lowest_loss_or_the_highest_accuracy():
     lines = [{"step": step, "val_loss": v} for step, v in ((2, 3.0), (4, 1.0), (6, 2.0))]
-    assert summary_of_validation([{"step": 1, "loss": 9.0}, *lines], "val_loss") == (
-        "val_loss: first 3.000, last 2.000, best 1.000 (update step 4)"
-    )
+    assert [*summary_of_metrics(lines, TEXT)] == ["val_loss: first 3.000, last 2.000, best 1.000 (update step 4)"]
     lines = [{"step": step, "knn_accuracy": v} for step, v in ((2, 0.0), (4, 0.9), (6, 0.9))]
-    assert summary_of_validation([*lines, {"step": 8, "knn_accuracy": None}], "knn_accuracy") == (
-        "knn_accuracy: first 0.000, last 0.900, best 0.900 (update step 4)"
-    )
-    assert summary_of_validation([{"step": 1, "loss": 9.0, "val_loss": None}], "val_loss") == ""
+    text = "knn_accuracy: first 0.000, last 0.900, best 0.900 (update step 4)"
+    assert [*summary_of_metrics([*lines, {"step": 8, "knn_accuracy": None}], IMAGES)] == [text]
+
+
+def test_the_summary_compares_a_tenth_of_the_update_steps_at_each_end():
+    lines = [{"step": step, "loss": float(step), "val_loss": None} for step in range(1, 21)]
+    assert [*summary_of_metrics(lines, TEXT)] == ["loss: first 1.500, last 19.500 (means of 2 log lines)"]
 
 
 def test_the_bar_shows_the_rate_over_all_ranks_of_what_is_counted():
