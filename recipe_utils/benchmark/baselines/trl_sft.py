@@ -4,8 +4,6 @@ A microbatch is one row without padding. Its samples are kept apart by positions
 on a GPU, if it is installed, else by a mask that transformers makes of them. Liger's kernels need Triton.
 """
 
-from typing import Any
-
 from datasets import Dataset
 from omegaconf import DictConfig
 from torchtune import config as torchtune_config
@@ -23,11 +21,8 @@ def train(config: DictConfig) -> None:
     make_trainer(config).train()
 
 
-def make_trainer(config: DictConfig) -> Any:
-    """Returns a trainer of flattened microbatches, of packed rows with ``sft.packing``.
-
-    ``sft`` of the config has further arguments of TRL, such as ``max_length``.
-    """
+def make_trainer(config: DictConfig) -> SFTTrainer:
+    """Returns a trainer of flattened microbatches; ``sft`` has further arguments, such as ``packing``."""
     samples = samples_in_order(config, torchtune_config.instantiate(config.tokenizer), num_ranks=1)
     parts = what_is_trained(config)
     has_kernels = config.device == "cuda" and config.dtype == "bf16"
