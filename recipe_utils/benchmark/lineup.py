@@ -62,7 +62,7 @@ _STOCK_LOSSES = {
 """Recipe -> key -> torchtune's loss that replaces a loss of this project in stock recipes."""
 _SUPPORTED = {
     "optimizer_in_bwd": (False, "it would step in every backward; set it to False"),
-    "dataset.packed": (False, "hf_trainer and limit do not read rows; set it in an entry of kind=stock"),
+    "dataset.packed": (False, "not all trainers read rows; set it in an entry of kind=stock"),
     "quantizer": (None, "only kind=update_step trains with it; set it to null"),
     "sft_loss_weight": (0, "only kind=update_step adds it; set it to 0"),
     "tensor_parallel_dim": (1, "only data-parallel processes are compared; set it to 1"),
@@ -189,7 +189,7 @@ def _resolve(
     # Only keys of this entry: it may have replaced the reference to a key of the base config.
     if problems := [problem for problem in check_keys(merged, settings)[1] if problem.root in overrides]:
         raise ConfigError(*problems)
-    if kind in ("hf_trainer", "limit") and OmegaConf.select(merged, "dataset.packed"):
+    if kind in (*OWN_KEYS, "limit") and OmegaConf.select(merged, "dataset.packed"):
         raise ConfigError(
             Problem("dataset.packed", f"kind={kind} does not read rows; set it in one of kind=stock", True)
         )
@@ -218,7 +218,7 @@ def _resolve(
     config.pop("global_batch_size", None)
     config.max_steps_per_epoch = num_steps + SPARE_STEPS
     container: Any = OmegaConf.to_container(config, resolve=True)
-    if kind in ("hf_trainer", "trl") and "checkpoint_dir" not in container["checkpointer"]:
+    if kind in OWN_KEYS and "checkpoint_dir" not in container["checkpointer"]:
         llama_config(container["model"])  # raises ValueError
     # Keys used only in references are resolved; the recipe would reject them.
     known = {*keys_of(settings), *foreign}

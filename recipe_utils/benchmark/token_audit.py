@@ -22,9 +22,21 @@ IGNORE_INDEX = -100
 def samples_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> list[Sample]:
     """Returns the samples of ``max_steps_per_epoch`` update steps in the recipes' order."""
     dataset = load_dataset(config.dataset, tokenizer)
+    if (sft := config.get("sft", {})).get("packing"):
+        dataset = _packed_by_trl(dataset, sft.max_length)
     order = epoch_permutation(len(dataset), epoch=0, shuffle=config.get("shuffle", True))
     per_step = config.batch_size * config.gradient_accumulation_steps * num_ranks
     return [dataset[i] for i in order[: config.max_steps_per_epoch * per_step].tolist()]
+
+
+def _packed_by_trl(dataset: Any, max_length: int) -> list[Sample]:
+    """Returns the rows of TRL's best-fit decreasing packing, as those of torchtune's packed datasets."""
+    from datasets import Dataset
+    from trl import pack_dataset
+
+    samples = [dataset[i] for i in range(len(dataset))]
+    columns = {key: [list(map(int, sample[key])) for sample in samples] for key in ("tokens", "labels")}
+    return list(pack_dataset(Dataset.from_dict(columns), max_length).rename_column("seq_lengths", "seq_lens"))
 
 
 @dataclass(frozen=True)

@@ -197,12 +197,14 @@ def test_the_benchmark_of_a_gpu_runs_in_small_on_a_cpu(tmp_path):
     ran = [step["baseline"] for step in results["steps"]]
     assert ran == [name for name in cfg.baselines for _ in range(2)]
     summaries = by_name(results)
-    assert not summaries["stock_packed"].pop("has_same_samples")
-    assert "Other samples per update step than the reference: stock_packed; tokens per second still compare" in markdown
+    others = ["stock_packed", "trl_packing"]
+    assert [name for name in summaries if not summaries[name]["has_same_samples"]] == others
+    assert f"Other samples per update step than the reference: {', '.join(others)}; tokens per second" in markdown
     found = deviations(results)
-    assert found.pop("stock_packed") is None
+    assert {found.pop(name) for name in others} == {None}
     assert max(found.values()) < 1e-5
-    assert summaries["packed"]["padding_fraction"] == 0 < summaries["stock_packed"]["padding_fraction"]
+    padding = {name: each["padding_fraction"] for name, each in summaries.items()}
+    assert padding["packed"] == padding["trl_packing"] == 0 < padding["stock_packed"]
     positions = {name: each["positions_per_target"] for name, each in summaries.items()}
     assert positions["packed"] < positions["stock_packed"] < positions["stock"] == positions["hf_trainer"]
     assert "The baselines ran one after the other" in screen
@@ -327,7 +329,7 @@ def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path,
         (
             {"num_update_steps": 500},
             [
-                "baselines.stock: kind=stok: set it to one of stock, update_step, hf_trainer, limit",
+                "baselines.stock: kind=stok: set it to one of stock, update_step, hf_trainer, trl_sft, limit",
                 "baselines.ours: microbatchng: this recipe has no such key; did you mean microbatching?",
                 "baselines.limit: num_update_steps: the dataset has 160 samples",
             ],

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from torchtune import config as torchtune_config
 from torchtune import training
 from torchtune.data import padded_collate_sft
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.utils import get_device
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
 from recipe_utils.benchmark.baselines.start import llama_config
@@ -50,24 +52,28 @@ def train_hf_trainer(config: DictConfig) -> None:
 
     tokenizer = torchtune_config.instantiate(config.tokenizer)
     samples = samples_in_order(config, tokenizer, world_size_from_env())
-    device = get_device(config.device)
-    model = load_model(config, device)
-    optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
+    is_on_cpu = get_device(config.device).type == "cpu"
     args = TrainingArguments(
         per_device_train_batch_size=config.batch_size,
         train_sampling_strategy=config.get("train_sampling_strategy", "sequential"),
-        ddp_backend="gloo" if training.is_distributed() and device.type == "cpu" else None,
+        ddp_backend="gloo" if training.is_distributed() and is_on_cpu else None,
         **trainer_arguments(config),
     )
     args._n_gpu = min(args.n_gpu, 1)  # one process would use all GPUs of the machine
     InGivenOrder(
-        model=model,
         args=args,
         train_dataset=[{**each, "input_ids": each["tokens"]} for each in samples],
         data_collator=partial(_collate, tokenizer.pad_id),
-        callbacks=[ReportLoss()],
-        optimizers=(optimizer, make_schedule(config.get("lr_scheduler"), optimizer, config.max_steps_per_epoch)),
+        **what_is_trained(config),
     ).train()
+
+
+def what_is_trained(config: DictConfig) -> dict[str, Any]:
+    """Returns a trainer's model, optimizer and callbacks."""
+    model = load_model(config, get_device(config.device))
+    optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
+    schedule = make_schedule(config.get("lr_scheduler"), optimizer, config.max_steps_per_epoch)
+    return {"model": model, "optimizers": (optimizer, schedule), "callbacks": [ReportLoss()]}
 
 
 def trainer_arguments(config: DictConfig) -> dict[str, Any]:
@@ -109,6 +115,13 @@ def load_model(config: DictConfig, device: torch.device) -> Any:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
     return model
+
+
+def tokenizer_of_numbers(model: Any, config: DictConfig) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer that TRL requires, also of data that are tokens already."""
+    numbers = Tokenizer(WordLevel({str(i): i for i in range(model.config.vocab_size)}, unk_token="0"))
+    pad = str(torchtune_config.instantiate(config.tokenizer).pad_id)
+    return PreTrainedTokenizerFast(tokenizer_object=numbers, pad_token=pad, eos_token=pad)
 
 
 def _collate(pad_id: int, batch: Sequence[Sample]) -> Mapping[str, Tensor]:

@@ -14,6 +14,7 @@ KINDS: dict[str, dict[str, str]] = {
         "stock": "stock.train",
         "update_step": "update_step.train",
         "hf_trainer": "hugging_face.train_hf_trainer",
+        "trl_sft": "trl_sft.train",
         "limit": "bare_loop.train_text",
     },
     PAIRS: {"stock": "stock.train_dpo", "update_step": "update_step.train"},
@@ -22,18 +23,18 @@ KINDS: dict[str, dict[str, str]] = {
 }
 """Recipe -> kind -> function in this package that trains with a resolved update-step config; ``update_step.train``
 also takes the recipe's name or path."""
-OWN_KEYS = {"hf_trainer": {"train_sampling_strategy"}, "trl": {"grpo"}}
-"""Kind -> config keys of this kind only."""
+OWN_KEYS = {"hf_trainer": {"train_sampling_strategy"}, "trl": {"grpo"}, "trl_sft": {"sft"}}
+"""Kind whose model is transformers' -> config keys of this kind only."""
 
 
 def why_skipped(recipe: str, kind: str, num_ranks: int, adapters: Adapters) -> str | None:
     """Returns the reason that a baseline cannot run, or None."""
-    needed = {"hf_trainer": ("transformers", "accelerate"), "trl": ("trl",)}.get(kind, ())
+    needed = {"hf_trainer": ("transformers", "accelerate"), "trl": ("trl",), "trl_sft": ("trl",)}.get(kind, ())
     missing = [name for name in needed if not importlib.util.find_spec(name)]
     reasons = {
         "runs as one process only": num_ranks > 1
-        and (kind in ("limit", "trl") or (recipe, kind) == (DISTILLATION, "stock")),
-        "trains no adapters": kind in ("hf_trainer", "trl") and adapters.modules,
+        and (kind in ("limit", "trl", "trl_sft") or (recipe, kind) == (DISTILLATION, "stock")),
+        "trains no adapters": kind in OWN_KEYS and adapters.modules,
         "trains no adapters on pairs": (recipe, kind) == (PAIRS, "stock") and adapters.modules,
         "has no base in torchao's NF4": kind == "limit" and any(adapters.frozen.values()),
         f"{' and '.join(missing)} not installed (pip install {' '.join(missing)})": missing,

@@ -10,15 +10,9 @@ from typing import Any
 
 from datasets import Dataset
 from omegaconf import DictConfig
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from torchtune import config as torchtune_config
-from torchtune.utils import get_device
-from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from recipe_utils.benchmark.baselines.hugging_face import ReportLoss, load_model, trainer_arguments
-from recipe_utils.optim.optimizer import make_schedule
+from recipe_utils.benchmark.baselines.hugging_face import tokenizer_of_numbers, trainer_arguments, what_is_trained
 from recipe_utils.update_steps.permutation import epoch_permutation
 
 
@@ -47,11 +41,7 @@ def train(config: DictConfig) -> None:
     def reward(rewards: list[float], **_: Any) -> list[float]:
         return rewards
 
-    model = load_model(config, get_device(config.device))
-    optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
-    # Prompts are numbers of groups. TRL decodes answers for rewards, which are given.
-    numbers = Tokenizer(WordLevel({str(i): i for i in range(model.config.vocab_size)}, unk_token="0"))
-    pad = str(torchtune_config.instantiate(config.tokenizer).pad_id)
+    parts = what_is_trained(config)
     arguments = {
         "per_device_train_batch_size": config.batch_size * size,
         "num_generations": size,
@@ -61,12 +51,11 @@ def train(config: DictConfig) -> None:
     }
     trainer = GRPOTrainer if config.loss.get("old") == "start" else _OfGivenLogProbs
     trainer(
-        model=model,
         reward_funcs=reward,
         args=GRPOConfig(**arguments),
+        # Prompts are numbers of groups. TRL decodes answers for rewards, which are given.
         train_dataset=Dataset.from_dict({"prompt": list(map(str, order))}),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=numbers, pad_token=pad, eos_token=pad),
+        processing_class=tokenizer_of_numbers(parts["model"], config),
         rollout_func=given,
-        callbacks=[ReportLoss()],
-        optimizers=(optimizer, make_schedule(config.get("lr_scheduler"), optimizer, config.max_steps_per_epoch)),
+        **parts,
     ).train()

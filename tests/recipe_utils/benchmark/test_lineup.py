@@ -106,6 +106,7 @@ def test_an_override_that_names_a_component_replaces_it_whole(tmp_path):
     ("recipe", "kind", "changes", "num_ranks", "reason"),
     [
         ("text", "limit", {}, 2, "runs as one process only"),
+        ("text", "trl_sft", {}, 2, "runs as one process only"),
         ("text", "hf_trainer", ADAPTED, 1, "trains no adapters"),
         ("pairs", "stock", ADAPTED, 1, "trains no adapters on pairs"),
     ],
