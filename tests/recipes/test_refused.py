@@ -92,6 +92,8 @@ REFUSED = {
     (SFT, "loss.tokens_per_chunk=0"): "loss.tokens_per_chunk=0: it must be at least 1",
     (SFT, f"dataset={WEIGHTED} loss={{_component_: torch.nn.CrossEntropyLoss}}"): r"dataset.0.loss_weight=2: torch.nn.CrossEntropyLoss cannot weight targets; set",
     (SFT, f"dataset={WEIGHTED.replace('2', '0')}"): r"dataset.0.loss_weight=0: it must be a number above 0",
+    (SFT, "dataset.has_weights=True loss={_component_: torch.nn.CrossEntropyLoss}"): "dataset: sample 1 of dataset: its 'weights' contains 0.1, which this loss does not take; set weight to 0 or 1 in all",
+    (KD, "dataset.has_weights=True on_bad_sample=skip"): "dataset: sample 1 of dataset: its 'weights' contains 0.1, which this loss does not take",
     (SFT, "loss_weights=datasets"): "loss_weights=datasets: it has no effect without named datasets; set",
     (SFT, f"loss_weights=datasets dataset={NAMED} loss={{_component_: torch.nn.CrossEntropyLoss}}"): "loss_weights=datasets: torch.nn.CrossEntropyLoss cannot",
     (SFT, f"dataset_val={WEIGHTED} run_val_every_n_steps=1"): r"dataset_val.0.loss_weight=2: validation has no weights",
