@@ -79,6 +79,8 @@ REFUSED = {
     (DINO, SPLIT): "optimizer._component_=recipe_utils.optim.Split: rates and weight decay by depth need one optimizer",
     (SFT, "optimizer.maximize=True"): "optimizer.maximize=True: it would raise the loss",
     (SFT, "optimizer.foreach=True optimizer.fused=True"): "optimizer: RuntimeError: `fused` and `foreach` cannot be",
+    (SFT, "optimizer={_component_: torch.optim.LBFGS}"): "optimizer: a step on parameters as the training has them fails; set torch.optim.AdamW .*closure",
+    (SFT, "optimizer={_component_: torch.optim.SGD, fused: True} dtype=bf16 weights_dtype=fp32"): "optimizer: a step on .* fails; take fused out, or set torch.optim.AdamW .*sharding",
     (SFT, "lr_scheduler={_component_: torch.optim.lr_scheduler.StepLR, step_size: 2}"): "lr_scheduler._component_=StepLR: its rates depend on those before, so a resume would",
     (SFT, f"{COSINE} lr_scheduler.num_warmup_steps=1 lr_scheduler.last_epoch=5"): "lr_scheduler.last_epoch=5: the recipe sets it",
     (SFT, "checkpointer.resume_from_checkpoint=True"): "checkpointer.resume_from_checkpoint=True: training does not resume from",
