@@ -8,7 +8,7 @@ import numpy as np
 
 from recipe_utils.text.limits import NO_LIMITS, ModelLimits
 from recipe_utils.text.samples import FIRST, TextSample
-from recipe_utils.text.trees import merge
+from recipe_utils.text.trees import merge, sequences_of
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import (
@@ -118,12 +118,13 @@ class TextReader:
         return sample
 
     def content(self, sample: TextSample) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
-        """Returns tokens and labels, and all other values that are trained on, by key."""
+        """Returns tokens and labels, and all other values that are trained on, by key: those of the data in any layout."""
         others = {key: value for key, value in sample.others.items() if key not in (*_KEYS, "is_cut")}
-        others |= {**sample.columns, **sample.values}
-        if sample.num_shared:
-            others |= {"documents": sample.documents, "num_shared": sample.num_shared, "input_pos": sample.positions}
-        return (sample.tokens, sample.labels), others
+        if not sample.num_shared:
+            return (sample.tokens, sample.labels), {**others, **sample.columns, **sample.values}
+        made = [*sequences_of(sample, self.ignore_index)]
+        columns = {name: np.concatenate([each[name] for each in made]) for name in sample.columns}
+        return [each[name] for each in made for name in ("tokens", "labels")], {**columns, **sample.values}
 
     def count(self, counts: Mapping[str, float], values: Mapping[str, np.ndarray]) -> Mapping[str, float]:
         """Returns the counts with the number of samples with values, and the sums of values that are totals."""
