@@ -56,14 +56,9 @@ class Settings:
         """Yields keys that exclude each other, and those that this recipe restricts."""
         # Losses couple images, so global_batch_size must divide into microbatches.
         yield from training.problems_between(self, must_divide=True)
-        yield from self.data.problems_of_long_rows(self.ranks)
         yield from self.views.problems_of_views(self.data)
-        yield from self.objective.problems_of_objective(self.data, self.ranks, self.run)
+        yield from self.objective.problems_of_objective(self.data, self.ranks)
         yield from self.schedules.problems_of_schedules(self.optimizer.optimizer, self.objective.student_temperature)
-        if (dim := self.ranks.tensor_parallel_dim) > 1:
-            yield Problem("tensor_parallel_dim", "not with images; set it to 1", dim)
-        if self.optimizer.optimizer_in_bwd:
-            yield Problem("optimizer_in_bwd", "not with a moving average; set it to False", True)
 
 
 class DINOv3Recipe:
@@ -85,7 +80,8 @@ class DINOv3Recipe:
         transform = build("transform", instantiate, cfg.transform)
         self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
         build("checkpointer", dinov3.check_normalization, self.checkpointer, transform)
-        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
+        small = models.small_model(meta_model, settings.model, ranks)  # whose parameters are sharded as the model's
+        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, small)
 
         # ---- Data: crops of images, and whole ones for the k-NN classifier
         self.loader, self.neighbors = dinov3.build_image_loaders(

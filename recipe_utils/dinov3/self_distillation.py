@@ -22,7 +22,6 @@ from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
 from recipe_utils.settings.problems import Problem
-from recipe_utils.training.settings import RunSettings
 from recipe_utils.update_steps.settings import DataSettings
 
 HeadArguments = Annotated[dict[str, Any], MadeWith(1, default="recipe_utils.dinov3.self_distillation.PrototypeHead")]
@@ -125,10 +124,8 @@ class ObjectiveSettings:
             text = "there is no Gram teacher; set gram_teacher_every_n_steps, or gram_loss_weight=0"
             yield Problem("gram_loss_weight", text, self.gram_loss_weight)
 
-    def problems_of_objective(self, data: DataSettings, ranks: RankSettings, run: RunSettings) -> Iterator[Problem]:
-        """Yields keys that need a language model, and the problem of an image without neighbors."""
-        if run.sample_prompts is not None:
-            yield Problem("sample_prompts", "a vision transformer generates no text; leave the key out")
+    def problems_of_objective(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
+        """Yields the problem of an image without neighbors."""
         if self.koleo_loss_weight == 0 or ranks.dims_or_none is None:
             return
         dp_degree = ranks.dims_or_none.dp_degree

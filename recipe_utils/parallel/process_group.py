@@ -22,6 +22,8 @@ _POLL_SECONDS = 0.001
 _PARENT_POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 30.0
 """Timeout of a failing rank that waits for another rank's error message."""
+_MOMENT_SECONDS = 2.0
+"""Timeout of a rank that has lost another one, which may have left with an error message."""
 
 
 def world_size_from_env() -> int:
@@ -167,28 +169,31 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 # ---- Final error message ------------------------------------------------------------------------
 
 
-def print_final_error(text: str | None) -> None:
+def print_final_error(text: str | None, exit_code: int, lost: str | None = None) -> int:
     """Prints the final error message to stderr once, on rank 0, or here if rank 0 times out (30 s).
 
     All failing ranks must call it. Each returns after the message is printed, because the launcher
-    kills all ranks once one has exited. ``text`` is None if another rank has one.
+    kills all ranks once one has exited. ``text`` is None if another rank has one, or has been ``lost``: that is printed
+    here unless the other one reports an error soon. Returns the exit code of the rank whose error is printed.
     """
     store = None
     # The launcher's store also holds keys of earlier starts.
     start = f"final_error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     with suppress(Exception):  # no launcher, or the host of the store has exited
         if world_size_from_env() > 1:
-            store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-            store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
-            if os.environ["RANK"] == "0":
-                text = text or store.get(f"{start}/text").decode()
-            else:
-                if text is not None:
-                    store.set(f"{start}/text", text)
-                store.wait([f"{start}/printed"])
-                return
-    if text is not None:
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
-    if store is not None:
+            patience = timedelta(seconds=_MOMENT_SECONDS if lost else _PATIENCE_SECONDS)
+            store, _, _ = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
+            store.set_timeout(patience)
+            if text is not None:
+                store.set(f"{start}/text", f"{exit_code} {text}")
+            code, _, reported = store.get(f"{start}/text").decode().partition(" ")
+            if os.environ["RANK"] != "0":
+                store.wait([f"{start}/printed"], timedelta(seconds=_PATIENCE_SECONDS))
+                return int(code)
+            text, exit_code = text or reported, exit_code if text else int(code)
+    if text or lost:
+        print(text or lost, file=sys.stderr, flush=True)  # noqa: T201
+    if store is not None and text is not None:
         with suppress(Exception):
             store.set(f"{start}/printed", "")
+    return exit_code

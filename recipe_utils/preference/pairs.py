@@ -10,7 +10,7 @@ segments have 0, 2 and 1 targets. Shapes: p pairs.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
@@ -21,7 +21,7 @@ from recipe_utils.settings.problems import Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.documents import Document, tree
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.reader import TextReader, check_sample, end_ids_of
+from recipe_utils.text.reader import TextReader, check_all_taken, check_sample, end_ids_of
 from recipe_utils.text.samples import FIRST, TextSample
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_keys, whole_numbers
@@ -38,17 +38,16 @@ class PairSettings:
     prefix_sharing: bool | None = None
     """Computes the common prefix of a pair's sides once; null is True with ``microbatching: packed``."""
 
+    unused: ClassVar = {
+        "collate_fn": "pairs are collated in one way only",
+        "max_ranks_per_row": "one rank computes both answers of a pair",
+    }
+
     def problems_of_pairs(self, data: DataSettings) -> Iterator[Problem]:
         """Yields values of the data keys that pairs do not support."""
         if self.prefix_sharing and not data.is_packed:
             text = f"microbatching={data.microbatching} gives each side a row of its own; set microbatching=packed"
             yield Problem("prefix_sharing", text, True)
-        if data.collate_fn != DataSettings.collate_fn:
-            text = "pairs are collated in one way only; remove the key"
-            yield Problem("collate_fn", text, data.collate_fn)
-        if data.max_ranks_per_row > 1:
-            text = "one rank computes both answers of a pair; remove the key"
-            yield Problem("max_ranks_per_row", text, data.max_ranks_per_row)
 
 
 def check_is_pair(sample: Any) -> None:
@@ -134,6 +133,7 @@ class PairReader(TextReader):
             check_keys(sample, keys, name)
             tokens, labels = (whole_numbers(sample, key, name) for key in keys)
             check_sample({"tokens": tokens, "labels": labels}, f"{name}, {side}", IGNORE_INDEX, self.limits)
+            check_all_taken({key: sample[key] for key in sample if not key.startswith(SIDES)}, tokens, labels, name)
             # The first token is never predicted.
             if (labels[1:] == IGNORE_INDEX).all():
                 raise SkippedSampleError(f"{name}: its {side} side has no target")

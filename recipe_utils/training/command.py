@@ -54,13 +54,13 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         removed = [word[1:].split("=")[0] for word in sys.argv[1:] if word.startswith("~")]
         overrides = _not_of_torchtune(sys.argv[1:])
         sys.argv[1:] = [w for w in sys.argv[1:] if not w.startswith("~") and w not in overrides]
-        has_started, text = False, None
+        has_started, text, lost = False, None, None
         # User components must be importable before torchtune adds the working directory.
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
 
         def start(cfg: DictConfig) -> Any:
-            nonlocal has_started
+            nonlocal has_started, lost
             cfg = with_overrides(cfg, overrides, removed)
             has_started = True
             try:
@@ -75,9 +75,8 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
                     raise
                 # On each rank: the one that prints for all may be the one that is gone.
                 rank = f"rank {os.environ.get('RANK')}"
-                text = f"{rank}: another rank is gone ({reason}); {_next_start(cfg)}"
-                print(text, file=sys.stderr, flush=True)  # noqa: T201
-                sys.exit(_exit_code())
+                lost = f"{rank}: another rank is gone ({reason}); {_next_start(cfg)}"
+                raise OtherRankFailedError(reason) from error
 
         start.__doc__ = recipe_main.__doc__
         set_up_screen()
@@ -105,8 +104,7 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
             if "key=value, got" in text and text.count("=") > 2:
                 text += "; set a value with = in the YAML file"
             exit_code = CONFIG_ERROR_EXIT_CODE
-        print_final_error(text)
-        _exit(exit_code)
+        _exit(print_final_error(text, exit_code, lost))
 
     return main
 
