@@ -1,8 +1,11 @@
+import atexit
 import contextlib
 import gc
 import os
 import re
+import shutil
 import signal
+import site
 import sys
 import tempfile
 from functools import cache
@@ -18,8 +21,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SUPPORT, os.environ.get
 # Threads slow down models this small. Set before torch is imported, and for the processes that tests
 # start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Proofs of decoders, made once by the first process that needs them, outside the user's folders.
-os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/torchtune_update_step_tests_{os.getuid()}"
+# A run has home, caches (with proofs of decoders, which are made once) and temporary files of its own, which its workers
+# and the processes that tests start inherit: nothing of a user or of an earlier run is read, and nothing is left.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps each `tmp_path` for a while
+    os.environ.setdefault("PYTHONUSERBASE", site.getuserbase())  # packages of `pip install --user`
+    for name in [each for each in os.environ if re.search("_CACHE|^XDG_|^(HF|TORCH|TRITON)_HOME$|MPLCONFIGDIR", each)]:
+        del os.environ[name]
+    tempfile.tempdir = tempfile.mkdtemp(prefix="update_step_tests_")
+    os.environ |= dict.fromkeys(("HOME", "TMPDIR", "HYPOTHESIS_STORAGE_DIRECTORY"), tempfile.tempdir)
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 sys.path.insert(0, SUPPORT)
 gc.set_threshold(200_000, 20, 20)  # as support/sitecustomize.py does for the processes that tests start
 # The fork server imports the test modules, too. At the end of the path, because the checkout's recipes/

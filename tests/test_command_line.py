@@ -26,6 +26,7 @@ def by_name(weights_folder, tmp_path_factory):
     config = make_tiny_config(
         weights_folder,
         max_steps_per_epoch=3,
+        dtype="fp64",
         metric_logger={"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "${output_dir}/logs"},
         output_dir=f"{folder}/out",
     )

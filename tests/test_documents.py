@@ -31,7 +31,11 @@ TUTORIAL = ROOT / "recipes" / "writing_a_recipe.md"
 DOCUMENTS = sorted(
     Path(line)
     for line in subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "-c", "safe.directory=*", "ls-files", "-co", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.splitlines()
     if (ROOT / line).is_file()
 )

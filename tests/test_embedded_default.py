@@ -1,7 +1,13 @@
 """The README's commands: the embedded defaults train on real text, export and sample."""
 
+import ast
+import contextlib
 import math
+import platform
+import re
+import sysconfig
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -12,6 +18,7 @@ from torchtune import config
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from recipe_utils.cli.registry import config_path
+from recipe_utils.examples.stdlib_sources import SKIPPED_DIRS
 from recipe_utils.examples.word_counts.credits import main as write_credits
 from recipe_utils.training.log import read_metrics
 
@@ -30,6 +37,7 @@ def train(default, folder, *overrides):
     recipe, name = default
     code, screen = tune_run_here(recipe, config_path(name), f"output_dir={folder}", *overrides)
     assert code == 0, screen
+    return screen
 
 
 def answer(path, *overrides):
@@ -47,12 +55,39 @@ def logged(folder, name):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Returns the output folder of the embedded default after 10 update steps, at a rate for so few."""
+    """Returns the output folder of the embedded default after 10 update steps, at a rate for so few.
+
+    Its data are those of the Python that runs the tests.
+    """
     folder = tmp_path_factory.mktemp("embedded")
     rate = ("optimizer.lr=4e-3", "lr_scheduler.num_warmup_steps=8")
     few = ("run_val_every_n_steps=6", "dataset_val.num_validation_samples=32")
-    train(FULL, folder, "max_steps_per_epoch=10", "export_every_n_steps=9", *rate, *few)
+    screen = train(FULL, folder, "max_steps_per_epoch=10", "export_every_n_steps=9", *rate, *few)
+    (folder / "screen").write_text(screen)
     return folder
+
+
+def num_docstrings(node):
+    """Returns the number of docstrings of more than 20 characters of a module or class and of what is public in it."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    inside = [] if isinstance(node, kinds[:2]) else [each for each in node.body if isinstance(each, kinds)]
+    public = [each for each in inside if not re.match("_(?!_)", each.name)]
+    return (len(ast.get_docstring(node) or "") > 20) + sum(map(num_docstrings, public))
+
+
+def test_it_trains_on_the_library_of_the_python_that_runs_and_logs_its_number_of_texts(trained):
+    library, found = Path(sysconfig.get_path("stdlib")), len(topics)
+    for path in library.rglob("*.py"):
+        parts = path.relative_to(library).with_suffix("").parts
+        if not SKIPPED_DIRS & {*parts[:-1]} and not any(re.match("_(?!_)", part) for part in parts):
+            with contextlib.suppress(SyntaxError, UnicodeDecodeError):
+                found += num_docstrings(ast.parse(path.read_text(encoding="utf-8")))
+    screen = (trained / "screen").read_text()
+    assert (
+        f"docstrings.json: {found:,} texts, made of the standard library of Python {platform.python_version()}"
+        in screen
+    )
+    assert f"Data: {found - 64:,} samples" in screen  # 64 are held out
 
 
 def test_train_and_validation_loss_fall(trained):

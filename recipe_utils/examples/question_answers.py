@@ -1,6 +1,7 @@
 """Datasets of (question, answer) pairs in a file."""
 
 import json
+import platform
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from torchtune.datasets._sft import SFTTransform
 
 from recipe_utils.examples.build_once import build_once
 from recipe_utils.files import write_atomically
+from recipe_utils.torchtune_names import logger
 
 Pairs = list[tuple[str, str]]
 """(question, answer)."""
@@ -39,8 +41,14 @@ def tokenized_pairs(tokenizer: Any, pairs: Pairs, train_on_input: bool = False) 
 
 
 def pairs_in_file(path: str, collect: Callable[[], Pairs]) -> Pairs:
-    """Returns the pairs of a JSON file; if it does not exist, ``collect`` makes them."""
-    build_once(Path(path), lambda: write_atomically(Path(path), json.dumps(collect(), indent=1)))
+    """Returns the pairs of a JSON file; if it does not exist, ``collect`` makes them from the running Python's library."""
+
+    def write() -> None:
+        pairs = collect()
+        write_atomically(Path(path), json.dumps(pairs, indent=1))
+        logger.info(f"{path}: {len(pairs):,} texts, made of the standard library of Python {platform.python_version()}")
+
+    build_once(Path(path), write)
     return [(question, answer) for question, answer in json.loads(Path(path).read_text())]
 
 

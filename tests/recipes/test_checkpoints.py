@@ -173,7 +173,7 @@ def test_a_dataset_that_draws_beside_training_is_refused(key, tiny_config):
 
 
 def test_draws_of_a_dataset_are_repeated_after_a_resume_and_on_other_ranks(tiny_config):
-    config = config_of(tiny_config, dataset=DRAWING, save_every_n_steps=..., num_workers=1, epochs=1)
+    config = config_of(tiny_config, dataset=DRAWING, save_every_n_steps=..., num_workers=1, epochs=1, dtype="fp64")
     whole = writing_to(f"{config['output_dir']}_whole", {**config, "num_workers": 2})
     uninterrupted = losses(run_distributed(run_recipe, 2, whole)[0])
     logged = losses(run_distributed(run_until_signalled, 2, config, 2, 1)[0])

@@ -44,19 +44,21 @@ def close(found, expected, *names, **tolerance):
 def test_metrics_on_even_steps_are_those_of_the_stock_recipe(world_size, tiny_dpo_config):
     even = {**PAIRS, "num_pairs": 32}
     config = tiny_dpo_config(
-        dataset=even, batch_size=2, gradient_accumulation_steps=4 // world_size, clip_grad_norm=1.0
+        dataset=even, dtype="fp64", batch_size=2, gradient_accumulation_steps=4 // world_size, clip_grad_norm=1.0
     )
     expected = run_distributed(run_stock_recipe, world_size, config, "full_dpo")[0]
     assert len(expected) == 4
     plans = [{}, {"microbatching": "packed"}, {"microbatching": "packed", "prefix_sharing": False}]
     configs = [{**config, **plan} for plan in plans]
     for logged in run_distributed(run_recipes, world_size, configs, DPO)[0]:
-        close(logged, expected, *COMPARED, rel=2e-5, abs=1e-5)
+        close(logged, expected, *COMPARED, rel=1e-6, abs=1e-9)
 
 
 def test_adapters_on_even_steps_are_those_of_the_stock_recipe(tiny_dpo_config, tmp_path):
     sizes = tiny.adapted(tiny.UNTIED_MODEL)
-    config = tiny_dpo_config(model=sizes, dataset={**PAIRS, "num_pairs": 24}, gradient_accumulation_steps=4)
+    config = tiny_dpo_config(
+        model=sizes, dataset={**PAIRS, "num_pairs": 24}, gradient_accumulation_steps=4, dtype="fp64"
+    )
     config["checkpointer"]["checkpoint_files"] = ["untied.pt"]
     config = with_adapters(config, tmp_path)
     given = config["checkpointer"]["adapter_checkpoint"]
@@ -64,7 +66,7 @@ def test_adapters_on_even_steps_are_those_of_the_stock_recipe(tiny_dpo_config, t
     torch.save({name: w * ("lora_b" not in name) for name, w in start.items()}, given)
     (expected,) = run_distributed(run_stock_recipe, 1, config, "lora_dpo")
     logged = run({**config, "microbatching": "packed"})
-    close(logged, expected, "loss", rel=2e-5)
+    close(logged, expected, "loss", rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def curve(weights_folder, tmp_path_factory):
 
 
 def config_of(make, **changes):
-    return make(**{"dataset": PAIRS, "epochs": 2, "sft_loss_weight": 0.2, **STEP_OF_8, **changes})
+    return make(**{"dataset": PAIRS, "epochs": 2, "dtype": "fp64", "sft_loss_weight": 0.2, **STEP_OF_8, **changes})
 
 
 UNCHANGED = {
@@ -91,7 +93,7 @@ def test_what_must_not_change_the_curve_does_not(case, tiny_dpo_config, curve):
     world_size, changes = UNCHANGED[case]
     logged = run_distributed(run, world_size, config_of(tiny_dpo_config, **changes))[0]
     names = (*COMPARED, "sft_loss", "preference_loss", "num_pairs")
-    close(logged, curve, *names, rel=2e-4, abs=1e-5)
+    close(logged, curve, *names, rel=1e-6, abs=1e-9)
 
 
 def test_what_is_logged(tiny_dpo_config):
@@ -121,7 +123,7 @@ def test_validation_has_the_same_metrics_on_any_number_of_ranks(tiny_dpo_config)
     assert set(on_one[0]) == {"step", *names}
     for found, expected in zip(on_four, on_one, strict=True):
         for name in names:
-            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
+            assert found[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9)
 
 
 def test_in_a_held_out_step_metrics_are_of_all_pairs(tiny_dpo_config):
@@ -134,8 +136,8 @@ def test_in_a_held_out_step_metrics_are_of_all_pairs(tiny_dpo_config):
     before, trained, validated = run(config)
     assert (before["step"], validated["step"]) == (0, 1)
     for name in (*COMPARED, "sft_loss"):
-        assert before[f"val_{name}"] == pytest.approx(trained[name], rel=1e-5, abs=1e-6)
-        assert validated[f"val_{name}"] == pytest.approx(trained[name], rel=1e-5, abs=1e-6)
+        assert before[f"val_{name}"] == pytest.approx(trained[name], rel=1e-6, abs=1e-9)
+        assert validated[f"val_{name}"] == pytest.approx(trained[name], rel=1e-6, abs=1e-9)
 
 
 # ---- Skipped pairs -------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def test_pairs_without_targets_are_skipped_named_once_and_counted(world_size, mi
         config_of(tiny_dpo_config, dataset=data, global_batch_size=size, **in_order)
         for data, size in (({**WITH_DEAD, "only_live": True}, 16), (WITH_DEAD, 24))
     )
-    close(run(among_dead), run(alone), *COMPARED, rel=1e-5, abs=1e-6)
+    close(run(among_dead), run(alone), *COMPARED, rel=1e-6, abs=1e-9)
 
 
 def test_an_update_step_of_dead_pairs_is_skipped(tiny_dpo_config):

@@ -41,6 +41,7 @@ def cached_config(tiny_dpo_config, tmp_path):
         config = tiny_dpo_config(
             **{
                 "dataset": PAIRS,
+                "dtype": "fp64",
                 "reference": "cached",
                 "reference_cache_dir": str(tmp_path / "cache"),
                 "epochs": 2,
@@ -103,9 +104,8 @@ def test_where_it_comes_from_changes_nothing(plan, world_size, dims, cached_conf
     assert exported_model(configs[1]).read_bytes() == exported_model(configs[0]).read_bytes()
     assert computing == finding
     assert exported_model(configs[2]).read_bytes() == exported_model(configs[3]).read_bytes()
-    # In the pass before training, a pair has other pairs in its microbatch, which some kernels' last
-    # digits depend on.
-    assert computing == pytest.approx(live, rel=1e-5)
+    # In the pass before training, a pair has other pairs in its microbatch, which last digits depend on.
+    assert computing == pytest.approx(live, rel=1e-6)
     # The third has computed what the fourth found.
     assert num_pairs_in(configs[2]) == 19
 
@@ -138,7 +138,7 @@ def test_the_cache_is_used_again_unless_the_log_probabilities_depend_on_a_change
         (19, {"dataset": {**PAIRS, "kind": "multi_turn"}}),
         (19, {"prefix_sharing": False}),
         (19, {"microbatching": "in_order"}),
-        (19, {"dtype": "fp64"}),
+        (19, {"dtype": "fp32"}),
         (19, {"ref_checkpointer": other_weights}),
         (19, {"model": {**tiny.MODEL, "rope_base": 10_000}}),
     ):
@@ -203,6 +203,7 @@ def test_the_reference_of_given_adapters_is_what_training_starts_from(
     config = tiny_dpo_config(
         model=tiny.adapted(tiny.DEEP_MODEL, use_dora=use_dora),
         reference=reference,
+        dtype="fp64",
         save_every_n_steps=2,
         keep_last_n_checkpoints=9,
         optimizer={"_component_": "torch.optim.SGD", "lr": 0.5},

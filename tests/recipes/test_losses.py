@@ -19,11 +19,12 @@ from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.settings.problems import ConfigError
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 160}
+EXACT = {"dataset": DATA, "dtype": "fp64"}
 
 
 @pytest.fixture(scope="module")
 def one_process_losses(module_config):
-    config = module_config(dataset=DATA, batch_size=16, gradient_accumulation_steps=1)
+    config = module_config(**EXACT, batch_size=16, gradient_accumulation_steps=1)
     return losses(run_distributed(run_recipe, 1, config)[0])
 
 
@@ -32,7 +33,7 @@ def one_process_losses(module_config):
     [(1, {"batch_size": 4, "microbatching": "packed"}), slow(4, {"batch_size": 1, "data_parallel_replicate_dim": 2})],
 )
 def test_the_same_global_batch_gives_the_same_losses(world_size, changes, tiny_config, one_process_losses):
-    same = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_steps": ...}
+    same = {**EXACT, "global_batch_size": 16, "gradient_accumulation_steps": ...}
     logged = run_distributed(run_recipe, world_size, tiny_config(**same, **changes))[0]
     assert len(one_process_losses) == 10
     assert losses(logged) == pytest.approx(one_process_losses, rel=1e-5)
@@ -42,7 +43,7 @@ def test_the_same_global_batch_gives_the_same_losses(world_size, changes, tiny_c
 def test_compiled_packed_rows_give_the_same_losses(tiny_config, one_process_losses):
     """Some samples are longer than the budget: each of those has a row of its own."""
     config = tiny_config(
-        dataset=DATA, batch_size=4, gradient_accumulation_steps=4, microbatching="packed", max_tokens_per_microbatch=39
+        **EXACT, batch_size=4, gradient_accumulation_steps=4, microbatching="packed", max_tokens_per_microbatch=39
     )
     (logged,) = run_distributed(run_compiled_recipe, 1, config)
     assert losses(logged) == pytest.approx(one_process_losses, rel=1e-5)
@@ -51,7 +52,7 @@ def test_compiled_packed_rows_give_the_same_losses(tiny_config, one_process_loss
 @pytest.mark.parametrize("clip_grad_norm", [slow(None), 0.5])
 def test_losses_are_those_of_the_stock_recipe(clip_grad_norm, tiny_config):
     config = tiny_config(
-        dataset=DATA, loss=STOCK_LOSS, batch_size=4, gradient_accumulation_steps=4, clip_grad_norm=clip_grad_norm
+        **EXACT, loss=STOCK_LOSS, batch_size=4, gradient_accumulation_steps=4, clip_grad_norm=clip_grad_norm
     )
     stock = losses(run_distributed(run_stock_recipe, 1, config)[0])
     own_loss = {"_component_": "recipe_utils.losses.LinearCrossEntropyLoss"}
@@ -76,7 +77,7 @@ UNCHANGED = [
 
 @pytest.mark.slow
 def test_what_must_not_change_the_curve_does_not(tiny_config, one_process_losses):
-    same = {"dataset": DATA, "batch_size": 4, "gradient_accumulation_steps": 4}
+    same = {**EXACT, "batch_size": 4, "gradient_accumulation_steps": 4}
     configs = [tiny_config(**same | changes) for changes in UNCHANGED]
     (curves,) = run_distributed(run_recipes, 1, configs, timeout_seconds=300)
     for changes, logged in zip(UNCHANGED, curves, strict=True):

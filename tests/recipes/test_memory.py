@@ -69,9 +69,10 @@ def test_a_budget_that_is_found_gives_the_losses_of_a_fixed_one(row, weights_fol
     auto = {**config, "max_tokens_per_microbatch": "auto"}
     results = run_distributed(run_auto, world_size, auto, recipe, *limits)
     logged = results[0][0]
-    assert losses(logged) == pytest.approx(losses(expected), rel=1e-6)
+    # In fp32, whose bytes are measured: 7e-8 apart. One target less in an update step makes 6e-4.
+    assert losses(logged) == pytest.approx(losses(expected), rel=5e-6)
     validated, fixed = ([m["val_loss"] for m in each if "val_loss" in m] for each in (logged, expected))
-    assert validated == pytest.approx(fixed, rel=1e-6)
+    assert validated == pytest.approx(fixed, rel=5e-6)
     budgets = [m["max_tokens_per_microbatch"] for m in logged if "loss" in m]
     assert budgets[0] == live_meter.FIRST_TOKENS < budgets[-1]
     for (_, peak), limit in zip(results, limits, strict=True):
@@ -98,7 +99,7 @@ def test_a_resume_begins_with_the_budget_that_was_found(weights_folder, tmp_path
         is_elsewhere = run is run_auto_elsewhere
         tokens = live_meter.FIRST_TOKENS if is_elsewhere else state["parts"]["budget"]["tokens"]
         assert budgets[0] == tokens
-        assert losses(found) == pytest.approx(losses(expected), rel=1e-6)
+        assert losses(found) == pytest.approx(losses(expected), rel=5e-6)
         if step == 30 and not is_elsewhere:
             assert budgets == whole
             assert losses(found) == losses(expected)
@@ -112,7 +113,7 @@ BOUND |= {"max_tokens_per_microbatch": 100}
 
 def test_a_resume_with_the_tokens_that_an_error_names_has_the_same_losses(weights_folder, tmp_path):
     """Rows of more than 90 tokens fail, after some that fit."""
-    config = tiny_config(weights_folder, **BOUND, save_every_n_steps=1)
+    config = tiny_config(weights_folder, **BOUND, save_every_n_steps=1, dtype="fp64")
     expected = losses(run_recipe(writing_to(tmp_path / "whole", config)))
     config = writing_to(tmp_path / "out", {**config, **limited(90, skip=3)})
     text = r"rank 0 ran out of memory in update step (\d+), at rows of (9\d|100) tokens; set .*microbatch=(\d+),"

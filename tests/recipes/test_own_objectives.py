@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from arrays import LAYOUTS
-from big_batch import DATA, STEP_OF_16, TOLERANCE, metrics_and_gradients, samples_of, steps_of, targets_of
+from big_batch import DATA, STEP_OF_16, metrics_and_gradients, samples_of, steps_of, targets_of
 from distributed_runs import run_distributed
 from gradient_rows import RECOMPUTED, assert_steps, folder_keys, run_row_in, spanning
 from own_objectives import BalancedLoss, Noise
@@ -127,8 +127,7 @@ ROWS = [
 @pytest.mark.parametrize(("name", "layout", "changes", "mutant"), ROWS)
 def test_it_is_exact_unless_the_recipe_is_wrong(name, layout, changes, mutant, weights_folder, tmp_path):
     ranks = train(name, layout, changes, weights_folder, tmp_path, mutant)
-    tolerance = 1e-6 if "enable_activation_checkpointing" in changes else TOLERANCE
-    assert_steps(ranks, expected_steps(name, weights_folder), mutant, tolerance)
+    assert_steps(ranks, expected_steps(name, weights_folder), mutant)
     if changes is SHARES:
         assert set().union(*(sizes for *_, sizes, _ in ranks)) == {1, 2}
 

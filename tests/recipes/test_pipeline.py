@@ -27,6 +27,7 @@ def curve_config(tiny_config, sizes, **changes):
             "dataset_val": {"_component_": "tiny.tiny_dataset", "num_samples": 23, "seed": 5},
             "run_val_every_n_steps": 3,
             "clip_grad_norm": 0.5,
+            "dtype": "fp64",
             "batch_size": 2,
             "global_batch_size": 16,
             "gradient_accumulation_steps": ...,

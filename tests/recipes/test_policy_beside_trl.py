@@ -5,9 +5,11 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from distributed_runs import run_distributed
 from recipe_runs import POLICY, losses, run_recipe
-from tiny_transformers import save_tiny
+from tiny_transformers import float64_throughout, save_tiny
+from torchtune.training import set_default_dtype
 
 NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 5, 4, 4
 
@@ -34,6 +36,7 @@ def write_rollouts(path, spread):
 
 def losses_of_trl(config):
     from omegaconf import OmegaConf
+    from trl.kernels import chunked_logprob
     from trl.trainer import grpo_trainer
 
     from recipe_utils.benchmark.baselines import trl_policy
@@ -41,9 +44,12 @@ def losses_of_trl(config):
 
     # It shuffles the answers of several update steps on one file, which then have parts of groups.
     grpo_trainer.shuffle_sequence_dict = lambda answers: answers
+    # Its output layer computes in fp32, whatever the model's dtype.
+    chunked_logprob.torch = SimpleNamespace(**{**vars(torch), "float32": torch.float64})
     found = []
     LossLogger.gate = SimpleNamespace(add_loss=found.append)
-    trl_policy.train(OmegaConf.create(config))
+    with set_default_dtype(torch.float64), float64_throughout():
+        trl_policy.train(OmegaConf.create(config))
     return found
 
 
@@ -82,8 +88,8 @@ def losses_of_trl(config):
     ],
 )
 def test_losses_of_five_update_steps_are_those_of_trl(loss, advantage, grpo, tiny_config, tmp_path):
-    # TRL adds 1e-4 to the standard deviation of a group's rewards, and we 1e-6.
-    write_rollouts(tmp_path / "rollouts.jsonl", spread=1000 if advantage == "mean_std" else 1)
+    # TRL adds 1e-4 to the standard deviation of a group's rewards, and we 1e-6: advantages differ by 1e-13.
+    write_rollouts(tmp_path / "rollouts.jsonl", spread=1e9 if advantage == "mean_std" else 1)
     config = tiny_config(
         **save_tiny(tmp_path / "llama", "llama"),
         dataset={
@@ -97,10 +103,12 @@ def test_losses_of_five_update_steps_are_those_of_trl(loss, advantage, grpo, tin
         batch_size=GROUPS_PER_STEP,
         gradient_accumulation_steps=1,
         max_steps_per_epoch=NUM_STEPS,
+        dtype="fp64",
     )
     own = {"enable_activation_checkpointing": False, "grpo": grpo}
     (expected,) = run_distributed(losses_of_trl, 1, {**config, **own})
-    logged = run_recipe(config, POLICY)
-    assert losses(logged) == pytest.approx(expected, rel=0, abs=1e-6)
+    with float64_throughout():
+        logged = run_recipe(config, POLICY)
+    assert losses(logged) == pytest.approx(expected, rel=0, abs=1e-10)
     assert len({round(loss, 3) for loss in expected}) == NUM_STEPS
     assert (logged[0]["ratio_max"] == 1) == (loss.get("old") == "start")

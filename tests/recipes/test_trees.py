@@ -155,7 +155,7 @@ def test_shared_positions_are_logged_and_a_training_resumes_bitwise(tiny_config,
 def test_the_common_beginning_of_samples_is_computed_once_per_row(tiny_config):
     data = {"_component_": "tiny.tiny_dataset", "num_samples": 12, "num_common": 20}
     packed = {"microbatching": "packed", "max_tokens_per_microbatch": 128}
-    keys = {"dataset": data, "dataset_val": data, "run_val_every_n_steps": 1}
+    keys = {"dataset": data, "dataset_val": data, "run_val_every_n_steps": 1, "dtype": "fp64"}
     shared = run_recipe(tiny_config(**keys, **packed))
     fractions = [each["shared_fraction"] for each in shared if "loss" in each]
     assert all(each > 0.2 for each in fractions), fractions

@@ -377,7 +377,7 @@ def case_of(row, weights_folder, folder):
     return config_of(row, weights_folder, folder), row.kind.recipe, row.is_folder
 
 
-def assert_steps(ranks, expected, mutate=None, tolerance=TOLERANCE):
+def assert_steps(ranks, expected, mutate=None):
     """Compares results of :func:`run_row` with metrics and gradients of each update step; of a mutant some is wrong."""
     logged, errors = [metrics for metrics in ranks[0][1] if "loss" in metrics], []
     assert [len(gradients) for gradients, *_ in ranks] == [len(expected)] * len(ranks)
@@ -385,9 +385,9 @@ def assert_steps(ranks, expected, mutate=None, tolerance=TOLERANCE):
         found = [each[step] for each, *_ in ranks]  # stages hold some parameters each
         assert set().union(*found) == gradients.keys()
         errors.append(max(error(each, gradients) for each in found))
-        close = pytest.approx(metrics, rel=10 * tolerance, abs=1e-12)
+        close = pytest.approx(metrics, rel=10 * TOLERANCE, abs=1e-12)
         assert mutate or {name: logged[step][name] for name in metrics} == close
-    assert max(errors) > 1e-4 if mutate else max(errors) < tolerance
+    assert max(errors) > 1e-4 if mutate else max(errors) < TOLERANCE
 
 
 def assert_exact(rows, weights_folder, folder):
@@ -400,22 +400,18 @@ def assert_exact(rows, weights_folder, folder):
         expected = reference(row, folder)
         logged = [metrics for metrics in of_ranks[0][1] if "loss" in metrics]
         assert [len(gradients) for gradients, *_ in of_ranks] == [len(expected)] * row.world_size
-        recomputes = {"enable_activation_checkpointing", "ac_mode"} & config.keys()
-        bound = 1e-6 if row.is_folder and recomputes else TOLERANCE
         for step, (metrics, gradients) in enumerate(expected):
             found = [each[step] for each, *_ in of_ranks]  # stages hold some parameters each
             assert set().union(*found) == gradients.keys(), row
-            assert max(error(each, gradients) for each in found) < bound, row
-            tolerance = row.kind.tolerance if bound == TOLERANCE else bound
-            close = partial(pytest.approx, rel=tolerance, abs=tolerance)
+            assert max(error(each, gradients) for each in found) < TOLERANCE, row
+            close = partial(pytest.approx, rel=row.kind.tolerance, abs=row.kind.tolerance)
             for name, value in metrics.items():
                 assert logged[step][name] == close(value), (row, name)
             absent = {n for n in logged[step] if n.startswith(("loss/", "ce_"))} - metrics.keys()
             assert not absent, row
-        tolerance = row.kind.tolerance if bound == TOLERANCE else bound
         alone = losses_of_samples(row, folder)
         for step, found in enumerate(of_ranks[0][3]):
-            assert found == pytest.approx({i: alone[i] for i in found}, rel=tolerance, nan_ok=True), row
+            assert found == pytest.approx({i: alone[i] for i in found}, rel=row.kind.tolerance, nan_ok=True), row
             assert step or len(found) > 3
         for found in (metrics for metrics in of_ranks[0][1] if "val_loss" in metrics):
             losses = validation_losses(row.model)

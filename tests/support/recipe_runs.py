@@ -5,7 +5,7 @@ import re
 import runpy
 import sys
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -229,13 +229,21 @@ def pretend_torchvision(monkeypatch):
         monkeypatch.setitem(sys.modules, name, MagicMock())
 
 
+def computing_in(dtype):
+    """Returns a context in which fp64 is not left: torchtune's norms, RoPE and losses compute in fp32 otherwise.
+
+    Curves of two ways to compute are compared so, because roundings of fp32 depend on the processor.
+    """
+    return tiny.float64_throughout() if dtype == "fp64" else nullcontext()
+
+
 @contextmanager
 def set_up(config, recipe=SFT):
     """Yields a recipe that is ready to train, with an empty log."""
     ListLogger.logged.clear()
     cfg = OmegaConf.create(config)
     made = recipe_class(recipe)(cfg)
-    with made.run:
+    with computing_in(config["dtype"]), made.run:
         made.setup(cfg)
         yield made
 
@@ -292,10 +300,11 @@ def run_stock_recipe(config, kind="full_finetune"):
     start = "KD" if kind == "knowledge_distillation" else kind.replace("_", "")
     (name,) = [each for each in classes if each.lower().startswith(f"{start}recipe".lower())]
     recipe = classes[name](cfg)
-    recipe.setup(cfg)
-    if given is not None:
-        recipe._model.load_state_dict(torch.load(given, weights_only=True), strict=False)
-    recipe.train()
+    with computing_in(config["dtype"]):
+        recipe.setup(cfg)
+        if given is not None:
+            recipe._model.load_state_dict(torch.load(given, weights_only=True), strict=False)
+        recipe.train()
     return list(ListLogger.logged)
 
 
@@ -324,7 +333,7 @@ def run_recipe_recording_gradients(config, recipe=SFT):
     """Returns the full float64 gradients of each update step, by parameter name."""
     recording = {} if "RecordingSGD" in str(config["optimizer"]) else {"optimizer": RECORDING_SGD}
     config = {**config, "dtype": "fp64", **recording}
-    with tiny.float64_throughout(), set_up(config, recipe) as made:
+    with set_up(config, recipe) as made:
         if recipe == DPO and "lora_rank" in config["model"]:
             move(made.model)  # or it would be its own reference
         return train_recording_gradients(made)

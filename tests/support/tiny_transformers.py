@@ -1,11 +1,13 @@
 """Tiny models of transformers in folders, and gradients of one sample at a time."""
 
 import json
-from contextlib import nullcontext
-from functools import wraps
+from contextlib import contextmanager
+from functools import partial, wraps
 
 import pytest
+import tiny
 import torch
+import torch.nn.functional as F
 from decoder_types import tiny_config_of
 from recipe_runs import SFT, run_recipe_recording_gradients
 from safetensors.torch import load_file, save_file
@@ -106,17 +108,31 @@ class Plain(nn.Module):
         return self.model(input_ids=tokens, use_cache=False).logits
 
 
-def gradients_in_float64(config, recipe=SFT):
-    """Returns the gradients of each update step.
+@contextmanager
+def float64_throughout():
+    """Computes in float64 what models cast to fp32: in norms, softmax and RoPE.
 
-    Recomputed layers do not see the mode, so they compute in fp32 what models cast to it.
+    Files are read as they are. Recomputed layers do not see a mode, so their functions are patched.
     """
-    recomputes = config.get("enable_activation_checkpointing") or "ac_mode" in config
-    with pytest.MonkeyPatch.context() as patches:
+
+    def casting(function, *args, **kwargs):
+        args = (torch.float64 if value is torch.float32 else value for value in args)
+        return function(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
+
+    to, softmax = torch.Tensor.to, F.softmax
+    with tiny.float64_throughout(), pytest.MonkeyPatch.context() as patches:
         for owner, name in ((torch, "load"), (checkpoint, "load_file"), (TensorFile, "read")):
             patches.setattr(owner, name, without_modes(getattr(owner, name)))
-        with nullcontext() if recomputes else DoublePrecision():
-            return run_recipe_recording_gradients(config, recipe)
+        patches.setattr(torch.Tensor, "to", lambda *args, **kwargs: casting(to, *args, **kwargs))
+        patches.setattr(F, "softmax", partial(casting, softmax))
+        with DoublePrecision():
+            yield
+
+
+def gradients_in_float64(config, recipe=SFT):
+    """Returns the gradients of each update step."""
+    with float64_throughout():
+        return run_recipe_recording_gradients(config, recipe)
 
 
 def without_modes(function):

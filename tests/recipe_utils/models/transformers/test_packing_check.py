@@ -97,7 +97,7 @@ UNUSABLE = {
 @pytest.mark.parametrize("call", UNUSABLE)
 def test_a_proof_is_made_in_memory_where_the_cache_cannot_be_used(call, monkeypatch, tmp_path):
     code, config = UNUSABLE[call], tiny_config_of("qwen3")
-    expected = packing_check.cached_packing_check(config)
+    expected = packing_check.check_packing(config)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with keep_messages(logging.WARNING) as warnings, monkeypatch.context() as patches:
         patches.setattr(call, Mock(side_effect=OSError(code, os.strerror(code))))

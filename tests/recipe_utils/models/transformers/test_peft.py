@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from recipe_runs import (
     tiny_config,
 )
 from safetensors.torch import load_file
-from tiny_transformers import save_tiny, tiny_config_of
+from tiny_transformers import float64_throughout, save_tiny, tiny_config_of
 from torch import nn
 from torchtune.modules.peft import LoRALinear
 from transformers import AutoModelForCausalLM
@@ -84,23 +83,6 @@ def config_of(folder_of, tmp_path):
 
 
 # ---- Gradients ----------------------------------------------------------------------------------
-
-
-@contextmanager
-def float64_throughout():
-    """transformers casts to fp32 in norms, softmax and RoPE; here to float64, also where layers are recomputed."""
-
-    def wider(value):
-        return torch.float64 if value is torch.float32 else value
-
-    def casting(function, *args, **kwargs):
-        return function(*map(wider, args), **{k: wider(v) for k, v in kwargs.items()})
-
-    to, softmax = torch.Tensor.to, F.softmax
-    with tiny.float64_throughout(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", lambda *args, **kwargs: casting(to, *args, **kwargs))
-        patch.setattr(F, "softmax", partial(casting, softmax))
-        yield
 
 
 def gradients_of_peft(config):
