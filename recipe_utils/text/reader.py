@@ -43,7 +43,6 @@ class TextReader:
     """Keeps the types of the dataset for a user's ``collate_fn``."""
     has_own_positions: bool = True
     """``input_pos`` is the project's, not a user's ``collate_fn``'s."""
-    noun: ClassVar[str] = "sample"
     num_rows: ClassVar[int] = 1
     """Rows of a sample if padded; the plan counts them as one."""
 
