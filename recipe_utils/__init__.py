@@ -4,11 +4,25 @@ The config keys of a package are beside the code that reads them, as settings cl
 imports nothing of the project: PyTorch's start-up calls :mod:`recipe_utils.cli.registry` if torchtune is imported.
 """
 
+import os
+import signal
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.6.0"
+
+
+def end_at_sigint() -> None:
+    """Lets Ctrl-C end this program at once, without a traceback of its imports, until a training listens to it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background commands ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the launcher blocks it for its ranks
+
+
+if sys.argv[:1] == ["-m"] or "TORCHTUNE_UPDATE_STEP_RUN" in os.environ:  # python -m recipe_utils.NAME, or a rank
+    end_at_sigint()
 
 
 def exported(names_of_modules: Mapping[str, str]) -> Callable[[str], Any]:

@@ -154,6 +154,31 @@ def test_signals_of_a_scheduler_during_the_imports_save_a_checkpoint_that_resume
     assert len(losses_in(signalled_dir)) == 30
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what a process has loaded from /proc on Linux")
+@pytest.mark.parametrize("delay_seconds", [0, slow(0.2), slow(1), slow(3)])
+@pytest.mark.parametrize("name", [slow("one process"), "two ranks", slow("show_data")])
+def test_an_interrupt_during_the_imports_ends_in_one_line(name, delay_seconds, weights_folder, tmp_path, started):
+    arguments = [SFT, "--config", str(write(config_of_text(weights_folder, epochs=1000), tmp_path))]
+    ranks = ["--nproc_per_node=2"] * (name == "two ranks")
+    command = [sys.executable, "-m", "recipe_utils.show_data", *arguments]
+    if name != "show_data":
+        command = [TUNE, "run", *ranks, *arguments, *logging_to(tmp_path / "out")]
+    process = Popen(command, stdout=DEVNULL, stderr=PIPE, text=True)
+    started.append(process)
+    if name == "show_data":
+        wait_for(lambda: "/torch/" in Path(f"/proc/{process.pid}/maps").read_text(), process)
+    else:
+        assert process.stderr.readline().startswith("Importing PyTorch, torchtune")
+        wait_for(lambda: len(children_of(process.pid)) == 2 * len(ranks), process)
+    time.sleep(delay_seconds)
+    process.send_signal(signal.SIGINT)
+    printed = [
+        line for line in process.communicate(timeout=240)[1].splitlines() if "torch/distributed/run.py" not in line
+    ]
+    assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)  # to a shell the same
+    assert len(printed) == len(ranks), printed
+
+
 SLOW_DISK = """
 import os, time, tiny
 def dataset(*args, **given):

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch.distributed.elastic.agent.server.api as agent_api
 import torch.distributed.elastic.multiprocessing.api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -29,8 +30,10 @@ CONFIG_ERROR_EXIT_CODE = 2
 """Exit code of all ranks and the launcher after a config error."""
 REPORTED_EXIT_CODE = 3
 """Exit code of a rank whose error has been reported, by itself or by another rank."""
-_REPORTED = re.compile(rf"Sending process|failed \(exitcode: ({CONFIG_ERROR_EXIT_CODE}|{REPORTED_EXIT_CODE})\)")
-"""Start of torchrun's messages about errors that ranks reported."""
+_REPORTED = re.compile(
+    rf"Sending process|Received |failed \(exitcode: ({-signal.SIGINT}|{CONFIG_ERROR_EXIT_CODE}|{REPORTED_EXIT_CODE})\)"
+)
+"""Start of torchrun's messages about signals, and errors that ranks reported."""
 
 
 def wait_for_ranks() -> None:
@@ -38,11 +41,11 @@ def wait_for_ranks() -> None:
 
     The first two of SIGTERM and SIGINT, and any SIGHUP (unless ``nohup`` ignores it), SIGUSR1 or SIGUSR2, are forwarded
     to the ranks, and the launcher waits for them without a timeout. If all exit with code 0, so does the launcher; else
-    it exits as torchrun does after a signal, without a restart. A third SIGTERM or SIGINT has torchrun's effect.
+    it exits with a shell's code of the signal, without a restart. A third SIGTERM or SIGINT has torchrun's effect.
 
     Config errors are not restarted. The launcher prints nothing about errors that ranks reported.
     """
-    torch_wait, torch_launch = PContext.wait, api.launch_agent
+    torch_start, torch_wait, torch_launch = PContext.start, PContext.wait, api.launch_agent
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     waited_for: PContext | None = None
     received: list[signal.Signals] = []
@@ -62,6 +65,10 @@ def wait_for_ranks() -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def start(ranks: PContext) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # ranks inherit it, see recipe_utils.end_at_sigint
+        torch_start(ranks)
+
     def wait(ranks: PContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         nonlocal waited_for
         if ranks is not waited_for:
@@ -71,7 +78,7 @@ def wait_for_ranks() -> None:
             for number in (signal.SIGTERM, signal.SIGINT, *hangup, *USER_SIGNALS):
                 signal.signal(number, forward)
         # Pending ones are forwarded here. Otherwise they are blocked, as the ranks of a restart must inherit.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, USER_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*USER_SIGNALS, signal.SIGINT])
         signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)
         result = torch_wait(ranks, timeout, period)
         if result is not None and result.is_failed():
@@ -96,11 +103,14 @@ def wait_for_ranks() -> None:
             if codes <= {REPORTED_EXIT_CODE}:
                 raise SystemExit(1) from None
             raise
+        except SignalException as error:
+            sys.stderr.write(f"{error}\n")
+            raise SystemExit(128 + (received[0] if received else error.sigval)) from None  # a shell's code of a signal
 
-    logger = logging.getLogger(multiprocessing_api.__name__)
-    logger.addFilter(lambda record: not _REPORTED.match(record.getMessage()))
+    for name in (multiprocessing_api.__name__, agent_api.__name__):
+        logging.getLogger(name).addFilter(lambda record: not _REPORTED.match(record.getMessage()))
     api.launch_agent = launch
-    PContext.wait = wait  # type: ignore[method-assign, assignment]
+    PContext.start, PContext.wait = start, wait  # type: ignore[method-assign, assignment]
 
 
 def _advice(arguments: Sequence[str]) -> str:

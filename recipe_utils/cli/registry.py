@@ -12,6 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
+from recipe_utils import end_at_sigint
+
 # A wheel contains recipes/ and configs/ in the package; a checkout has links to them.
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -95,6 +97,7 @@ def register() -> bool:
         if ours.startswith(("/", ".")):
             _ALL_RECIPES.append(Recipe(ours, str(Path(ours).resolve()), configs=[], supports_distributed=True))
         signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)
+        end_at_sigint()
         sys.stderr.write("Importing PyTorch, torchtune and the recipe ...\n")  # takes 5 to 10 s
         from recipe_utils.cli.launcher import wait_for_ranks
 

@@ -27,7 +27,7 @@ _NUM_REMARKED = 100
 """Maximum number of samples that are read for remarks."""
 _MAX_SECONDS = 10.0
 """Time after which no further sample is read for remarks."""
-_PLACE = re.compile(r"^sample \d+ of [^:]*: ((line|row) \d+ of [^:]*: )?((chosen|rejected): )?(turn \d+ \(\w+\): )?")
+_PLACE = re.compile(r"^\w+ \d+ of [^:]*: ((line|row) \d+ of [^:]*: )?((chosen|rejected): )?(turn \d+ \(\w+\): )?")
 
 
 def inspect_samples(
@@ -115,6 +115,7 @@ def content_hashes(dataset: Any, name: str) -> dict[str, str]:
 def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
     """Logs a dataset, its update steps, warnings and remarks, on rank 0."""
     dataset, order, report, ranks = loader.dataset, loader.order, loader.dataset.report, loader.ranks
+    nouns = f"{dataset.noun}s"
     if not ranks.is_zero:
         return
     for text in loader.budget.collator().remarks():
@@ -124,9 +125,9 @@ def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
     *others, least = [len(range(rank, size, num_ranks)) for rank in range(num_ranks)]
     if is_uneven := size % num_ranks > 0:
         listed = f"{', '.join(map(str, others))} and" if len(others) < 8 else f"{others[0]} or"
-        logger.info(f"global_batch_size={size}: {num_ranks} ranks take {listed} {least} samples")
+        logger.info(f"global_batch_size={size}: {num_ranks} ranks take {listed} {least} {nouns}")
     # What was read, so that a wrong file or mask is seen before the first loss.
-    text = f"Data: {len(dataset):,} samples"
+    text = f"Data: {len(dataset):,} {nouns}"
     if lengths := report.lengths:
         mean, longest = sum(lengths) / len(lengths), max(lengths)
         text += f"; {len(lengths)} of them read: {mean:,.0f} tokens in the mean, {longest:,} at most"
@@ -139,18 +140,19 @@ def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
     if num_ranks > 1:
         on_ranks = f" ({'at most ' * is_uneven}{-(-size // num_ranks)} on each of {num_ranks} data-parallel ranks)"
     per_epoch = order.num_steps(0)
+    last = len(order.samples(0, per_epoch - 1))
     logger.info(
         f"Update steps: {epochs * per_epoch} ({epochs} epoch{'s' * (epochs > 1)} of {per_epoch}), "
-        f"{size} samples each{on_ranks}, {microbatching}"
+        f"{size} {nouns} each{f', {last} in the last' * (last != size)}{on_ranks}, {microbatching}"
     )
     # What is skipped or doubtful, the most frequent first.
     for remark, number in Counter(report.remarks).most_common():
-        logger.info(f"{dataset.name}: {number} of {report.num_remarked} samples read: {remark}")
+        logger.info(f"{dataset.name}: {number} of {report.num_remarked} {nouns} read: {remark}")
     if isinstance(order, MixtureOrder):
         for line in order.log_lines(epochs):
             logger.info(line)
     elif isinstance(order, ShuffledOrder) and order.drop_last and (num_left_over := len(dataset) % size):
-        logger.warning(f"last_update_step=drop: {num_left_over} of {len(dataset)} samples are skipped in every epoch")
+        logger.warning(f"last_update_step=drop: {num_left_over} of {len(dataset)} {nouns} are skipped in every epoch")
 
 
 def _corners(source_lengths: Sequence[int]) -> list[int]:

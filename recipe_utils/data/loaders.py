@@ -94,7 +94,7 @@ def build_loader(
     """
     is_training, collator = name == "dataset", budget.collator()
     group = ranks.prefetch_group if is_training else ranks.validation_group
-    checked = CheckedDataset(dataset, name, collator.prepare, settings.on_bad_sample == "skip")
+    checked = CheckedDataset(dataset, name, collator.prepare, settings.on_bad_sample == "skip", collator.noun)
     # First samples are read before weights load, because mistakes in data are the most frequent ones.
     with naming(name):
         if agree_on_length(len(checked), group) == 0:

@@ -56,7 +56,7 @@ def row_of(collator: RowCollator, size: int, length: int) -> Microbatch:
         length = max(length, min(size // 8, collator.reader.limits.max_seq_len))
     tokens, is_target = np.arange(length) % 7, np.arange(length) >= length // 2
     sample = {"tokens": tokens, "labels": tokens, **dict.fromkeys(collator.reader.columns, is_target * 1.0)}
-    if collator.reader.noun == "pair":
+    if collator.noun == "pair":
         sides = {"chosen": tokens, "rejected": tokens + is_target}
         sample = {f"{side}_input_ids": each for side, each in sides.items()}
         sample |= {f"{k}_labels": np.where(is_target, v, -100) for k, v in sides.items()}

@@ -103,7 +103,6 @@ class PairReader(TextReader):
     """
 
     shares: bool = False
-    noun = "pair"
     num_rows = 2
 
     @property
@@ -164,7 +163,7 @@ class PairReader(TextReader):
         rest = other_labels[num_shared:].copy()
         rest[: num_shared > 0] = IGNORE_INDEX  # it is the target of the prefix, not of the chosen side's last token
         return TextSample(
-            name.replace("sample", "pair", 1),
+            name,
             at,
             np.append(tokens, others[num_shared:]),
             np.append(labels, rest),

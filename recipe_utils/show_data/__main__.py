@@ -10,7 +10,7 @@ is no terminal. Lengths are those of up to 1,000 samples, evenly spaced.
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from inspect import signature
 from itertools import chain, groupby, islice
@@ -75,8 +75,8 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     else:
         collator = text_collator(settings, tokenizer, ignore_index, has_trees=has_trees)
         collator = replace(collator, reader=replace(collator.reader, drops_columns=True))
-    checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip")
-    yield from _statistics(checked, collator)
+    checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip", collator.noun)
+    num_targets = yield from _statistics(checked, collator)
     # The order that training has on any number of ranks.
     order = build_order(checked, settings, dp_degree=1)
     if isinstance(order, MixtureOrder):
@@ -108,10 +108,12 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
             name = checked.name_of(index) + (side and f", {side}")
             yield f"\n{name}: {end} tokens, {sum(are_targets)} targets"
             yield _marked(tokenizer, tokens[:end].tolist(), are_targets)
+    if not num_targets:
+        raise SampleError(f"dataset: none of the {collator.noun}s that were read can be trained on")
 
 
-def _statistics(checked: CheckedDataset, collator: Any) -> Iterator[str]:
-    """Yields a histogram of lengths, and the numbers of doubtful, skipped and bad samples."""
+def _statistics(checked: CheckedDataset, collator: Any) -> Generator[str, None, int]:
+    """Yields a histogram of lengths, and the numbers of doubtful, skipped and bad samples; returns that of targets."""
     num_read, lengths = min(len(checked), _NUM_READ), list[int]()
     remarks, first, totals = Counter[str](), dict[str, str](), Counter[str]()
     for index in (i * len(checked) // num_read for i in range(num_read)):
@@ -129,7 +131,7 @@ def _statistics(checked: CheckedDataset, collator: Any) -> Iterator[str]:
         lengths.append(collator.length(sample))
         texts = [*collator.remarks(sample), *["no target"] * (not counts["target_tokens"])]
         remarks.update(f"{text} ({source})" for text in texts)
-    yield f"dataset: {len(checked):,} samples, {num_read:,} of them read"
+    yield f"dataset: {len(checked):,} {collator.noun}s, {num_read:,} of them read"
     # A bar for each power of two, the longest of 40 characters.
     bins = Counter(length.bit_length() for length in lengths)
     for bits in range(min(bins, default=1), max(bins, default=0) + 1):
@@ -139,7 +141,8 @@ def _statistics(checked: CheckedDataset, collator: Any) -> Iterator[str]:
         share, mean = totals["target_tokens"] / totals["real_tokens"], sum(lengths) / len(lengths)
         yield f"mean {mean:.1f} tokens, longest {max(lengths):,}; {share:.1%} of all are targets"
     for remark, number in remarks.most_common():
-        yield f"{number} of {num_read:,} samples read: {remark}"
+        yield f"{number} of {num_read:,} {collator.noun}s read: {remark}"
+    return totals["target_tokens"]
 
 
 def _marked(tokenizer: Any, tokens: list[int], are_targets: list[bool]) -> str:
@@ -157,7 +160,7 @@ def _marked(tokenizer: Any, tokens: list[int], are_targets: list[bool]) -> str:
 
 
 def main() -> None:
-    """Prints the report of the command line; exits with 2 and the problems of a wrong config."""
+    """Prints the report of the command line; exits with 2 for a wrong config, with 1 if no sample can be trained on."""
     parser = parser_of("python -m recipe_utils.show_data", __doc__)
     parser.add_argument("--num_samples", type=int, default=3, help="samples to print (default 3)")
     given, overrides = parser.parse_known_args()

@@ -128,7 +128,7 @@ class RowCollator(Collator):
             on_most = f", max_ranks_per_row={most}" if most > 1 else ""
             more = f"more than {most * bound} tokens" if most > 1 else "more tokens"
             yield (
-                f"max_tokens_per_microbatch={bound}{on_most}: a {self.reader.noun} with {more} ("
+                f"max_tokens_per_microbatch={bound}{on_most}: a {self.noun} with {more} ("
                 f"{'twice ' * (num_rows == 2)}tokenizer.max_seq_len={longest}) gets a microbatch of its own"
             )
 

@@ -53,7 +53,6 @@ class TextReader:
     """``input_pos`` is the project's, not a user's ``collate_fn``'s."""
     drops_columns: bool = False
     """Samples are only looked at: what no loss takes is no error."""
-    noun: ClassVar[str] = "sample"
     num_rows: ClassVar[int] = 1
     """Rows of a sample if padded; the plan counts them as one."""
 

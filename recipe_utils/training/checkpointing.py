@@ -5,11 +5,13 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from tqdm import tqdm
 
 from recipe_utils.checkpoint import own_modules
@@ -17,8 +19,9 @@ from recipe_utils.checkpoint.export import export, write_generation_config
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
 from recipe_utils.checkpoint.tensors import optimizer_contents
+from recipe_utils.models.adapters.lora import Adapters
 from recipe_utils.models.adapters.merge import contents_of_export
-from recipe_utils.models.pipeline.stages import adapters_of
+from recipe_utils.models.pipeline.stages import adapters_of, local_stages
 from recipe_utils.models.weights import gather_weights
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
@@ -109,11 +112,8 @@ class Checkpointing:
         """
         self.wait()  # the writer uses the same group and disk
         trained, ranks, log = self.trained, self.ranks, self.log
-        model = trained.model if trained.exported is None else trained.exported
-        adapters = adapters_of(model)
-        only_adapters = self.settings.save_adapter_weights_only and adapters.modules
-        what = model, ranks.device, ranks.dp_rank == 0, self._group
-        weights = gather_weights(*what, only=adapters.trained if only_adapters else None)
+        model, adapters, only = self._exported()
+        weights = gather_weights(model, ranks.device, ranks.dp_rank == 0, self._group, only)
         error = None
         if nonfinite := [key for key, weight in weights.items() if not weight.isfinite().all()]:
             num_nonfinite = f"{len(nonfinite)} of {len(weights)} weights"
@@ -138,6 +138,32 @@ class Checkpointing:
         error = gather_objects(error, self._group)[0]
         log.warn(error or "")
         return error
+
+    def _exported(self) -> tuple[nn.Module, Adapters, Collection[str] | None]:
+        """Returns the model that is exported, its adapters, and the names of its weights that are; None for all."""
+        model = self.trained.model if self.trained.exported is None else self.trained.exported
+        adapters = adapters_of(model)
+        only_adapters = self.settings.save_adapter_weights_only and adapters.modules
+        return model, adapters, adapters.trained if only_adapters else None
+
+    def log_exports(self, state: TrainingState) -> None:
+        """Logs how many exports follow ``state``, and their size, if there are several. All ranks together."""
+        settings, (model, adapters, only) = self.settings, self._exported()
+        ends = [*accumulate(map(self.trained.loader.order.num_steps, range(settings.epochs)))]
+        every = settings.export_every_n_steps or ends[-1]
+        within_epochs = {*range(every, ends[-1], every)}.difference(ends)
+        number = len(ends) - state.epoch + sum(step > state.global_step for step in within_epochs)
+        own = adapters.trained if adapters.modules else ()  # these keep their precision
+        sizes = {
+            name: weight.numel() * ((None if name in own else self._export_dtype) or weight.dtype).itemsize
+            for stage in local_stages(model)
+            for name, weight in stage.state_dict().items()
+            if only is None or name in only
+        }
+        size = sum(dict(chain.from_iterable(each.items() for each in gather_objects(sizes, self._group))).values())
+        if number > 1:
+            kept = settings.keep_last_n_exports or "1 would keep the newest only"
+            self.log.info(f"Exports: {number} of {size / 1e9:.3g} GB each; keep_last_n_exports={kept}")
 
     @property
     def way_out(self) -> str:
@@ -186,7 +212,8 @@ def log_end(
         if most_spanning := run_metrics.most_spanning_samples:
             log.info(f"Up to {most_spanning} samples of an update step were computed by several ranks each")
     elif checkpointing.last_export is None:
-        log.info(f"All {last.epoch} epochs are complete; set epochs={last.epoch + 1} to train longer")
+        text = f"All {last.epoch} epochs are complete: nothing is trained, validated or exported"
+        log.info(f"{text}; set epochs={last.epoch + 1} to train longer")
     for line in checkpointing.parts.summary():
         log.info(line)
     if checkpointing.num_failed:
@@ -199,6 +226,8 @@ def log_end(
     try:
         for line in summary_of_metrics(read_metrics(metrics) if metrics.exists() else [], reported):
             log.info(line)
+        if checkpointing.settings.run_val_every_n_steps is None:
+            log.info("No validation: run_val_every_n_steps is not set")
         log.info(f"Model: {folder}")
         # A decoder with modules beside it, as a reward model, may not be trained to answer.
         if not (folder / own_modules.FOLDER).is_dir() and write_generation_config(last.config, folder, path, device):

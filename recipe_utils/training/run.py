@@ -124,6 +124,7 @@ class Run:
         for text in norms_of_frozen_rows(trained.model, stops, self.ranks):
             self.log.info(text)
         self.state = self.checkpointing.resume.restore(trained, self.seed)
+        self.checkpointing.log_exports(self.state)
         return self.num_steps, self.global_step
 
     @property
@@ -238,6 +239,8 @@ class Run:
             self.save()
         if self.stop.is_agreed:
             again = "the same command with resume_from_checkpoint=True resumes from there"
+            if self.state.epoch == 0 and self.checkpointing.last_export is None:
+                again += "; no model is exported yet"
             self.log.info(f"Stopped as requested after update step {self.global_step}; {again}")
 
     def advance(self, step: UpdateStep) -> tuple[Callable[[], list[bool]], dict[str, Metric]]:

@@ -17,7 +17,7 @@ class SkippedSteps:
     """
 
     def __init__(self, loader: UpdateStepLoader, divisor: str, log: Log) -> None:
-        self._loader, self.logger = loader, log
+        self._loader, self._nouns, self.logger = loader, f"{loader.dataset.noun}s", log
         self._data = "target tokens" if divisor == "weights" else divisor.replace("_", " ")
         self.num_bad_in_a_row = 0
 
@@ -31,7 +31,7 @@ class SkippedSteps:
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if step.totals["skipped_samples"] == num_samples else 0
         if self.num_bad_in_a_row == _MOST_BAD_STEPS:
             raise SampleError(
-                f"on_bad_sample=skip: all {num_samples} samples of each of the last {_MOST_BAD_STEPS} update steps "
+                f"on_bad_sample=skip: all {num_samples} {self._nouns} of each of the last {_MOST_BAD_STEPS} update steps "
                 "were bad, see the warnings above; correct dataset, or the tokenizer and transform that read it"
             )
 
@@ -40,5 +40,5 @@ class SkippedSteps:
         if state.global_step == 0:
             raise SampleError(
                 f"no update step of epoch {state.epoch + 1} had {self._data}: nothing was trained, "
-                "and nothing is exported; look at the samples that are skipped (on_bad_sample=raise ends at the first)"
+                f"and nothing is exported; look at the {self._nouns} that are skipped (on_bad_sample=raise ends at the first)"
             )

@@ -107,6 +107,11 @@ class Collator(Protocol):
         Ranks with fewer microbatches run it, so that FSDP's collectives match.
         """
 
+    @property
+    def noun(self) -> str:
+        """Name of a sample in messages."""
+        return next((noun for noun in ("pair", "group", "image") if f"{noun}s" in self.counts), "sample")
+
     def with_budget(self, max_tokens: int) -> Self:
         """Returns a collator of microbatches of at most ``max_tokens``, if their tokens are bounded."""
         return self

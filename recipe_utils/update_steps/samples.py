@@ -127,6 +127,8 @@ class CheckedDataset(Dataset[Prepared]):
     """Collator's ``prepare``; it gets names such as ``"sample 17 of dataset"``, and the place of the sample."""
     skips_bad: bool = False
     """:func:`load_samples` skips bad samples."""
+    noun: str = "sample"
+    """Collator's ``noun``, for errors."""
     draws: bool = False
     """The dataset draws from a global generator of Python, NumPy or PyTorch."""
     report: SampleReport = field(default_factory=SampleReport)
@@ -179,9 +181,9 @@ class CheckedDataset(Dataset[Prepared]):
     def name_of(self, index: int) -> str:
         """Returns the name of a sample, such as ``sample 17 of dataset``."""
         if (sources := self.sources) is None:
-            return f"sample {index} of {self.name}"
+            return f"{self.noun} {index} of {self.name}"
         which = sources.dataset_of(index)
-        return f"sample {index - sources.starts[which]} of {self.name}.{sources.names[which]}"
+        return f"{self.noun} {index - sources.starts[which]} of {self.name}.{sources.names[which]}"
 
     def _row(self, index: int) -> str:
         """Returns the row behind a sample of torchtune's datasets, shortened; empty for others."""
@@ -213,7 +215,7 @@ class CheckedDataset(Dataset[Prepared]):
             return
         self._named.add(str(error))
         if len(self._named) > _NUM_NAMED:
-            logger.warning(f"{self.name}: further skipped samples are not logged")
+            logger.warning(f"{self.name}: further skipped {self.noun}s are not logged")
         else:
             reason = "" if isinstance(error, SkippedSampleError) else ", on_bad_sample=skip"
             logger.warning(f"{error} (skipped{reason})")

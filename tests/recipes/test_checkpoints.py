@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny
+import torch
 import torch.distributed as dist
 from checkpoint_runs import flip_a_bit, resuming_in
 from distributed_runs import run_distributed
@@ -50,6 +52,30 @@ def config_of(tiny_config, **changes):
             **changes,
         }
     )
+
+
+ADAPTED = {"model": tiny.adapted(tiny.MODEL)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"export_dtype": "bf16", "export_every_n_steps": 4},
+        slow(ADAPTED),
+        slow({**ADAPTED, "save_adapter_weights_only": True, "export_dtype": "bf16"}),
+    ],
+)
+def test_number_and_size_of_exports_are_logged_before_the_first_one(changes, tiny_config):
+    config = config_of(tiny_config, **changes)
+    with keep_messages() as messages:
+        run_recipe(config)
+    exports = [path for path in Path(config["output_dir"]).iterdir() if path.name.startswith(("epoch_", "export_"))]
+    assert len(exports) == 2 + 2 * ("export_every_n_steps" in changes)
+    files = [file for name in ("*.bin", "adapter/*.pt") for file in exports[0].glob(name)]
+    size = sum(weight.nbytes for file in files for weight in torch.load(file).values())
+    kept = "keep_last_n_exports=1 would keep the newest only"
+    assert f"Exports: {len(exports)} of {size / 1e9:.3g} GB each; {kept}" in messages
+    assert "No validation: run_val_every_n_steps is not set" in messages
 
 
 def losses(logged):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from big_batch_of_views import step_of_16
 from distributed_runs import run_distributed
-from recipe_runs import DINO, DPO, KD, POLICY, SFT, keep_messages, run_recipe, slow
+from recipe_runs import DINO, DPO, KD, POLICY, SFT, call_in_step, keep_messages, run_recipe, set_up, slow
 from safetensors.torch import load_file
 
 from recipe_utils.plot.__main__ import curve, panels_of, plot
@@ -102,9 +102,13 @@ def test_a_resumed_training_compares_with_the_best_before(tiny_config):
 @pytest.mark.slow
 def test_a_run_without_epochs_left_names_the_key(tiny_config):
     config = tiny_config(epochs=2, max_steps_per_epoch=2, save_every_n_steps=1)
+    with keep_messages() as messages, set_up(config) as made:
+        call_in_step(made, 1, made.run.stop.set)
+        made.train()
+    assert any(text.endswith("; no model is exported yet") for text in messages)
     run_recipe(config)
     config["resume_from_checkpoint"] = True
-    text = "All 2 epochs are complete; set epochs=3 to train longer"
+    text = "All 2 epochs are complete: nothing is trained, validated or exported; set epochs=3 to train longer"
     for changes, is_complete in (({}, True), ({"epochs": 3}, False)):
         with keep_messages() as messages:
             assert (run_recipe({**config, **changes}) == []) is is_complete

@@ -42,7 +42,7 @@ def test_the_first_samples_of_the_training_are_printed(kind, tiny_config, tiny_d
         keys = {f", {side}": (f"{side}_input_ids", f"{side}_labels") for side in ("chosen", "rejected")}
     expected = []
     for index in indices[:3]:
-        name = f"sample {index} of dataset"
+        name = f"{'pair' if kind == 'pairs' else 'sample'} {index} of dataset"
         if kind == "mixture":
             name = f"sample {index % 32} of dataset.source_{index // 32}"
         for side, pair in keys.items():
@@ -51,7 +51,7 @@ def test_the_first_samples_of_the_training_are_printed(kind, tiny_config, tiny_d
             title = f"{name}{side}: {len(tokens)} tokens, {sum(trained)} targets"
             expected.append((title, list(zip(map(str, tokens), trained, strict=True))))
     out, found = printed(config, recipe=recipe), []
-    for title, text in re.findall(r"^(sample .*)\n(.*)$", out, re.M):
+    for title, text in re.findall(r"^((?:sample|pair) .*)\n(.*)$", out, re.M):
         is_trained, words = False, []
         for word in re.findall(r"⟦|⟧|\d+", text):
             is_trained = word == "⟦" or (is_trained and word != "⟧")
@@ -80,6 +80,18 @@ def test_the_command_line_is_that_of_a_training(words, printed, tiny_config):
     if "{" in words[0]:
         config["dataset"] = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 9, "kind": "masked"}
     assert "dataset: 5 samples, 5 of them read" in printed(config, *words)
+
+
+@pytest.mark.parametrize("on_bad_sample", ["raise", "skip"])
+def test_samples_that_are_all_bad_are_reported_and_are_an_error(on_bad_sample, printed, tiny_config, capsys):
+    replace = {str(index): {"tokens": [1], "labels": [1, 1]} for index in range(2)}
+    dataset = {"_component_": "tiny.tiny_dataset", "num_samples": 2, "replace": replace}
+    with pytest.raises(SystemExit) as error:
+        printed(tiny_config(dataset=dataset, on_bad_sample=on_bad_sample))
+    assert error.value.code == 1
+    captured = capsys.readouterr()
+    assert captured.out.startswith("dataset: 2 samples, 2 of them read\n2 of 2 samples read: ")
+    assert captured.err == "error: dataset: none of the samples that were read can be trained on\n"
 
 
 def test_other_samples_and_wrong_keys_are_refused(printed, tiny_config, capsys):

@@ -168,7 +168,7 @@ def test_skipped_and_truncated_samples_are_counted_before_training(one_process, 
     log_data(make_loader([*SAMPLES, bad, long, long], on_bad_sample="skip"), 2, "in_order")
     assert "Data: 15 samples; 14 of them read: " in caplog.text
     assert "tokens in the mean, 64 at most" in caplog.text
-    assert "Update steps: 16 (2 epochs of 8), 2 samples each, in_order" in caplog.text
+    assert "Update steps: 16 (2 epochs of 8), 2 samples each, 1 in the last, in_order" in caplog.text
     assert "dataset: 2 of 15 samples read: tokenizer.max_seq_len=64 tokens, probably" in caplog.text
     assert "dataset: 1 of 15 samples read: skipped (token 900 is outside" in caplog.text
 
