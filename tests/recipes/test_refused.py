@@ -282,7 +282,7 @@ def test_no_remedy_leads_back(recipe, overrides, wrong_config):
     """What is wrong after it is another problem, and no remedy of that brings the first one back."""
     config = wrong_config(recipe, overrides)
     problems = problems_of(config, recipe)
-    for problem, changed in [(problem, each) for problem in problems for each in remedied(config, problem)]:
+    for problem, changed in [(found, each) for found in problems for each in remedied(config, found)]:
         for further in problems_of(changed, recipe):
             assert str(further) != str(problem)
             for again in remedied(changed, further):
