@@ -76,7 +76,7 @@ INTERRUPTIONS = [
     ("sampling", "loop", signal.SIGTERM, -signal.SIGTERM),
     ("sampling", "one", signal.SIGKILL, 128 + signal.SIGKILL),
     ("training", "all", signal.SIGINT, -signal.SIGINT),
-    ("training", "one", signal.SIGKILL, 1),
+    ("training", "one", signal.SIGKILL, 128 + signal.SIGKILL),
     ("exporting", "all", signal.SIGKILL, -signal.SIGKILL),
     ("saving", "all", signal.SIGKILL, -signal.SIGKILL),
 ]
@@ -138,9 +138,8 @@ def test_the_shell_loop_of_the_page_resumes_from_each_state_with_one_export(weig
         (tmp_path / "pid").unlink()
         assert loop.wait(120) == code, (state, receiver)
         (tmp_path / "pid").unlink(missing_ok=True)  # the sampler may have written another row
-        deadline = time.monotonic() + 20 * (
-            receiver == "all"
-        )  # the shell waits for the others, unless it is killed, too
+        # The shell waits for the others, unless it is killed, too.
+        deadline = time.monotonic() + 20 * (receiver == "all")
         while left := [each for each in processes if os.path.exists(f"/proc/{each}/exe")]:
             assert time.monotonic() < deadline, (state, receiver, left)
     assert start("", 0).wait(300) == 0
