@@ -56,7 +56,7 @@ def module_rounds(module_config, tmp_path_factory):
             "loss": {"_component_": "recipe_utils.policy.PolicyLoss"},
         }
         sampler = {"sampler": {**SAMPLER, "prompts": str(prompts)}} if samples else {}
-        packed = {"microbatching": "packed", "max_tokens_per_microbatch": 64, "epochs": NUM_ROUNDS}
+        packed = {"microbatching": "packed", "max_tokens_per_microbatch": 64, "epochs": NUM_ROUNDS, "dtype": "fp64"}
         return writing_to(folder / "out", module_config(**{**packed, **FEW, **own, **sampler, **changes}))
 
     make.prompts = str(prompts)

@@ -80,7 +80,7 @@ def figures(logged, is_same_layout=True):
 @pytest.mark.parametrize("row", [row if row in FAST else slow(row) for row in ROWS])
 def test_it_goes_on_with_the_same_metrics_and_weights(row, weights_folder, tmp_path):
     recipe, changes, layouts = ROWS[row]
-    common = {**STEP_OF_8, "lr_scheduler": cosine(2), "microbatching": "packed"}
+    common = {"dtype": "fp64", **STEP_OF_8, "lr_scheduler": cosine(2), "microbatching": "packed"}
     saving = {"save_every_n_steps": 3, "keep_last_n_checkpoints": 9}
     config = getattr(recipe_runs, MAKE[recipe])(weights_folder, **{**common, **saving, **changes})
     config = writing_to(tmp_path / "whole", config)

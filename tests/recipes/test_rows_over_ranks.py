@@ -36,6 +36,7 @@ def trained(tiny_config):
             dataset_val={"_component_": "tiny.tiny_dataset", "num_samples": 9, "seed": 1},
             run_val_every_n_steps=5,
             epochs=2,
+            dtype="fp64",
             save_every_n_steps=3,
             keep_last_n_checkpoints=9,
             max_ranks_per_row=max_ranks,

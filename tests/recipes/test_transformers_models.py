@@ -48,6 +48,7 @@ def test_it_validates_samples_and_resumes_on_other_ranks(model_type, tiny_config
         save_every_n_steps=2,
         keep_last_n_checkpoints=9,
         max_steps_per_epoch=4,
+        dtype="fp64",
         global_batch_size=4,
         gradient_accumulation_steps=...,
     )

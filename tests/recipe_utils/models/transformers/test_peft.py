@@ -231,7 +231,7 @@ def test_adapters_start_as_they_were_trained(config_of, tmp_path):
 @pytest.mark.parametrize(("model_type", "lora", "world_size"), [slow("lfm2", DORA, 2), ("qwen3", LORA, 1)])
 def test_a_stopped_training_resumes(model_type, lora, world_size, config_of, tmp_path):
     steps = {"max_steps_per_epoch": 4, "save_every_n_steps": 2}
-    config = config_of(model_type, lora, **STEP_OF_8, **steps, **RECOMPUTED)
+    config = config_of(model_type, lora, **STEP_OF_8, **steps, **RECOMPUTED, dtype="fp64")
     del config["checkpointer"]["adapter_checkpoint"]  # fresh ones, with DoRA's norms of the base
     uninterrupted = losses(run_distributed(run_recipe, 1, config)[0])
     shutil.copytree(tmp_path / "out" / "step_2", tmp_path / "again" / "step_2")
