@@ -85,7 +85,8 @@ class DINOv3Recipe:
         transform = build("transform", instantiate, cfg.transform)
         self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
         build("checkpointer", dinov3.check_normalization, self.checkpointer, transform)
-        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
+        small = models.small_model(meta_model, settings.model, ranks)  # whose parameters are sharded as the model's
+        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, small)
 
         # ---- Data: crops of images, and whole ones for the k-NN classifier
         self.loader, self.neighbors = dinov3.build_image_loaders(

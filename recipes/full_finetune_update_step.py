@@ -76,7 +76,8 @@ class FullFinetuneRecipe:
         self.divisor, self.names = declared.divisor, declared.sums
         meta_model = build("model", models.build_on_meta, partial(instantiate, cfg.model), settings.model)
         self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
-        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
+        small = models.small_model(meta_model, settings.model, ranks)  # whose parameters are sharded as the model's
+        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, small)
 
         # ---- Data: the collator makes rows that this model can compute
         datasets = data.load_datasets(cfg, partial(text.load_dataset, tokenizer=self.tokenizer))

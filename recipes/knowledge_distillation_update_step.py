@@ -77,7 +77,8 @@ class KDRecipe:
         kd_loss_fn = build("kd_loss", instantiate, cfg.get("kd_loss"))
         meta_model = build("model", models.build_on_meta, partial(instantiate, cfg.model), settings.model)
         self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
-        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
+        small = models.small_model(meta_model, settings.model, ranks)  # whose parameters are sharded as the model's
+        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, small)
         meta_teacher = distillation.build_teacher_on_meta(
             cfg, settings.teacher, settings.model, meta_model, self.checkpointer
         )

@@ -74,7 +74,8 @@ class PolicyRecipe:
         self.divisor, self.names = declared.divisor, declared.sums
         meta_model = build("model", models.build_on_meta, partial(instantiate, cfg.model), settings.model)
         self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
-        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, meta_model)
+        small = models.small_model(meta_model, settings.model, ranks)  # whose parameters are sharded as the model's
+        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, small)
         cfg_reference = cfg.get("ref_checkpointer")
         ref_checkpointer = build(
             "ref_checkpointer", models.reference_checkpointer, cfg_reference, meta_model, self.checkpointer

@@ -49,7 +49,7 @@ def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
     num_targets = tokens_fingerprint = 0
     lengths: list[int] = []
     for sample in samples:
-        read = TextReader(IGNORE_INDEX).prepare(sample, "sample")
+        read = TextReader(IGNORE_INDEX, drops_columns=True).prepare(sample, "sample")
         is_target, documents = read.labels != IGNORE_INDEX, np.asarray(read.documents)
         is_target[documents.cumsum() - documents] = False  # the first token of a document is not predicted
         num_targets += int(is_target.sum())
@@ -81,7 +81,7 @@ def contents_of_groups(groups: Sequence[Sample], pad_id: int, shares_prompts: bo
     contents = contents_of([answer for group in groups for answer in group["sequences"]], pad_id)
     if not shares_prompts:
         return contents
-    reader = TextReader(IGNORE_INDEX, most_positions=sys.maxsize)
+    reader = TextReader(IGNORE_INDEX, most_positions=sys.maxsize, drops_columns=True)
     computed = torch.from_numpy(np.concatenate([reader.prepare(group, "group").tokens for group in groups]))
     shared = contents.fingerprint - int(fingerprint(computed, pad_id))
     return replace(contents, num_real_tokens=len(computed), fingerprint_of_shared=shared)

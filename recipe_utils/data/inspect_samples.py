@@ -21,7 +21,7 @@ from recipe_utils.torchtune_names import logger
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.order import ShuffledOrder
-from recipe_utils.update_steps.samples import CheckedDataset, Prepared, SampleError, SampleReport
+from recipe_utils.update_steps.samples import CheckedDataset, Prepared, SampleError, SampleReport, UntakenError
 
 _NUM_REMARKED = 100
 """Maximum number of samples that are read for remarks."""
@@ -58,7 +58,7 @@ def report_of(
         has_remarks: True to read up to 100 samples, evenly spaced, for remarks, within 10 s.
 
     Raises:
-        SampleError: all hashed samples are bad, and bad samples end the training.
+        SampleError: all hashed samples are bad, and bad samples end the training; or one has what the loss does not take.
         ValueError: no sample has a target.
     """
     dataset, num_samples = dataset.unread(), len(dataset)
@@ -77,6 +77,9 @@ def report_of(
         are_bad = bool(corners) and all(isinstance(read[index], SampleError) for index in corners)
         if are_bad and errors and errors[0].__cause__ is None:
             raise errors[0]
+        for error in errors:  # not the sample is wrong, but the loss
+            if isinstance(error, UntakenError):
+                raise error
         hashes = _hashes_of([read[i] for i in corners], collator)
         read |= others
         example = next((i for i in sorted(read) if _is_trained_on(read[i], collator)), None)

@@ -7,7 +7,7 @@ __getattr__ = exported(
         "recipe_utils.models.adapters.adapted_linear": "speed_up_adapters",
         "recipe_utils.models.attention.document_mask": "attend_within_documents",
         "recipe_utils.models.construct": "build_on_meta build_stages",
-        "recipe_utils.models.distribute": "parallelize",
+        "recipe_utils.models.distribute": "parallelize small_model",
         "recipe_utils.models.frozen": "Attached nothing_attached one_after_the_other reference_checkpointer",
         "recipe_utils.models.pipeline.microbatches": "build_pipeline",
         "recipe_utils.models.pipeline.schedule": "num_to_run PipelineSettings",

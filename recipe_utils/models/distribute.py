@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -18,6 +19,7 @@ from recipe_utils.models.adapters.nf4 import check_nf4
 from recipe_utils.models.kernels import fuse_norms_and_rope
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.transformers import transformers_decoder
+from recipe_utils.optim.optimizer import trained_parameters
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.torchtune_names import instantiate
@@ -51,6 +53,26 @@ def parallelize(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> None
     # The recomputation is inside of FSDP2's units, so that it finds gathered weights.
     apply_activation_checkpointing(model, settings)
     apply_fsdp(model, settings, ranks)
+
+
+def small_model(meta_model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
+    """Returns the trained parameters of a model by name, of two elements in most dimensions, sharded as it will be.
+
+    An optimizer is tried on them before weights are read.
+    """
+    small = nn.Module()
+    for name, p in trained_parameters(meta_model).items():
+        *path, last = name.split(".")
+        module = small
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        shape = [2 * ranks.dims.dp_shard, *[2] * p.dim()][: p.dim()]
+        zeros = torch.zeros(shape, dtype=settings.torch_weights_dtype, device=ranks.device)
+        module.register_parameter(last, nn.Parameter(zeros))
+    apply_fsdp(small, settings, ranks)
+    return small
 
 
 def is_sharded(settings: ModelSettings, ranks: Ranks) -> bool:

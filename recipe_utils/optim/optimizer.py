@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
+import torch
 from omegaconf import DictConfig
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
@@ -198,9 +199,9 @@ def build_optimizer(
 def check_optimizer(
     cfg: DictConfig, cfg_schedule: DictConfig | None, settings: OptimizerSettings, model: nn.Module
 ) -> None:
-    """Builds an optimizer and a schedule to refuse arguments before weights are read, of a matrix and a vector.
+    """Builds an optimizer and a schedule, and makes a step, to refuse them before weights are read.
 
-    ``model`` is whole, on the meta device.
+    ``model`` is changed; it has the trained parameters in small, see :func:`.small_model`.
     """
     for key, component in _components(cfg).items():
         if not math.isfinite(component.get("lr") or 0):
@@ -212,9 +213,8 @@ def check_optimizer(
     ratio, names = settings.loraplus_lr_ratio, trained_parameters(model)
     if ratio is not None and not any(name.endswith(_FASTER) for name in names):
         raise ConfigError(f"loraplus_lr_ratio={ratio}: the model has no LoRA; leave it out")
-    # skip_init draws no random numbers.
-    small = nn.ModuleDict({"lora_b": nn.utils.skip_init(nn.Linear, 2, 2)})
-    (optimizer, *_) = single_optimizers(build_optimizer(cfg, model if takes_names(cfg) else small, settings))
+    optimizers = single_optimizers(build_optimizer(cfg, model, settings))
+    optimizer = optimizers[0]
     with naming("lr_scheduler"):
         schedule = make_schedule(cfg_schedule, optimizer, num_training_steps=1)
     takes_steps = cfg_schedule is None or taken_by(cfg_schedule, {"num_training_steps": 1})
@@ -225,6 +225,17 @@ def check_optimizer(
     if schedule is not None and {*map(id, inner)} - {*map(id, optimizer.param_groups)}:
         text = "its inner optimizers have groups of their own, whose rates lr_scheduler does not set"
         raise ValueError(f"optimizer._component_={type(optimizer).__name__}: {text}; let them share their groups")
+    # Some need more than gradients (a closure, a mode), and some fused steps know no DTensor. Layers are alike.
+    for parameter in {re.sub(r"\d+", "", name): p for name, p in names.items()}.values():
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        with naming("optimizer"):
+            for each in optimizers:
+                each.step()
+    except ConfigError as error:
+        instead = "take fused out, or set" if any(c.get("fused") for c in _components(cfg).values()) else "set"
+        text = f"a step on parameters as the training has them fails; {instead} torch.optim.AdamW"
+        raise ConfigError(Problem("optimizer", f"{text} ({error.problems[0].text})")) from error
 
 
 def make_schedule(cfg: DictConfig | None, optimizer: Optimizer, num_training_steps: int, last_epoch: int = -1) -> Any:

@@ -155,8 +155,6 @@ def _tokens_of(
         chat, _ = turns_of(given["prompt"], "user", "prompt")
         answers, of_answers = turns_of(given["completion"], "assistant", names["completion"])
         chat, weights = [*chat, *answers], [*[0.0] * len(chat), *of_answers]
-    if fraction := next((weight for weight in weights if weight not in (0, 1)), None):
-        raise SampleError(f"weight={fraction:g}: rollouts have advantages instead; set it to 0 or 1")
     token_ids, is_masked = tokenize_conversation(tokenizer, Conversation(chat, weights, read_tools(given.get("tools"))))
     mask = ~np.asarray(is_masked)
     return np.asarray(token_ids), int(mask.argmax()) if mask.any() else len(mask), mask

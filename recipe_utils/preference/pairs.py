@@ -22,7 +22,7 @@ from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.documents import Document, tree
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.reader import TextReader, check_sample, end_ids_of
+from recipe_utils.text.reader import TextReader, check_all_taken, check_sample, end_ids_of
 from recipe_utils.text.samples import FIRST, TextSample
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_keys, whole_numbers
@@ -136,6 +136,8 @@ class PairReader(TextReader):
             check_keys(sample, keys, name)
             tokens, labels = (whole_numbers(sample, key, name) for key in keys)
             check_sample({"tokens": tokens, "labels": labels}, f"{name}, {side}", IGNORE_INDEX, self.limits)
+            others = {key: value for key, value in sample.items() if not key.startswith(SIDES)}
+            check_all_taken(others, tokens, labels, name)
             # The first token is never predicted.
             if (labels[1:] == IGNORE_INDEX).all():
                 raise SkippedSampleError(f"{name}: its {side} side has no target")

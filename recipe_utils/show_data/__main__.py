@@ -74,6 +74,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
         collator = pair_collator(settings, tokenizer, NO_LIMITS)
     else:
         collator = text_collator(settings, tokenizer, ignore_index, has_trees=has_trees)
+        collator = replace(collator, reader=replace(collator.reader, drops_columns=True))
     checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip")
     yield from _statistics(checked, collator)
     # The order that training has on any number of ranks.

@@ -141,7 +141,7 @@ class RowCollator(Collator):
     def collate(self, samples: Sequence[TextSample]) -> list[Microbatch]:
         """Makes a microbatch of at least one sample, or one of each tree that a sample was cut into."""
         if self.microbatching.is_packed or not self.reader.keeps_types:
-            _warn_once(self.microbatching.plan, ", ".join(sorted(map(str, self._unknown_keys(samples[0])))))
+            _warn_once(", ".join(sorted(map(str, self._unknown_keys(samples[0])))))
         if self.microbatching.is_packed and len(samples) == 1 and len(samples[0].num_shared) > 1:
             return [self._row([tree]) for tree in split_trees(samples[0])]
         return [self._row(samples)]
@@ -191,7 +191,7 @@ class RowCollator(Collator):
 
 
 @cache
-def _warn_once(microbatching: str, keys: str) -> None:
+def _warn_once(keys: str) -> None:
     if keys:
-        text = f"microbatching={microbatching}: rows contain only text; {keys} of samples is ignored"
+        text = f"dataset: {keys} of samples is not read: rows contain only text, and the loss does not take it"
         log_rank_zero(text, logging.WARNING)

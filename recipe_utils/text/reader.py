@@ -8,14 +8,22 @@ import numpy as np
 
 from recipe_utils.text.limits import NO_LIMITS, ModelLimits
 from recipe_utils.text.samples import FIRST, TextSample
-from recipe_utils.text.trees import merge
+from recipe_utils.text.trees import merge, sequences_of
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.order import StepIndex
-from recipe_utils.update_steps.samples import Sample, SampleError, SkippedSampleError, check_keys, whole_numbers
+from recipe_utils.update_steps.samples import (
+    Sample,
+    SampleError,
+    SkippedSampleError,
+    UntakenError,
+    check_keys,
+    whole_numbers,
+)
 
 _KEYS = {"tokens", "labels", "mask"}
 KNOWN_KEYS = {*_KEYS, "seq_lens", "input_pos", "is_cut"}
 """Keys of torchtune's datasets and of ours."""
+_WEIGHTS = ("weights", "weight", "loss_weight")
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,8 @@ class TextReader:
     """Keeps the types of the dataset for a user's ``collate_fn``."""
     has_own_positions: bool = True
     """``input_pos`` is the project's, not a user's ``collate_fn``'s."""
+    drops_columns: bool = False
+    """Samples are only looked at: what no loss takes is no error."""
     noun: ClassVar[str] = "sample"
     num_rows: ClassVar[int] = 1
     """Rows of a sample if padded; the plan counts them as one."""
@@ -78,6 +88,8 @@ class TextReader:
         if self.keeps_types:  # PyTorch lacks operations for uint16, the type of many memory-mapped tokens
             arrays = {"tokens": tokens, "labels": labels, **columns}
             others |= {key: array for key, array in arrays.items() if np.asarray(sample[key][:1]).dtype != np.int64}
+        elif not self.drops_columns:
+            check_all_taken(others, tokens, labels, name)
         made = TextSample(name, at, tokens, labels, [len(tokens)], columns, values, others=others)
         return _with_documents(made, self.ignore_index) if made.is_row else made
 
@@ -106,12 +118,13 @@ class TextReader:
         return sample
 
     def content(self, sample: TextSample) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
-        """Returns tokens and labels, and all other values that are trained on, by key."""
+        """Returns tokens and labels, and all other values that are trained on, by key: those of the data in any layout."""
         others = {key: value for key, value in sample.others.items() if key not in (*_KEYS, "is_cut")}
-        others |= {**sample.columns, **sample.values}
-        if sample.num_shared:
-            others |= {"documents": sample.documents, "num_shared": sample.num_shared, "input_pos": sample.positions}
-        return (sample.tokens, sample.labels), others
+        if not sample.num_shared:
+            return (sample.tokens, sample.labels), {**others, **sample.columns, **sample.values}
+        made = [*sequences_of(sample, self.ignore_index)]
+        columns = {name: np.concatenate([each[name] for each in made]) for name in sample.columns}
+        return [each[name] for each in made for name in ("tokens", "labels")], {**columns, **sample.values}
 
     def count(self, counts: Mapping[str, float], values: Mapping[str, np.ndarray]) -> Mapping[str, float]:
         """Returns the counts with the number of samples with values, and the sums of values that are totals."""
@@ -196,6 +209,27 @@ def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimi
                 f"{name}: {noun} {outside[0]} is outside the model's vocabulary of {limits.vocab_size}; {instead}"
             )
     return tokens, labels
+
+
+def check_all_taken(others: Sample, tokens: np.ndarray, labels: np.ndarray, name: str) -> None:
+    """Raises UntakenError for numbers that could decide what is trained, and that the loss does not take.
+
+    These are weights, and numbers beside labels [t]; all but ones, positions, and copies of ``tokens`` and ``labels``.
+    """
+    for key in others.keys() - KNOWN_KEYS:
+        try:
+            numbers = np.asarray(others[key])
+        except (TypeError, ValueError, RuntimeError):  # such as an image
+            continue
+        is_beside = numbers.dtype.kind in "biuf" and (key in _WEIGHTS or numbers.shape == labels.shape)
+        copies = np.ones_like(numbers), tokens, labels, np.arange(len(labels))
+        if not is_beside or any(np.array_equal(numbers, copy) for copy in copies):
+            continue
+        instead = "remove them, or set loss to one that declares them as a column"
+        if key in _WEIGHTS:
+            instead = "set weight to 0 or 1 in all turns, or fine-tune with recipe_utils.losses.LinearCrossEntropyLoss"
+        value = numbers[numbers != 1][0]
+        raise UntakenError(f"{name}: its '{key}' contains {value:g}, which this loss does not take; {instead}")
 
 
 def check_column(values: Any, key: str, num_labels: int, name: str) -> np.ndarray:

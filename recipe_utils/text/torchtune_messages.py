@@ -35,8 +35,10 @@ def tokenize_conversation(
 ) -> tuple[Sequence[int], Sequence[bool] | np.ndarray]:
     """Returns tokens [t] of a conversation and True for those that are no targets [t], by any tokenizer.
 
-    Raises SampleError for content that one of torchtune's would lose.
+    Raises SampleError for weights, which the mask does not have, and for content that one of torchtune's would lose.
     """
+    if fraction := next((weight for weight in conversation.weights if weight not in (0, 1)), None):
+        raise SampleError(f"weight={fraction:g}: the losses of pairs and rollouts take no weights; set it to 0 or 1")
     if hasattr(tokenizer, "template_variables"):  # a FolderTokenizer, which needs the library transformers
         tokens, owners = tokenizer.tokenize(conversation)
         return tokens.tolist(), owners < 0

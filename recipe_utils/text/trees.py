@@ -9,13 +9,13 @@ there: no target counts twice or is lost, and no position has two. The target of
 the next token of its sequence, and so are all columns beside labels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from recipe_utils.text.documents import Document, length_of, segments_of
+from recipe_utils.text.documents import Document, chains, length_of, segments_of
 from recipe_utils.text.samples import TextSample, beside_next
 
 _LEAST_COMMON = 16
@@ -99,6 +99,22 @@ def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index:
         num_shared=[n - root.reach for n, root in zip(num_tokens, roots, strict=True)],
         others={},
     )
+
+
+def sequences_of(sample: TextSample, ignore_index: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields tokens [t] of each merged sequence, and labels and columns [t] of its targets, however trees were cut."""
+    owners, ends = sample.owners_and_ends()
+    paths = [np.concatenate([np.arange(*each) for each in chain.ranges]) for chain in chains(sample.documents)]
+    for index, end in enumerate(ends):
+        path = next(path for path in paths if end in path)
+        path = path[: path.searchsorted(end) + 1]
+        # What is beside a position's target is beside the next position of the row, which may be another sequence's.
+        nexts, made = path[:-1] + 1, {"tokens": sample.tokens[path]}
+        are_targets = (owners[path[:-1]] == index) & (sample.labels[nexts] != ignore_index)
+        for name, column in {"labels": sample.labels, **sample.columns}.items():
+            nothing = ignore_index if name == "labels" else 0
+            made[name] = np.append(nothing, np.where(are_targets, column[nexts], nothing))
+        yield made
 
 
 def split_trees(sample: TextSample) -> list[TextSample]:

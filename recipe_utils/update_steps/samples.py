@@ -37,6 +37,10 @@ class SkippedSampleError(SampleError):
     """Raised for a valid sample without targets, which is skipped for any ``on_bad_sample``."""
 
 
+class UntakenError(SampleError):
+    """Raised for a sample with numbers that the loss does not take, which ends the training for any ``on_bad_sample``."""
+
+
 _MOST_PARTS = 1000
 """Maximum number of datasets in a list; more are samples, which are not copied."""
 _NUM_NAMED = 20
@@ -201,7 +205,7 @@ class CheckedDataset(Dataset[Prepared]):
 
     def skips(self, error: SampleError) -> bool:
         """Returns True if training skips a sample with this error."""
-        return self.skips_bad or isinstance(error, SkippedSampleError)
+        return isinstance(error, SkippedSampleError) or (self.skips_bad and not isinstance(error, UntakenError))
 
     def warn_skipped(self, error: SampleError) -> None:
         """Logs a skipped sample once, up to a maximum number of samples."""

@@ -99,7 +99,7 @@ ROWS = [
     Row("pp-2", "qwen3", "in_order", 2, "Interleaved1F1B"),
     Row("pp-2", "gpt_oss"),
     Row("pp-2", "lfm2", "in_order", 2, "Interleaved1F1B"),
-    Row("pp-2-fsdp-2", "gemma3_text", changes=RECOMPUTED),
+    Row("pp-2-fsdp-2", "gemma3_text", order="InterleavedZeroBubble", changes=RECOMPUTED),
     # With a tower that text does not train
     Row("fsdp-2", "gemma3", changes=RECOMPUTED),
     Row("pp-2-fsdp-2", "gemma3"),

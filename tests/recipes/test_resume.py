@@ -59,7 +59,7 @@ ROWS = {  # recipe, config, and layouts: the first saves and resumes bitwise, ot
     "wider weights": (SFT, {**SAMPLES, "dtype": "bf16", "weights_dtype": "fp32"}, ["fsdp-2"]),
     "live reference": (DPO, {"dataset": PAIRS, "sft_loss_weight": 0.2}, ["fsdp-2"]),
     "cached reference": (DPO, {"dataset": PAIRS, "sft_loss_weight": 0.2, "reference": "cached"}, ["pp-2"]),
-    "start of a round": (POLICY, ROLLOUTS, ["fsdp-2", "one"]),
+    "start of a round": (POLICY, ROLLOUTS, ["fsdp-2", "one", "in order"]),
     "start of a round, adapters": (POLICY, {**ROLLOUTS, "model": tiny.adapted(tiny.DEEP_MODEL)}, ["one"]),
     "live teacher": (KD, DISTILLED, ["fsdp-2"]),
     "teacher in stages": (KD, DISTILLED, ["pp-2"]),

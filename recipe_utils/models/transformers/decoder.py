@@ -36,7 +36,7 @@ from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.models.attention.attend import PackedRows
 from recipe_utils.models.attention.packed_attention import AttentionNeeds, choose_kernel
 from recipe_utils.models.pipeline.stages import NotOnThisStage
-from recipe_utils.models.transformers.masks import ROWS, Axes, attention_within_documents, run_by_document, setting
+from recipe_utils.models.transformers.masks import ROWS, Axes, Setting, attention_within_documents, run_by_document
 from recipe_utils.text.documents import Documents
 from recipe_utils.text.limits import Kernel, Layout, PackedAttention
 
@@ -186,7 +186,7 @@ class Decoder(nn.Module):
             exchange = self.row_groups[documents.num_ranks] if documents.num_ranks > 1 else None
             rows = PackedRows(documents, kernel, exchange, positions=input_pos)
         # The model's own decoder up to the hidden states; a later pipeline stage gets them in place of tokens.
-        with setting(ROWS, rows):
+        with Setting(ROWS, rows):
             out = getattr(self.model, decoder_name(self.model))(
                 **{"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens},
                 position_ids=input_pos if documents is not None or cache is not None else None,
@@ -279,7 +279,7 @@ class Decoder(nn.Module):
         layers = set(map(id, self.layers[::interval]))
 
         def contexts() -> tuple[Any, Any]:  # called in the forward
-            return nullcontext(), setting(ROWS, ROWS.get())
+            return nullcontext(), Setting(ROWS, ROWS.get())
 
         apply_activation_checkpointing(
             self.model,

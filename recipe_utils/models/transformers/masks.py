@@ -7,8 +7,7 @@ Shapes: b rows, s positions, h heads, d width of a head.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, copy_context
 from functools import partial
 from types import MethodType
@@ -38,14 +37,17 @@ NEEDS: ContextVar[set[str | tuple[int, int]] | None] = ContextVar("needs", defau
 """Collects needs of attention of packed rows: widths of keys and values, and names such as ``softcap``."""
 
 
-@contextmanager
-def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Sets a context variable in this block."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
+class Setting(AbstractContextManager[None]):
+    """Sets a context variable in a block; may be entered again, as where a split backward recomputes a layer twice."""
+
+    def __init__(self, variable: ContextVar[T], value: T) -> None:
+        self._variable, self._value, self._tokens = variable, value, list[Any]()
+
+    def __enter__(self) -> None:
+        self._tokens.append(self._variable.set(self._value))
+
+    def __exit__(self, *_: object) -> None:
+        self._variable.reset(self._tokens.pop())
 
 
 _infer_documents = masking_utils.find_packed_sequence_indices

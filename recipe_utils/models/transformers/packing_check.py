@@ -38,7 +38,7 @@ from recipe_utils.files import write_atomically
 from recipe_utils.long_rows.exchange import Exchange
 from recipe_utils.models.double_precision import DoublePrecision
 from recipe_utils.models.transformers.decoder import Decoder, PackingCheck, build, layers_of
-from recipe_utils.models.transformers.masks import NEEDS, Axes, setting
+from recipe_utils.models.transformers.masks import NEEDS, Axes, Setting
 from recipe_utils.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.text.limits import Kernel, PackedAttention
 from recipe_utils.torchtune_names import log_once, set_default_dtype
@@ -250,7 +250,7 @@ def _compare(comparison: _Comparison) -> PackingCheck:
     # The first candidate with exact packed rows is kept; other layouts are allowed if they are exact, too.
     for check in _candidates(comparison, replace(padded, computes_trees=True)):
         needs = set[str | tuple[int, int]]()
-        with setting(NEEDS, needs):
+        with Setting(NEEDS, needs):
             error = comparison.packed_row(check)
         if error > _BOUND:
             continue

@@ -4,7 +4,9 @@ import checkpoint_runs
 import pytest
 import tiny
 import torch
+from distributed_runs import run_distributed
 from omegaconf import OmegaConf
+from recipe_runs import refusal
 from torchtune.training.lr_schedulers import get_lr
 
 from recipe_utils.optim import AdamW8bit
@@ -166,3 +168,11 @@ def test_what_cannot_train_is_refused_before_weights_are_read(path, num_warmup_s
     with pytest.raises(ValueError, match=text):
         check_optimizer(component(path), schedule, settings(), model)
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_a_fused_step_that_knows_no_sharded_parameters_is_refused_before_weights_are_read(num_copies, tiny_config):
+    optimizer = {"_component_": "torch.optim.SGD", "fused": True}
+    config = tiny_config(optimizer=optimizer, data_parallel_replicate_dim=num_copies)
+    for text in run_distributed(refusal, 2, config):
+        assert "optimizer: a step on parameters as the training has them fails; take fused out" in text

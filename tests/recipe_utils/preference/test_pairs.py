@@ -209,6 +209,7 @@ def test_a_pair_has_a_fingerprint_of_all_tokens_and_labels_of_each_side():
         ({"chosen_input_ids": [1, 2]}, "sample 3: it has no 'chosen_labels', only"),
         (pair([1, 2], [1, 3]) | {"rejected_labels": [1]}, "sample 3, rejected: 1 labels for 2 tokens"),
         (pair(["a", "b"], [1, 3]), "sample 3: its 'chosen_input_ids' is no"),
+        (pair([1, 2], [1, 3]) | {"weight": 0.5}, "sample 3: its 'weight' contains 0.5, which this loss does not take"),
     ],
 )
 def test_a_bad_pair_is_named(sample, text):

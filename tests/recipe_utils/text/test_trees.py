@@ -18,6 +18,7 @@ from recipe_utils.text.documents import chains, length_of, tree
 from recipe_utils.text.limits import ModelLimits, PackedAttention
 from recipe_utils.text.reader import TextReader
 from recipe_utils.text.trees import merge, split_trees
+from recipe_utils.update_steps.objective import NOTHING_DECLARED, Declaration
 from recipe_utils.update_steps.samples import SampleError, SkippedSampleError
 from recipe_utils.update_steps.settings import DataSettings
 
@@ -147,9 +148,10 @@ def test_a_conversation_of_1500_turns_is_merged():
 # ---- Collator ------------------------------------------------------------------------------------
 
 
-def collator_of(limits=LIMITS, **settings):
+def collator_of(limits=LIMITS, pads_sequences=False, declared=NOTHING_DECLARED, **settings):
     keys = {"microbatching": "packed", "batch_size": 4, **settings}
-    return text_collator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits, has_trees=True)
+    how = {"has_trees": True, "declared": declared, "pads_sequences": pads_sequences}
+    return text_collator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits, **how)
 
 
 def test_counts_are_those_of_separate_sequences():
@@ -179,6 +181,26 @@ def test_a_dummy_is_one_token_with_padding_and_a_cut_sample_several_microbatches
         for name, number in whole.counts.items():
             assert sum(each.counts[name] for each in made) == number
     assert len(collator.collate(samples)) == 1  # rows of several samples are never cut
+
+
+def test_the_content_of_a_sample_is_that_of_its_sequences_in_any_layout():
+    groups = [
+        {"sequences": [{**s, "a": np.arange(len(s["labels"])) % 5} for s in g["sequences"]]}
+        for g in tiny.make_trees(20)
+    ]
+    layouts = {"max_tokens_per_microbatch": 16}, {}, {"microbatching": "in_order", "pads_sequences": True}
+    for group in groups:
+        kept = [s for s in group["sequences"] if set(s["labels"][1:]) - {IGNORE}]
+        columns, beside = [], []
+        for each in kept:  # nothing predicts the first token
+            is_target = np.array([False, *(label != IGNORE for label in each["labels"][1:])])
+            columns += [each["tokens"], np.where(is_target, each["labels"], IGNORE).tolist()]
+            beside += np.where(is_target, each["a"], 0).tolist()
+        for keys in layouts:
+            collator = collator_of(declared=Declaration({"a": 0}), **keys)
+            integers, others = collator.content(collator.prepare(group, "sample"))
+            assert [column.tolist() for column in integers] == columns
+            assert {key: value.tolist() for key, value in others.items()} == {"a": beside}
 
 
 @pytest.mark.parametrize(

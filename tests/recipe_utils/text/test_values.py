@@ -12,7 +12,7 @@ from recipe_utils.settings.problems import ConfigError
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.update_steps.objective import NOTHING_DECLARED, Declaration, declared_by
 from recipe_utils.update_steps.order import StepIndex
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import SampleError, UntakenError
 from recipe_utils.update_steps.settings import DataSettings
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 140, MicrobatchCost())
@@ -113,15 +113,42 @@ def test_a_required_column_or_value_that_is_missing_is_named(declared, beside, h
         prepared(collator_of("packed", declared, has_trees=has_tree), samples)
 
 
-@pytest.mark.parametrize("microbatching", LAYOUTS)
-def test_a_key_that_no_loss_takes_is_one_warning(microbatching, caplog):
-    collator = collator_of(microbatching, NOTHING_DECLARED)
-    samples = prepared(collator, [{**sample, "rewards": [0.5]} for sample in tiny.make_samples(3)])
-    for _ in range(2):
-        collator.collate(samples)
-    assert [text for text in caplog.messages if "rewards of samples is ignored" in text] == [
-        f"microbatching={microbatching}: rows contain only text; rewards of samples is ignored"
+def test_a_key_that_no_loss_takes_is_one_warning(caplog):
+    for microbatching in LAYOUTS:
+        collator = collator_of(microbatching, NOTHING_DECLARED)
+        collator.collate(prepared(collator, [{**sample, "rewards": [0.5]} for sample in tiny.make_samples(3)]))
+    assert [text for text in caplog.messages if "rewards of samples" in text] == [
+        "dataset: rewards of samples is not read: rows contain only text, and the loss does not take it"
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        (
+            {"weights": [1, 2, 0]},
+            "its 'weights' contains 2, .* does not take; set weight to 0 or 1 in all turns, or fine-tune",
+        ),
+        ({"loss_weight": 0.5}, "its 'loss_weight' contains 0.5, .* does not take; set weight"),
+        (
+            {"advantages": [0, 0.5, 0.5]},
+            "its 'advantages' contains 0, .* does not take; remove them, or set loss to one that",
+        ),
+        ({"loss_mask": [False, False, True]}, "its 'loss_mask' contains 0, .* does not take; remove them"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1], "position_ids": [0, 1, 2], "weights": [1.0] * 3}, None),
+        ({"id": 7, "score": 0.5, "spans": [[0, 1], [1], []], "source": "web", "rewards": [0.5]}, None),
+    ],
+)
+@pytest.mark.parametrize("has_tree", [False, True])
+def test_numbers_that_decide_what_is_trained_are_refused_unless_the_loss_takes_them(values, error, has_tree):
+    sample = {"tokens": [1, 2, 3], "labels": [-100, 2, 3], **values}
+    collator = collator_of("packed", NOTHING_DECLARED, has_trees=has_tree)
+    samples = [{"sequences": [sample]} if has_tree else sample]
+    if error is None:
+        prepared(collator, samples)
+        return
+    with pytest.raises(UntakenError, match=f"^sample 0 of dataset.*: {error}"):
+        prepared(collator, samples)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_a_tensor_is_not_cut_because_its_size_is_that_of_the_row():
     assert axes["Mixer"] == {"[0][0]": [1], "[2]": [1]}
     mixer, (row, matrix) = Mixer(), torch.randn(2, 1, 64, 64)
     masks.run_by_document(mixer, axes["Mixer"])
-    with masks.setting(masks.ROWS, PackedRows(Documents([[40, 24]]), "by_document")):
+    with masks.Setting(masks.ROWS, PackedRows(Documents([[40, 24]]), "by_document")):
         found = mixer(row, matrix)
     torch.testing.assert_close(found, torch.cat([Mixer()(part, matrix) for part in row.split([40, 24], dim=1)], dim=1))
 

@@ -240,6 +240,7 @@ def test_pairs_train_answers_behind_all_that_precedes_them(row, before, write, t
         ({"prompt": [USER], "completion": "6", "chosen": YES, "rejected": NO}, "completion='6': it is in no turn"),
         ({"system": "Be long.", "chosen": [BRIEF, USER, YES], "rejected": [BRIEF, USER, NO]}, "system='Be long.'"),
         ({"prompt": [USER], "chosen": YES, "rejected": NO, "images": ["a"]}, "images=.* only text is supported"),
+        ({"prompt": [USER], "chosen": {**YES, "weight": 0.5}, "rejected": NO}, "chosen: weight=0.5: the losses of pairs and roll"),
     ],
 )  # fmt: skip
 def test_a_pair_without_a_part_of_its_content_is_refused(row, error, write, tmp_path):
