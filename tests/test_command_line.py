@@ -82,6 +82,9 @@ def test_a_copy_of_the_recipe_gives_the_same_losses_without_a_progress_bar(by_na
     assert "torchao" not in screen
 
 
+OF_LAST_STAGE = {"pipeline_parallel_dim": 2, "custom_sharded_layers": ["tok_embeddings"]}
+WEIGHTED = {"tokens": [1, 2], "labels": [1, 2], "weights": [2, 2]}
+OF_RANK_ZERO = {"dataset": {"replace": {"5": WEIGHTED}}, "loss": {"_component_": "torch.nn.CrossEntropyLoss"}}
 BAD = {"shuffle": False, "dataset": {"replace": {"9": {"tokens": [1, 900], "labels": [1, 1]}}}}
 
 
@@ -98,8 +101,14 @@ BAD = {"shuffle": False, "dataset": {"replace": {"9": {"tokens": [1, 900], "labe
             ],
         ),
         (BAD, 1, ["error: sample 9 of dataset: token 900 is outside"]),
+        (OF_LAST_STAGE, 2, ["  - custom_sharded_layers=['tok_embeddings']: this model's output layer shares"]),
+        (
+            OF_RANK_ZERO,
+            2,
+            ["  - dataset: sample 5 of dataset: its 'weights' contains 2, which this loss does not take"],
+        ),
     ],
-    ids=["config", "sample"],
+    ids=["config", "sample", "of the last stage", "of rank 0"],
 )
 def test_ranks_report_an_error_once_and_last_without_a_traceback(changes, code, texts, by_name):
     config = OmegaConf.merge(OmegaConf.load(by_name / "my.yaml"), changes)
@@ -111,4 +120,5 @@ def test_ranks_report_an_error_once_and_last_without_a_traceback(changes, code, 
     assert lines_on(screen)[-1].startswith(texts[-1])
     assert "Traceback" not in screen
     assert "elastic" not in screen
-    assert not list(by_name.glob("bad_2/*"))
+    assert "another rank" not in screen
+    assert not list(by_name.glob("bad_2/epoch_*"))

@@ -22,6 +22,8 @@ _POLL_SECONDS = 0.001
 _PARENT_POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 30.0
 """Timeout of a failing rank that waits for another rank's error message."""
+_MOMENT_SECONDS = 2.0
+"""Timeout of a rank that has lost another one, which may have left with an error message."""
 
 
 def world_size_from_env() -> int:
@@ -167,28 +169,46 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 # ---- Final error message ------------------------------------------------------------------------
 
 
-def print_final_error(text: str | None) -> None:
+def another_rank_reports() -> bool:
+    """Returns True if another rank, which this one has lost, ends with an error of its own; waits a moment for it."""
+    with suppress(Exception):  # no launcher, or the host of the store has exited
+        store, start = _store_of_error(_MOMENT_SECONDS)
+        store.wait([f"{start}/text"])
+        return True
+    return False
+
+
+def print_final_error(text: str | None, exit_code: int) -> int:
     """Prints the final error message to stderr once, on rank 0, or here if rank 0 times out (30 s).
 
     All failing ranks must call it. Each returns after the message is printed, because the launcher
-    kills all ranks once one has exited. ``text`` is None if another rank has one.
+    kills all ranks once one has exited. ``text`` is None if another rank has one. Returns the exit code of the
+    rank that has it.
     """
     store = None
-    # The launcher's store also holds keys of earlier starts.
-    start = f"final_error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     with suppress(Exception):  # no launcher, or the host of the store has exited
         if world_size_from_env() > 1:
-            store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-            store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
-            if os.environ["RANK"] == "0":
-                text = text or store.get(f"{start}/text").decode()
-            else:
-                if text is not None:
-                    store.set(f"{start}/text", text)
+            store, start = _store_of_error(_PATIENCE_SECONDS)
+            if text is not None:
+                store.set(f"{start}/text", f"{exit_code} {text}")
+            if not (prints := os.environ["RANK"] == "0"):
                 store.wait([f"{start}/printed"])
-                return
+            if text is None:
+                code, _, text = store.get(f"{start}/text").decode().partition(" ")
+                exit_code = int(code)
+            if not prints:
+                return exit_code
     if text is not None:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     if store is not None:
         with suppress(Exception):
             store.set(f"{start}/printed", "")
+    return exit_code
+
+
+def _store_of_error(seconds: float) -> tuple[Any, str]:
+    """Returns the launcher's store, with a timeout, and the prefix of the keys of this start's final error."""
+    timeout = timedelta(seconds=seconds)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    return store, f"final_error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -24,7 +24,13 @@ from recipe_utils.cli.launcher import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE
 from recipe_utils.cli.registry import USER_SIGNALS
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.parallel.process_group import end_with_parent, loss_of_rank, print_final_error, world_size_from_env
+from recipe_utils.parallel.process_group import (
+    another_rank_reports,
+    end_with_parent,
+    loss_of_rank,
+    print_final_error,
+    world_size_from_env,
+)
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.training.log import set_up_screen
 from recipe_utils.training.parts.budget import RowsDoNotFitError
@@ -73,6 +79,8 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
                 # It may be the cause of a ConfigError, whose exit code would end the training.
                 if (reason := loss_of_rank(error)) is None:
                     raise
+                if another_rank_reports():
+                    raise OtherRankFailedError(reason) from error
                 # On each rank: the one that prints for all may be the one that is gone.
                 rank = f"rank {os.environ.get('RANK')}"
                 text = f"{rank}: another rank is gone ({reason}); {_next_start(cfg)}"
@@ -105,8 +113,7 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
             if "key=value, got" in text and text.count("=") > 2:
                 text += "; set a value with = in the YAML file"
             exit_code = CONFIG_ERROR_EXIT_CODE
-        print_final_error(text)
-        _exit(exit_code)
+        _exit(print_final_error(text, exit_code))
 
     return main
 
