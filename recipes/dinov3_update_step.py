@@ -56,14 +56,9 @@ class Settings:
         """Yields keys that exclude each other, and those that this recipe restricts."""
         # Losses couple images, so global_batch_size must divide into microbatches.
         yield from training.problems_between(self, must_divide=True)
-        yield from self.data.problems_of_long_rows(self.ranks)
         yield from self.views.problems_of_views(self.data)
         yield from self.objective.problems_of_objective(self.data, self.ranks, self.run)
         yield from self.schedules.problems_of_schedules(self.optimizer.optimizer, self.objective.student_temperature)
-        if (dim := self.ranks.tensor_parallel_dim) > 1:
-            yield Problem("tensor_parallel_dim", "not with images; set it to 1", dim)
-        if self.optimizer.optimizer_in_bwd:
-            yield Problem("optimizer_in_bwd", "not with a moving average; set it to False", True)
 
 
 class DINOv3Recipe:

@@ -53,7 +53,7 @@ class Settings:
         yield from training.problems_between(self)
         yield from self.data.problems_of_long_rows(self.ranks)
         components = {"teacher_model": self.teacher_model, "teacher_checkpointer": self.teacher_checkpointer}
-        yield from self.teacher.problems_of_teacher(self.ranks, self.optimizer, components)
+        yield from self.teacher.problems_of_teacher(components)
         yield from training.problems_with_sample_losses(self.data, self.loss)
 
 

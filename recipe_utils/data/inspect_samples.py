@@ -21,7 +21,7 @@ from recipe_utils.torchtune_names import logger
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.order import ShuffledOrder
-from recipe_utils.update_steps.samples import CheckedDataset, Prepared, SampleError, SampleReport, UntakenError
+from recipe_utils.update_steps.samples import CheckedDataset, Prepared, SampleError, SampleReport, UnusedError
 
 _NUM_REMARKED = 100
 """Maximum number of samples that are read for remarks."""
@@ -78,7 +78,7 @@ def report_of(
         if are_bad and errors and errors[0].__cause__ is None:
             raise errors[0]
         for error in errors:  # not the sample is wrong, but the loss
-            if isinstance(error, UntakenError):
+            if isinstance(error, UnusedError):
                 raise error
         hashes = _hashes_of([read[i] for i in corners], collator)
         read |= others

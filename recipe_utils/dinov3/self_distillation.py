@@ -126,9 +126,7 @@ class ObjectiveSettings:
             yield Problem("gram_loss_weight", text, self.gram_loss_weight)
 
     def problems_of_objective(self, data: DataSettings, ranks: RankSettings, run: RunSettings) -> Iterator[Problem]:
-        """Yields keys that need a language model or a ``val_loss``, and the problem of an image without neighbors."""
-        if run.sample_prompts is not None:
-            yield Problem("sample_prompts", "a vision transformer generates no text; leave the key out")
+        """Yields a key that needs a ``val_loss``, and the problem of an image without neighbors."""
         if run.keep_best_checkpoint:
             yield Problem("keep_best_checkpoint", "there is no val_loss here; set export_every_n_steps instead", True)
         if self.koleo_loss_weight == 0 or ranks.dims_or_none is None:

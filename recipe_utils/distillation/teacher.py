@@ -5,11 +5,12 @@ logits, of 2.1 GB, never exist at once: the loss projects 256 target tokens at a
 """
 
 import logging
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -28,11 +29,9 @@ from recipe_utils.models.frozen import Attached, frozen_copy, nothing_attached
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import num_outputs, warn_if_above_memory
 from recipe_utils.models.vocabulary import check_same_tokens
-from recipe_utils.optim.optimizer import OptimizerSettings
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.parallel.settings import RankSettings
-from recipe_utils.settings.keys import STRICT, OnlyWith
-from recipe_utils.settings.problems import Problem, build, naming
+from recipe_utils.settings.keys import STRICT, OnlyWith, own_keys
+from recipe_utils.settings.problems import ConfigError, Problem, build, naming
 from recipe_utils.torchtune_names import instantiate, log_rank_zero
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
@@ -54,14 +53,10 @@ class TeacherSettings:
     ] = None
     """``pipeline_parallel_split_points`` of the teacher."""
 
-    def problems_of_teacher(
-        self, ranks: RankSettings, optimizer: OptimizerSettings, components: Mapping[str, Any]
-    ) -> Iterator[Problem]:
-        """Yields missing ``components`` of a teacher, by key, and what its training does not support."""
-        if (dim := ranks.tensor_parallel_dim) > 1:
-            yield Problem("tensor_parallel_dim", "not with a teacher; set it to 1", dim)
-        if optimizer.optimizer_in_bwd:
-            yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
+    unused: ClassVar = dict.fromkeys(("tensor_parallel_dim", "optimizer_in_bwd"), "not with a teacher")
+
+    def problems_of_teacher(self, components: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yields missing ``components`` of a teacher, by key."""
         for key, component in components.items():
             if self.kd_ratio > 0 and component is None:
                 yield Problem(key, "it is missing; set it to a component (_component_: ...), or kd_ratio=0")
@@ -74,6 +69,20 @@ class TeacherOnMeta(NamedTuple):
     checkpointer: Any = None
     modules: ModelSettings | None = None
     split_points: list[int] | None = None
+
+
+@contextmanager
+def naming_teacher() -> Iterator[None]:
+    """Names the teacher's keys in errors of functions that name the student's, such as ``teacher_dtype`` for ``dtype``."""
+    try:
+        with naming("teacher_model"):
+            yield
+    except ConfigError as error:
+        keys = [key.removeprefix("teacher_") for key in own_keys(TeacherSettings)]
+        names = re.compile(rf"\b(({'|'.join(keys)})(?=[=:])|(model|checkpointer)(?=\.\w))")
+        texts = [names.sub(r"teacher_\1", str(problem)) for problem in error.problems]
+        of_key = re.compile(r"teacher_model: (?=teacher_\w+[=.:])")
+        raise ConfigError(*(of_key.sub("", text, count=1) for text in texts)) from error
 
 
 def build_teacher_on_meta(
@@ -93,7 +102,7 @@ def build_teacher_on_meta(
         fsdp_cpu_offload=settings.teacher_fsdp_cpu_offload,
         quantizer=None,
     )
-    with naming("teacher_model"):
+    with naming_teacher():
         model = build_on_meta(partial(instantiate, cfg.get("teacher_model")), modules)
         if not hasattr(text_decoder(model), "unembed"):
             raise ValueError(f"a {type(model).__name__} returns no hidden states; set it to a torchtune decoder")
@@ -136,7 +145,7 @@ class Teacher:
         if on_meta.modules is None:
             return
         text = "the teacher's hidden states are NaN or infinite; look at its weights, or set teacher_dtype=fp32"
-        self._model = frozen_copy(
+        self._model = naming_teacher()(frozen_copy)(
             *("teacher", on_meta.model, HiddenAtTargets(), on_meta.checkpointer, on_meta.modules),
             *(ranks, longest_row, row_groups),
             split_points=on_meta.split_points,

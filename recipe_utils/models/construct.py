@@ -57,7 +57,7 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
     last_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     for name in settings.custom_sharded_layers or ():
         if name.rpartition(".")[2] not in last_names:
-            raise ConfigError(Problem("custom_sharded_layers", "the model has no such module", name))
+            raise ConfigError(Problem("custom_sharded_layers", "the model has no such module; take it out", name))
     drop_upcast_hooks(model)
     freeze_base(model)
     return model

@@ -63,11 +63,9 @@ def small_model(meta_model: nn.Module, settings: ModelSettings, ranks: Ranks) ->
     small = nn.Module()
     for name, p in trained_parameters(meta_model).items():
         *path, last = name.split(".")
-        module = small
+        module: Any = small
         for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
+            module = module._modules.setdefault(part, nn.Module())
         shape = [2 * ranks.dims.dp_shard, *[2] * p.dim()][: p.dim()]
         zeros = torch.zeros(shape, dtype=settings.torch_weights_dtype, device=ranks.device)
         module.register_parameter(last, nn.Parameter(zeros))

@@ -104,9 +104,10 @@ def optimizer_on_ranks(settings: OptimizerSettings, data: DataSettings, ranks: R
         ("gradient_accumulation_steps", steps, 1, every),
     ):
         if value != allowed:
-            shown = "null" if allowed is None else allowed
-            text = f"with optimizer_in_bwd=True {text}; set one of the two to {shown} or False"
-            yield Problem(key, text, value)
+            # Other keys may need the value, as max_tokens_per_microbatch a plan by tokens.
+            is_needed = key == "microbatching" or (key == "gradient_accumulation_steps" and data.global_batch_size)
+            instead = "" if is_needed else f"{key} to {'null' if allowed is None else allowed}, or "
+            yield Problem(key, f"with optimizer_in_bwd=True {text}; set {instead}optimizer_in_bwd to False", value)
 
 
 class OptimizerInBackward(OptimizerInBackwardWrapper):

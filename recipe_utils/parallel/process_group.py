@@ -169,46 +169,31 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 # ---- Final error message ------------------------------------------------------------------------
 
 
-def another_rank_reports() -> bool:
-    """Returns True if another rank, which this one has lost, ends with an error of its own; waits a moment for it."""
-    with suppress(Exception):  # no launcher, or the host of the store has exited
-        store, start = _store_of_error(_MOMENT_SECONDS)
-        store.wait([f"{start}/text"])
-        return True
-    return False
-
-
-def print_final_error(text: str | None, exit_code: int) -> int:
+def print_final_error(text: str | None, exit_code: int, lost: str | None = None) -> int:
     """Prints the final error message to stderr once, on rank 0, or here if rank 0 times out (30 s).
 
     All failing ranks must call it. Each returns after the message is printed, because the launcher
-    kills all ranks once one has exited. ``text`` is None if another rank has one. Returns the exit code of the
-    rank that has it.
+    kills all ranks once one has exited. ``text`` is None if another rank has one, or has been ``lost``: that is printed
+    here unless the other one reports an error soon. Returns the exit code of the rank whose error is printed.
     """
     store = None
+    # The launcher's store also holds keys of earlier starts.
+    start = f"final_error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     with suppress(Exception):  # no launcher, or the host of the store has exited
         if world_size_from_env() > 1:
-            store, start = _store_of_error(_PATIENCE_SECONDS)
+            patience = timedelta(seconds=_MOMENT_SECONDS if lost else _PATIENCE_SECONDS)
+            store, _, _ = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
+            store.set_timeout(patience)
             if text is not None:
                 store.set(f"{start}/text", f"{exit_code} {text}")
-            if not (prints := os.environ["RANK"] == "0"):
-                store.wait([f"{start}/printed"])
-            if text is None:
-                code, _, text = store.get(f"{start}/text").decode().partition(" ")
-                exit_code = int(code)
-            if not prints:
-                return exit_code
-    if text is not None:
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
-    if store is not None:
+            code, _, reported = store.get(f"{start}/text").decode().partition(" ")
+            if os.environ["RANK"] != "0":
+                store.wait([f"{start}/printed"], timedelta(seconds=_PATIENCE_SECONDS))
+                return int(code)
+            text, exit_code = text or reported, exit_code if text else int(code)
+    if text or lost:
+        print(text or lost, file=sys.stderr, flush=True)  # noqa: T201
+    if store is not None and text is not None:
         with suppress(Exception):
             store.set(f"{start}/printed", "")
     return exit_code
-
-
-def _store_of_error(seconds: float) -> tuple[Any, str]:
-    """Returns the launcher's store, with a timeout, and the prefix of the keys of this start's final error."""
-    timeout = timedelta(seconds=seconds)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-    store.set_timeout(timeout)
-    return store, f"final_error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
@@ -40,17 +40,16 @@ class PairSettings:
     """Computes the common prefix of a pair's sides once; null is True with ``microbatching: packed``,
     unless the model computes no trees."""
 
+    unused: ClassVar = {
+        "collate_fn": "pairs are collated in one way only",
+        "max_ranks_per_row": "one rank computes both answers of a pair",
+    }
+
     def problems_of_pairs(self, data: DataSettings) -> Iterator[Problem]:
         """Yields values of the data keys that pairs do not support."""
         if self.prefix_sharing and not data.is_packed:
             text = f"microbatching={data.microbatching} gives each side a row of its own; set microbatching=packed"
             yield Problem("prefix_sharing", text, True)
-        if data.collate_fn != DataSettings.collate_fn:
-            text = "pairs are collated in one way only; remove the key"
-            yield Problem("collate_fn", text, data.collate_fn)
-        if data.max_ranks_per_row > 1:
-            text = "one rank computes both answers of a pair; remove the key"
-            yield Problem("max_ranks_per_row", text, data.max_ranks_per_row)
 
 
 def check_is_pair(sample: Any) -> None:
@@ -136,8 +135,7 @@ class PairReader(TextReader):
             check_keys(sample, keys, name)
             tokens, labels = (whole_numbers(sample, key, name) for key in keys)
             check_sample({"tokens": tokens, "labels": labels}, f"{name}, {side}", IGNORE_INDEX, self.limits)
-            others = {key: value for key, value in sample.items() if not key.startswith(SIDES)}
-            check_all_taken(others, tokens, labels, name)
+            check_all_taken({key: sample[key] for key in sample if not key.startswith(SIDES)}, tokens, labels, name)
             # The first token is never predicted.
             if (labels[1:] == IGNORE_INDEX).all():
                 raise SkippedSampleError(f"{name}: its {side} side has no target")

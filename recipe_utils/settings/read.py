@@ -37,8 +37,9 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
 
     Keys of groups (:func:`.groups_of`) stand beside the others. Unknown keys are allowed if another value refers to
     them as ``${key}``. Raises ConfigError with all unknown and missing keys, wrong types, values out of bounds, and
-    components that do not match their signatures; if there are none, with all keys without effect, and the results of
-    ``problems()`` of groups, the last one first, and of the class.
+    components that do not match their signatures, and keys that a group names in ``unused``, with the reason; if there
+    are none, with all keys without effect, and the results of ``problems()`` of groups, the last one first, and of the
+    class.
     """
     parts: Any = OmegaConf.to_container(cfg, resolve=False)
     for key, part in parts.items():
@@ -46,6 +47,12 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
             cfg[key] = None  # torchtune parses ``KEY=null`` of a component so
     values, problems = check_keys(cfg, settings_class)
     known = keys_of(settings_class)
+    problems += [
+        Problem(key, f"{reason}; remove the key", values[key])
+        for group in groups_of(settings_class).values()
+        for key, reason in getattr(group, "unused", {}).items()
+        if values.get(key) not in (None, False, known[key].default)
+    ]
     errors = list[Any]()
     settings = _made(settings_class, values, errors)
     problems += _problems_of_values(errors, values, known, {p.root for p in problems})

@@ -15,7 +15,7 @@ from recipe_utils.update_steps.samples import (
     Sample,
     SampleError,
     SkippedSampleError,
-    UntakenError,
+    UnusedError,
     check_keys,
     whole_numbers,
 )
@@ -212,7 +212,7 @@ def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimi
 
 
 def check_all_taken(others: Sample, tokens: np.ndarray, labels: np.ndarray, name: str) -> None:
-    """Raises UntakenError for numbers that could decide what is trained, and that the loss does not take.
+    """Raises UnusedError for numbers that could decide what is trained, and that the loss does not take.
 
     These are weights, and numbers beside labels [t]; all but ones, positions, and copies of ``tokens`` and ``labels``.
     """
@@ -223,13 +223,14 @@ def check_all_taken(others: Sample, tokens: np.ndarray, labels: np.ndarray, name
             continue
         is_beside = numbers.dtype.kind in "biuf" and (key in _WEIGHTS or numbers.shape == labels.shape)
         copies = np.ones_like(numbers), tokens, labels, np.arange(len(labels))
-        if not is_beside or any(np.array_equal(numbers, copy) for copy in copies):
-            continue
-        instead = "remove them, or set loss to one that declares them as a column"
-        if key in _WEIGHTS:
-            instead = "set weight to 0 or 1 in all turns, or fine-tune with recipe_utils.losses.LinearCrossEntropyLoss"
-        value = numbers[numbers != 1][0]
-        raise UntakenError(f"{name}: its '{key}' contains {value:g}, which this loss does not take; {instead}")
+        if is_beside and not any(np.array_equal(numbers, copy) for copy in copies):
+            instead = "remove them, or set loss to one that declares them as a column"
+            if key in _WEIGHTS:
+                instead = (
+                    "set weight to 0 or 1 in all turns, or fine-tune with recipe_utils.losses.LinearCrossEntropyLoss"
+                )
+            value = numbers[numbers != 1][0]
+            raise UnusedError(f"{name}: its '{key}' contains {value:g}, which this loss does not take; {instead}")
 
 
 def check_column(values: Any, key: str, num_labels: int, name: str) -> np.ndarray:

@@ -24,13 +24,7 @@ from recipe_utils.cli.launcher import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE
 from recipe_utils.cli.registry import USER_SIGNALS
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.parallel.process_group import (
-    another_rank_reports,
-    end_with_parent,
-    loss_of_rank,
-    print_final_error,
-    world_size_from_env,
-)
+from recipe_utils.parallel.process_group import end_with_parent, loss_of_rank, print_final_error, world_size_from_env
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.training.log import set_up_screen
 from recipe_utils.training.parts.budget import RowsDoNotFitError
@@ -60,13 +54,13 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         removed = [word[1:].split("=")[0] for word in sys.argv[1:] if word.startswith("~")]
         overrides = _not_of_torchtune(sys.argv[1:])
         sys.argv[1:] = [w for w in sys.argv[1:] if not w.startswith("~") and w not in overrides]
-        has_started, text = False, None
+        has_started, text, lost = False, None, None
         # User components must be importable before torchtune adds the working directory.
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
 
         def start(cfg: DictConfig) -> Any:
-            nonlocal has_started
+            nonlocal has_started, lost
             cfg = with_overrides(cfg, overrides, removed)
             has_started = True
             try:
@@ -79,13 +73,10 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
                 # It may be the cause of a ConfigError, whose exit code would end the training.
                 if (reason := loss_of_rank(error)) is None:
                     raise
-                if another_rank_reports():
-                    raise OtherRankFailedError(reason) from error
                 # On each rank: the one that prints for all may be the one that is gone.
                 rank = f"rank {os.environ.get('RANK')}"
-                text = f"{rank}: another rank is gone ({reason}); {_next_start(cfg)}"
-                print(text, file=sys.stderr, flush=True)  # noqa: T201
-                sys.exit(_exit_code())
+                lost = f"{rank}: another rank is gone ({reason}); {_next_start(cfg)}"
+                raise OtherRankFailedError(reason) from error
 
         start.__doc__ = recipe_main.__doc__
         set_up_screen()
@@ -113,7 +104,7 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
             if "key=value, got" in text and text.count("=") > 2:
                 text += "; set a value with = in the YAML file"
             exit_code = CONFIG_ERROR_EXIT_CODE
-        _exit(print_final_error(text, exit_code))
+        _exit(print_final_error(text, exit_code, lost))
 
     return main
 

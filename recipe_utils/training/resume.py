@@ -90,7 +90,7 @@ class Resume:
         if (name := cfg.get("recipe_checkpoint")) is not None or default.exists():
             raise ConfigError(
                 f"checkpointer.recipe_checkpoint={name or default}: training cannot resume from torchtune's "
-                "recipe_state.pt; leave it out, set resume_from_checkpoint=False and another output_dir, and load "
+                "recipe_state.pt; remove recipe_checkpoint, set resume_from_checkpoint=False and another output_dir, and load "
                 "the weights saved beside it with checkpoint_dir and checkpoint_files"
             )
         key = f"resume_from_checkpoint={self.settings.resume_from_checkpoint}"

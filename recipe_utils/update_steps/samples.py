@@ -37,7 +37,7 @@ class SkippedSampleError(SampleError):
     """Raised for a valid sample without targets, which is skipped for any ``on_bad_sample``."""
 
 
-class UntakenError(SampleError):
+class UnusedError(SampleError):
     """Raised for a sample with numbers that the loss does not take, which ends the training for any ``on_bad_sample``."""
 
 
@@ -205,7 +205,7 @@ class CheckedDataset(Dataset[Prepared]):
 
     def skips(self, error: SampleError) -> bool:
         """Returns True if training skips a sample with this error."""
-        return isinstance(error, SkippedSampleError) or (self.skips_bad and not isinstance(error, UntakenError))
+        return isinstance(error, SkippedSampleError) or (self.skips_bad and not isinstance(error, UnusedError))
 
     def warn_skipped(self, error: SampleError) -> None:
         """Logs a skipped sample once, up to a maximum number of samples."""

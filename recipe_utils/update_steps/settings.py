@@ -83,7 +83,7 @@ class DataSettings:
             return Problem(key, f"{plan} {text}", getattr(self, key))
 
         # Samples in order are counted, and stay where the order put them.
-        instead = "set microbatching=packed or least_padding"
+        instead = "remove the key, or set microbatching=packed or least_padding"
         if not self.plans_by_tokens and self.max_tokens_per_microbatch is not None:
             yield unused("max_tokens_per_microbatch", f"counts samples, not tokens; {instead}")
         if not self.plans_by_tokens and self.balance_over_ranks:
@@ -107,13 +107,12 @@ class DataSettings:
         # A long row needs a plan that moves samples, and a number of tokens above which it is long.
         keeps = "keeps every sample on its rank"
         if not self.is_packed:
-            problems.append(f"microbatching={self.microbatching} {keeps}; set microbatching=packed")
+            problems.append(f"microbatching={self.microbatching} {keeps}; remove the key, or set microbatching=packed")
         elif self.max_tokens_per_microbatch is None:
-            problems.append(
-                "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens that fit on one"
-            )
+            text = "set max_tokens_per_microbatch to the tokens that fit on a rank"
+            problems.append(f"without max_tokens_per_microbatch no row is too long for one; {text}")
         if self.balance_over_ranks is False:
-            problems.append(f"balance_over_ranks=False {keeps}; leave it out")
+            problems.append(f"balance_over_ranks=False {keeps}; remove balance_over_ranks")
         # Groups of 2, 4, ... neighbors: a power of two that divides the ranks, all on one node, whose links are fast.
         if most & (most - 1):
             below = 1 << most.bit_length() - 1

@@ -11,8 +11,8 @@ import re
 import pytest
 import tiny
 from big_batch_of_views import HEAD, step_of_16
-from omegaconf import OmegaConf
-from recipe_runs import DINO, DPO, KD, SFT, recipe_class, refusal, run_recipe
+from omegaconf import DictConfig, OmegaConf
+from recipe_runs import DINO, DPO, KD, SFT, recipe_class, refusal, run_recipe, slow
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 from recipe_utils.dinov3.checkpoint import DINOv3Checkpointer
@@ -49,8 +49,8 @@ REFUSED = {
     (SFT, f"microbatching=packed model={GEMMA2}"): "microbatching=packed: the model's Gemma2Attention",
     (SFT, "microbatching=packed max_tokens_per_microbatch=auto"): "max_tokens_per_microbatch=auto: this device has no exact peak of memory to measure; set a number",
     (SFT, "max_ranks_per_row=2"): "max_ranks_per_row=2: microbatching=in_order keeps every sample on its rank; set microbatching=packed",
-    (SFT, "microbatching=packed max_ranks_per_row=2"): "max_ranks_per_row=2: without max_tokens_per_microbatch no row is too long",
-    (SFT, "microbatching=packed max_tokens_per_microbatch=9 max_ranks_per_row=2 balance_over_ranks=False"): "max_ranks_per_row=2: balance_over_ranks=False keeps every sample on its rank; leave it out",
+    (SFT, "microbatching=packed max_ranks_per_row=2"): "max_ranks_per_row=2: without max_tokens_per_microbatch no row is too long for one; set max_tokens_per_microbatch",
+    (SFT, "microbatching=packed max_tokens_per_microbatch=9 max_ranks_per_row=2 balance_over_ranks=False"): "max_ranks_per_row=2: balance_over_ranks=False keeps every sample on its rank; remove balance_over_ranks",
     (SFT, "microbatching=packed max_tokens_per_microbatch=9 max_ranks_per_row=6"): "max_ranks_per_row=6: it is not a power of two; set it to 4 or 8",
     (SFT, "packed_attention=by_document"): "packed_attention=by_document: it has no effect with microbatching=in_order",
     (SFT, "balance_over_ranks=True"): "balance_over_ranks=True: ",
@@ -68,10 +68,11 @@ REFUSED = {
     (SFT, "microbatching=packed packed_attention=flex"): "packed_attention=flex: it needs device=cuda",
     (SFT, "sample_prompts=[Hi]"): "sample_prompts, sample_every_n_steps: one has no effect without the other; set both",
     (SFT, "pipeline_parallel_dim=2 sample_prompts=[Hi] sample_every_n_steps=1"): "sample_prompts: pipeline_parallel_dim=2 cannot generate",
-    (DINO, "sample_losses=True"): "sample_losses=True: losses of views are not by image; leave it out",
+    (DINO, "sample_losses=True"): "sample_losses=True: losses of views are not by image; remove the key",
     (SFT, "collate_fn=torchtune.data.left_pad_sequence"): "collate_fn=torchtune.data.left_pad_sequence",
     (SFT, "optimizer_in_bwd=True"): "gradient_accumulation_steps=2",
     (SFT, "optimizer_in_bwd=True gradient_accumulation_steps=1 microbatching=least_padding"): "microbatching=least_padding",
+    (SFT, "optimizer_in_bwd=True gradient_accumulation_steps=1 microbatching=packed max_tokens_per_microbatch=64"): "microbatching=packed: .* set optimizer_in_bwd to False",
     (SFT, "optimizer_in_bwd=True gradient_accumulation_steps=1 clip_grad_norm=1.0"): "clip_grad_norm=1.0",
     (SFT, SPLIT + " optimizer_in_bwd=True gradient_accumulation_steps=1"): "optimizer_in_bwd=True: recipe_utils.optim.Split needs all",
     (SFT, SPLIT + " optimizer.names=nowhere"): "optimizer.names=nowhere: it leaves no parameter to matrices; there are tok_emb",
@@ -156,15 +157,19 @@ REFUSED = {
     (KD, "kd_loss.temperature=0"): "kd_loss.temperature=0: it must be from 0.01 to 1000",
     (KD, "kd_loss.mixture=0.3"): "kd_loss.mixture=0.3: it has no effect with divergence=forward",
     (KD, "kd_loss.ignore_index=5"): "kd_loss.ignore_index=5: it has no effect with loss.ignore_index=-100; remove",
-    (KD, "tensor_parallel_dim=2"): "tensor_parallel_dim=2",
-    (KD, "optimizer_in_bwd=True gradient_accumulation_steps=1"): "optimizer_in_bwd=True: not with a teacher",
+    (KD, "tensor_parallel_dim=2"): "tensor_parallel_dim=2: not with a teacher; remove the key",
+    (KD, "teacher_custom_sharded_layers=[nope]"): "- teacher_custom_sharded_layers=nope: the model has no such module; take it out",
+    (KD, "teacher_model={_component_: recipe_utils.models.causal_lm, path: /no}"): "- teacher_model.path=/no: ",
+    (KD, "optimizer_in_bwd=True gradient_accumulation_steps=1"): "optimizer_in_bwd=True: not with a teacher; remove the key",
     (KD, "teacher_pipeline_parallel_split_points=[1]"): r"=\[1\]: it has no effect with pipeline_parallel_dim=1",
     (KD, f"microbatching=packed teacher_model={GEMMA2}"): "microbatching=packed: the (teacher_)?model's Gemma2Attention",
     # ---- Self-supervised vision: how many
     (DINO, "batch_size=6 koleo_group_size=2"): r"global_batch_size=16: .* batch_size=6 \* 1 .* = 6; .* 12 and 18",
     (DINO, "batch_size=8 koleo_group_size=3"): "koleo_group_size=3: .* batch_size=8 is not a multiple .* batch_size to 9",
     (DINO, "batch_size=1 global_batch_size=1 koleo_group_size=null"): "koleo_loss_weight=0.3: .* 1 image; .* 2 or more",
-    (DINO, "microbatching=packed"): "microbatching=packed: .*in_order",
+    (DINO, "max_ranks_per_row=2"): "max_ranks_per_row=2: all images have the same number of tokens, .* remove the key",
+    (DINO, "max_tokens_per_microbatch=64"): "max_tokens_per_microbatch=64: all images have .* remove the key",
+    (DINO, "microbatching=packed"): "microbatching=packed: all images have the same number of tokens, .* remove the key",
     (DINO, "dataset={_component_: tiny.samples_dataset, tokenizer: null}"): "dataset: .*labels.* and no image; set it to a dataset of",
     # ---- Crops, masks and what is compared
     (DINO, "transform.std=[0.9]"): r"checkpointer.image_std=\[0.4\]: .* transform.std=\[0.9\]; set it to \$\{transform.std\}",
@@ -186,9 +191,9 @@ REFUSED = {
     (DINO, "model._component_=tiny.normalized_by_batch"): "model: its norm is a BatchNorm1d, .*LayerNorm",
     (DINO, "model.drop_path=3"): r"1 problem .*\n.*model.drop_path=3: it must be at least 0 and below 1",
     (DINO, "model={_component_: recipe_utils.dinov3.dinov3_vit_s16, num_layers: many}"): "model.num_layers='many': dinov3_vit_s16 takes int",
-    (DINO, "tensor_parallel_dim=2"): "tensor_parallel_dim=2: not with images; set it to 1",
-    (DINO, "optimizer_in_bwd=True"): "optimizer_in_bwd=True: .* set it to False",
-    (DINO, "sample_prompts=[Hi] sample_every_n_steps=1"): "sample_prompts: .* leave the key out",
+    (DINO, "tensor_parallel_dim=2"): "tensor_parallel_dim=2: not with images; remove the key",
+    (DINO, "optimizer_in_bwd=True"): "optimizer_in_bwd=True: not with a moving average; remove the key",
+    (DINO, "sample_prompts=[Hi] sample_every_n_steps=1"): "sample_prompts=.*: a vision transformer generates no text; remove the key",
     (DINO, "keep_best_checkpoint=True " + HELD_OUT.format("tiny_images")): "keep_best_checkpoint=True: .* export_every_n_steps",
     # ---- Nearest neighbors
     (DINO, HELD_OUT.format("tiny_images") + " dataset_knn=${dataset_val}"): "dataset_val: it has the images of dataset_knn, so each would",
@@ -214,25 +219,75 @@ def with_overrides(config, overrides):
     return cfg
 
 
-@pytest.mark.parametrize(("recipe", "overrides"), REFUSED, ids=lambda value: value[:80])
-def test_a_wrong_config_is_refused_by_key(
-    recipe, overrides, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path, monkeypatch
-):
+@pytest.fixture
+def wrong_config(tiny_config, tiny_dpo_config, tiny_kd_config, monkeypatch):
+    """Returns a function that makes the config of a row. Weights cannot be read."""
     for checkpointer in (FullModelTorchTuneCheckpointer, DINOv3Checkpointer):
         monkeypatch.setattr(checkpointer, "load_checkpoint", lambda *_: pytest.fail("reads weights"))
     kd_loss = {"_component_": "recipe_utils.distillation.LinearDistillationLoss", "temperature": 2.0}
-    config = {
+    makers = {
         SFT: tiny_config,
         LORA: lambda: tiny_config(model=tiny.adapted(tiny.MODEL)),
         DPO: tiny_dpo_config,
         KD: lambda: tiny_kd_config(teacher_sizes=tiny.TEACHER_MODEL, kd_loss=kd_loss, kd_ratio=0.5),
         DINO: lambda: step_of_16(tiny_config, batch_size=16),
-    }[recipe]()
+    }
     with tiny.samples_of_the_test([{"tokens": [1, 2], "labels": [1, 2]}] * 8):
-        found = refusal(with_overrides(config, overrides), SFT if recipe == LORA else recipe)
+        yield lambda recipe, overrides: with_overrides(makers[recipe](), overrides)
+
+
+@pytest.mark.parametrize(("recipe", "overrides"), REFUSED, ids=lambda value: value[:80])
+def test_a_wrong_config_is_refused_by_key(recipe, overrides, wrong_config, tmp_path):
+    found = refusal(wrong_config(recipe, overrides), SFT if recipe == LORA else recipe)
     assert re.search(REFUSED[recipe, overrides], found), found
     assert "1 problem" in found or overrides.startswith(SEVERAL), found
     assert not list(tmp_path.glob("out/*"))
+
+
+REMEDY = r"(?:remove|take|leave) (it|(?:the|this) key|[a-z_]+)|set (it|[a-z_]+)(?:=| to )(True|False|null|packed|in_order|least_padding|[0-9.]+)"
+
+
+def remedied(config, problem):
+    """Yields the config after each remedy of a problem that a program can read."""
+    key = problem.key.partition("=")[0]
+    for removed, changed, value in re.findall(REMEDY, problem.text):
+        name = removed or changed
+        name = key if name in ("it", "the key", "this key") else name
+        parent, _, last = name.rpartition(".")
+        cfg = OmegaConf.create(config)
+        mapping = OmegaConf.select(cfg, parent) if parent else cfg
+        if changed:
+            OmegaConf.update(cfg, name, OmegaConf.from_dotlist([f"value={value}"]).value)
+            yield cfg
+        elif isinstance(mapping, DictConfig) and last in mapping:
+            del mapping[last]
+            yield cfg
+
+
+def problems_of(config, recipe):
+    """Returns the problems of a config; none if its weights are read."""
+    cfg = OmegaConf.create(config)
+    try:
+        recipe_class(SFT if recipe == LORA else recipe)(cfg).setup(cfg)
+    except ConfigError as error:
+        return error.problems
+    except pytest.fail.Exception:
+        return ()
+
+
+LED_BACK = [row for row in REFUSED if re.search("max_ranks_per_row=2$|max_tokens_per_microbatch=64$", row[1])]
+
+
+@pytest.mark.parametrize(("recipe", "overrides"), [row if row in LED_BACK else slow(*row) for row in REFUSED])
+def test_no_remedy_leads_back(recipe, overrides, wrong_config):
+    """What is wrong after it is another problem, and no remedy of that brings the first one back."""
+    config = wrong_config(recipe, overrides)
+    problems = problems_of(config, recipe)
+    for problem, changed in [(problem, each) for problem in problems for each in remedied(config, problem)]:
+        for further in problems_of(changed, recipe):
+            assert str(further) != str(problem)
+            for again in remedied(changed, further):
+                assert str(problem) not in map(str, problems_of(again, recipe)), further
 
 
 @pytest.mark.parametrize(

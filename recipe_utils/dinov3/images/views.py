@@ -31,6 +31,8 @@ from recipe_utils.update_steps.samples import Sample, SampleError
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch
 
+_OF_ROWS = ["microbatching", "max_tokens_per_microbatch", "max_ranks_per_row", "balance_over_ranks", "packed_attention"]
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ViewSettings:
@@ -46,6 +48,15 @@ class ViewSettings:
     """Consecutive images, in one microbatch, that KoLeo searches for neighbors; null: the update step."""
     rope_rescale: Annotated[float, Field(ge=1)] | None = None
     """Largest factor x of the positions of an update step's patches, drawn log-uniformly from [1/x, x]; null for none."""
+
+    unused: ClassVar = {
+        **dict.fromkeys(_OF_ROWS, "all images have the same number of tokens, so rows are in order"),
+        "collate_fn": "views do not use it",
+        "sample_losses": "losses of views are not by image",
+        "sample_prompts": "a vision transformer generates no text",
+        "tensor_parallel_dim": "not with images",
+        "optimizer_in_bwd": "not with a moving average",
+    }
 
     def problems(self) -> Iterator[Problem]:
         """Yields invalid values."""
@@ -64,20 +75,12 @@ class ViewSettings:
                 f"set batch_size to {larger}, or koleo_group_size to a divisor of it or to null"
             )
             yield Problem("koleo_group_size", text, size)
-        # Keys for text, which have no meaning for crops.
-        if data.plans_by_tokens:
-            text = "all images have the same number of tokens; set microbatching=in_order"
-            yield Problem("microbatching", text, data.microbatching)
-        if data.collate_fn != DataSettings.collate_fn:
-            yield Problem("collate_fn", "views do not use it; remove the key", data.collate_fn)
         if self.transform.get("image_transform") is not None and data.num_workers == 0:
             text = (
                 "transform.image_transform draws from torch's global generator, as training does at the "
                 "same time; set num_workers to 1 or more"
             )
             yield Problem("num_workers", text, 0)
-        if data.sample_losses:
-            yield Problem("sample_losses", "losses of views are not by image; leave it out", True)
 
 
 @plain_dataclass

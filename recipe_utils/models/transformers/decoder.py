@@ -231,7 +231,7 @@ class Decoder(nn.Module):
         if not check.spans_ranks:
             refused["over ranks"] = (
                 f"{name} has windows, or mixes tokens elsewhere than in causal attention, so ranks do not "
-                "compute parts of its rows; leave it out"
+                "compute parts of its rows; remove max_ranks_per_row"
             )
         return refused
 

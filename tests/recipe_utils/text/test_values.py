@@ -12,7 +12,7 @@ from recipe_utils.settings.problems import ConfigError
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.update_steps.objective import NOTHING_DECLARED, Declaration, declared_by
 from recipe_utils.update_steps.order import StepIndex
-from recipe_utils.update_steps.samples import SampleError, UntakenError
+from recipe_utils.update_steps.samples import SampleError, UnusedError
 from recipe_utils.update_steps.settings import DataSettings
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 140, MicrobatchCost())
@@ -147,7 +147,7 @@ def test_numbers_that_decide_what_is_trained_are_refused_unless_the_loss_takes_t
     if error is None:
         prepared(collator, samples)
         return
-    with pytest.raises(UntakenError, match=f"^sample 0 of dataset.*: {error}"):
+    with pytest.raises(UnusedError, match=f"^sample 0 of dataset.*: {error}"):
         prepared(collator, samples)
 
 
