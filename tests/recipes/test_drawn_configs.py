@@ -147,14 +147,14 @@ def run_as_users_do(recipe, path, port, mutate):
     # The launcher's store, which final error messages pass through.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", MASTER_PORT=str(port))
     ListLogger.logged.clear()
-    main = recipe_class(recipe).train.__globals__["recipe_main"]
+    names = recipe_class(recipe).train.__globals__
     screen, code = io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patches, tiny.float64_throughout(), contextlib.redirect_stderr(screen):
         patches.setattr(sys, "argv", [recipe, "--config", path])
         if mutate:
-            mutate(patches, main.__globals__)
+            mutate(patches, names)
         try:
-            main()
+            names["recipe_main"]()
         except SystemExit as end:
             code = end.code or 0
         except BaseException:
