@@ -283,12 +283,12 @@ LED_BACK = [row for row in REFUSED if re.search("max_ranks_per_row=2$|max_tokens
 def test_no_remedy_leads_back(recipe, overrides, wrong_config):
     """What is wrong after it is another problem, and no remedy of that brings the first one back."""
     config = wrong_config(recipe, overrides)
-    problems = problems_of(config, recipe)
-    for problem, changed in [(problem, each) for problem in problems for each in remedied(config, problem)]:
-        for further in problems_of(changed, recipe):
-            assert str(further) != str(problem)
-            for again in remedied(changed, further):
-                assert str(problem) not in map(str, problems_of(again, recipe)), further
+    for problem in problems_of(config, recipe):
+        for changed in remedied(config, problem):
+            for further in problems_of(changed, recipe):
+                assert str(further) != str(problem)
+                for again in remedied(changed, further):
+                    assert str(problem) not in map(str, problems_of(again, recipe)), further
 
 
 @pytest.mark.parametrize(
