@@ -96,17 +96,19 @@ def optimizer_on_ranks(settings: OptimizerSettings, data: DataSettings, ranks: R
         with suppress(ValueError):  # a problem of the data's keys
             steps = data.num_accumulated(ranks.dims_or_none.dp_degree)
     # These keys need the gradients of all parameters, or of several microbatches, at once.
-    every = "every backward updates the weights"
+    every, has_steps = "every backward updates the weights", data.gradient_accumulation_steps is not None
+    total = None if has_steps or steps == 1 else data.global_batch_size
+    # Other keys may need these values, as max_tokens_per_microbatch a plan by tokens.
+    needed = ("microbatching", "global_batch_size", "gradient_accumulation_steps" if data.global_batch_size else "")
     for key, value, allowed, text in (
         ("clip_grad_norm", settings.clip_grad_norm, None, "the gradients never exist all at once"),
         ("loraplus_lr_ratio", settings.loraplus_lr_ratio, None, "there is one learning rate"),
         ("microbatching", data.microbatching, "in_order", f"{every}, and steps may have several"),
-        ("gradient_accumulation_steps", steps, 1, every),
+        ("gradient_accumulation_steps", steps if has_steps else 1, 1, every),
+        ("global_batch_size", total, None, f"{every}, {steps} times"),
     ):
         if value != allowed:
-            # Other keys may need the value, as max_tokens_per_microbatch a plan by tokens.
-            is_needed = key == "microbatching" or (key == "gradient_accumulation_steps" and data.global_batch_size)
-            instead = "" if is_needed else f"{key} to {'null' if allowed is None else allowed}, or "
+            instead = "" if key in needed else f"{key} to {'null' if allowed is None else allowed}, or "
             yield Problem(key, f"with optimizer_in_bwd=True {text}; set {instead}optimizer_in_bwd to False", value)
 
 

@@ -9,6 +9,7 @@ segments have 0, 2 and 1 targets. Shapes: p pairs.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from recipe_utils.preference.rows import SIDES
 from recipe_utils.settings.keys import STRICT
-from recipe_utils.settings.problems import Problem
+from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.documents import Document, tree
 from recipe_utils.text.limits import ModelLimits
@@ -36,7 +37,8 @@ class PairSettings:
     """Settings of pairs, besides those of all samples."""
 
     prefix_sharing: bool | None = None
-    """Computes the common prefix of a pair's sides once; null is True with ``microbatching: packed``."""
+    """Computes the common prefix of a pair's sides once; null is True with ``microbatching: packed``,
+    unless the model computes no trees."""
 
     unused: ClassVar = {
         "collate_fn": "pairs are collated in one way only",
@@ -211,7 +213,10 @@ def pair_collator(
 
     Raises ConfigError if the model does not support ``microbatching: packed``.
     """
-    shares = settings.is_packed and prefix_sharing is not False
+    if settings.is_packed and prefix_sharing is None:
+        with suppress(ConfigError):
+            return pair_collator(settings, tokenizer, limits, prefix_sharing=True)
+    shares = bool(settings.is_packed and prefix_sharing)
     max_seq_len, end_ids = getattr(tokenizer, "max_seq_len", None), end_ids_of(tokenizer)
     reader = PairReader(IGNORE_INDEX, limits, max_seq_len=max_seq_len, end_ids=end_ids, shares=shares)
     trees = ("prefix_sharing=True", "set prefix_sharing=False") if shares else None

@@ -73,6 +73,7 @@ REFUSED = {
     (SFT, "optimizer_in_bwd=True"): "gradient_accumulation_steps=2",
     (SFT, "optimizer_in_bwd=True gradient_accumulation_steps=1 microbatching=least_padding"): "microbatching=least_padding",
     (SFT, "optimizer_in_bwd=True gradient_accumulation_steps=1 microbatching=packed max_tokens_per_microbatch=64"): "microbatching=packed: .* set optimizer_in_bwd to False",
+    (SFT, "optimizer_in_bwd=True gradient_accumulation_steps=null global_batch_size=4"): "global_batch_size=4: with optimizer_in_bwd=True .* 2 times; set",
     (SFT, "optimizer_in_bwd=True gradient_accumulation_steps=1 clip_grad_norm=1.0"): "clip_grad_norm=1.0",
     (SFT, SPLIT + " optimizer_in_bwd=True gradient_accumulation_steps=1"): "optimizer_in_bwd=True: recipe_utils.optim.Split needs all",
     (SFT, SPLIT + " optimizer.names=nowhere"): "optimizer.names=nowhere: it leaves no parameter to matrices; there are tok_emb",

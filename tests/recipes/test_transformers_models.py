@@ -108,7 +108,9 @@ def test_a_recomputation_has_the_documents_of_its_forward(keeps_documents, monke
 def test_a_model_that_computes_no_trees_shares_no_prefix(tiny_dpo_config, tmp_path):
     keys = save_tiny(tmp_path, "bloom")
     config = tiny_dpo_config(**keys, ref_checkpointer=keys["checkpointer"], microbatching="packed")
-    text = refusal(config, DPO)
+    with set_up(config, DPO) as made:
+        assert not made.loader.budget.collator().reader.shares
+    text = refusal({**config, "prefix_sharing": True}, DPO)
     assert "prefix_sharing=True: BloomForCausalLM does not compute trees" in text
     assert text.strip().endswith("set prefix_sharing=False")
 

@@ -155,7 +155,6 @@ def _answer(function, args, environment, store_port, timeout_seconds):
     import torch.distributed as dist
 
     os.environ.update({name: str(value) for name, value in environment.items()})
-    torch.set_num_threads(1)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
     timeout = timedelta(seconds=timeout_seconds)

@@ -107,7 +107,6 @@ def pipeline_on_ranks(pipeline: PipelineSettings, data: DataSettings, ranks: Ran
     num_ranks, dims = ranks.pipeline_parallel_dim, ranks.dims_or_none
     if num_ranks == 1:
         return
-    name = f"pipeline_parallel_dim={num_ranks}"
     # Stages of older versions need one shape for all microbatches.
     if TorchVersion(torch.__version__) < "2.13":
         text = f"it needs torch 2.13, this is {torch.__version__}; set it to 1"
@@ -118,7 +117,7 @@ def pipeline_on_ranks(pipeline: PipelineSettings, data: DataSettings, ranks: Ran
         yield from error.problems
         return
     if ranks.tensor_parallel_dim > 1:
-        text = f"it cannot be combined with {name}; set one of the two to 1"
+        text = f"it cannot be combined with pipeline_parallel_dim={num_ranks}; set one of the two to 1"
         yield Problem("tensor_parallel_dim", text, ranks.tensor_parallel_dim)
     if data.plans_by_tokens or dims is None:
         return
@@ -131,14 +130,17 @@ def pipeline_on_ranks(pipeline: PipelineSettings, data: DataSettings, ranks: Ran
     to_run = num_microbatches_to_run(least, schedule, num_ranks, num_stages)
     if num_microbatches != to_run:
         samples = data.samples_per_update_step(dims.dp_degree)
+        # Every such config has pipeline_parallel_dim, and may have either key of the update step's size.
+        sizes = {"gradient_accumulation_steps": to_run, "global_batch_size": to_run * data.batch_size * dims.dp_degree}
+        given = [key for key in sizes if getattr(data, key)] or ["gradient_accumulation_steps"]
+        more = " and ".join(f"{key}={sizes[key]}" for key in given)
         yield Problem(
-            "gradient_accumulation_steps",
-            f"{name} with {num_stages} stages and pipeline_parallel_schedule={schedule} needs {to_run} "
+            "pipeline_parallel_dim",
+            f"with {num_stages} stages and pipeline_parallel_schedule={schedule} it needs {to_run} "
             f"microbatches or more per update step, which has {num_microbatches} of {data.batch_size} "
             f"samples ({-(-samples // dims.dp_degree)} on each of {dims.dp_degree} data-parallel ranks, "
-            f"{samples} in all); set gradient_accumulation_steps={to_run} (and a "
-            "smaller batch_size)",
-            num_microbatches,
+            f"{samples} in all); set {more}, or a smaller batch_size",
+            num_ranks,
         )
 
 

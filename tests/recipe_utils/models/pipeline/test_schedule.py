@@ -59,16 +59,17 @@ def test_stages_on_an_older_torch_and_of_split_layers_are_refused(monkeypatch):
     assert problem.startswith("pipeline_parallel_dim=2: it needs torch 2.13, this is 2.11.0+cu128")
 
 
+@pytest.mark.parametrize("key", ["gradient_accumulation_steps", "global_batch_size"])
 @pytest.mark.parametrize(
     ("schedule", "steps", "needed"),
     [("1F1B", 1, 2), ("GPipe", 1, 2), ("Interleaved1F1B", 1, 2), ("Interleaved1F1B", 5, 6)],
 )
-def test_too_few_accumulated_microbatches_are_refused_with_the_number_needed(schedule, steps, needed, monkeypatch):
+def test_too_few_microbatches_are_refused_with_the_number_needed(key, schedule, steps, needed, monkeypatch):
     def problems_of(steps):
-        data = {"gradient_accumulation_steps": steps, "microbatching": "in_order"}
-        return problems(settings(schedule), monkeypatch, **data)
+        return problems(settings(schedule), monkeypatch, **{key: steps, "microbatching": "in_order"})
 
     (problem,) = problems_of(steps)
-    assert problem.startswith(f"gradient_accumulation_steps={steps}: pipeline_parallel_dim=2")
+    assert problem.startswith("pipeline_parallel_dim=2: ")
     assert f"needs {needed} microbatches or more" in problem
+    assert f"set {key}={needed}, or a smaller" in problem
     assert problems_of(needed) == problems(settings(schedule), monkeypatch) == []
