@@ -69,10 +69,10 @@ def trained(tmp_path_factory):
 
 def num_docstrings(node):
     """Returns the number of docstrings of more than 20 characters of a module or class and of what is public in it."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    inside = [] if isinstance(node, kinds[:2]) else [each for each in node.body if isinstance(each, kinds)]
-    public = [each for each in inside if not re.match("_(?!_)", each.name)]
-    return (len(ast.get_docstring(node) or "") > 20) + sum(map(num_docstrings, public))
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    inside = [each for each in node.body if isinstance(each, kinds) and not re.match("_(?!_)", each.name)]
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    return (len(ast.get_docstring(node) or "") > 20) + sum(map(num_docstrings, [] if is_function else inside))
 
 
 def test_it_trains_on_the_library_of_the_python_that_runs_and_logs_its_number_of_texts(trained):
