@@ -184,16 +184,18 @@ def train(recipe, world_size, config, mutate=None):
 
 
 def largest_difference(found, expected):
-    """Returns the largest relative difference of metrics of two trainings, but those that layouts change."""
+    """Returns the largest difference of metrics of two trainings, relative above 1, but of those that layouts change."""
     others, differences = {(m["step"], "loss" in m): m for m in expected}, [0.0]
     for metrics in found:
         other = others[metrics["step"], "loss" in metrics]
         for name in metrics.keys() & other.keys():
             a, b = float(metrics[name]), float(other[name])
             if not (
-                re.search("second|padding|spanning|effective", name) or a == b or (math.isnan(a) and math.isnan(b))
+                re.search("second|padding|spanning|shared|effective", name)
+                or a == b
+                or (math.isnan(a) and math.isnan(b))
             ):
-                differences.append(abs(a - b) / max(abs(b), 1e-3))
+                differences.append(abs(a - b) / max(abs(b), 1.0))
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
