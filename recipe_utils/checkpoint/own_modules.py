@@ -34,7 +34,7 @@ def fresh_weights(name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:
     Each is what PyTorch's ``reset_parameters`` draws, and depends on ``seed`` and ``name`` only, not on the layout.
     Raises ValueError for a module with parameters that has no ``reset_parameters``.
     """
-    fresh = copy.deepcopy(module).to_empty(device="cpu").float()
+    fresh = copy.deepcopy(module).to_empty(device="cpu").to(torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed ^ zlib.crc32(name.encode()))
         for part in fresh.modules():

@@ -76,7 +76,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
         collator = text_collator(settings, tokenizer, ignore_index, has_trees=has_trees)
         collator = replace(collator, reader=replace(collator.reader, drops_columns=True))
     checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip", collator.noun)
-    num_targets = yield from _statistics(checked, collator)
+    num_good = yield from _statistics(checked, collator)
     # The order that training has on any number of ranks.
     order = build_order(checked, settings, dp_degree=1)
     if isinstance(order, MixtureOrder):
@@ -108,12 +108,12 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
             name = checked.name_of(index) + (side and f", {side}")
             yield f"\n{name}: {end} tokens, {sum(are_targets)} targets"
             yield _marked(tokenizer, tokens[:end].tolist(), are_targets)
-    if not num_targets:
+    if not num_good:
         raise SampleError(f"dataset: none of the {collator.noun}s that were read can be trained on")
 
 
 def _statistics(checked: CheckedDataset, collator: Any) -> Generator[str, None, int]:
-    """Yields a histogram of lengths, and the numbers of doubtful, skipped and bad samples; returns that of targets."""
+    """Yields a histogram of lengths, and the numbers of doubtful, skipped and bad samples; returns that of good ones."""
     num_read, lengths = min(len(checked), _NUM_READ), list[int]()
     remarks, first, totals = Counter[str](), dict[str, str](), Counter[str]()
     for index in (i * len(checked) // num_read for i in range(num_read)):
@@ -142,7 +142,7 @@ def _statistics(checked: CheckedDataset, collator: Any) -> Generator[str, None, 
         yield f"mean {mean:.1f} tokens, longest {max(lengths):,}; {share:.1%} of all are targets"
     for remark, number in remarks.most_common():
         yield f"{number} of {num_read:,} {collator.noun}s read: {remark}"
-    return totals["target_tokens"]
+    return len(lengths)
 
 
 def _marked(tokenizer: Any, tokens: list[int], are_targets: list[bool]) -> str:

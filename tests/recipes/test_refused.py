@@ -48,7 +48,7 @@ REFUSED = {
     (SFT, "microbatching=packed collate_fn=tiny.collate_images"): "collate_fn=tiny.collate_images",
     (SFT, f"microbatching=packed model={GEMMA2}"): "microbatching=packed: the model's Gemma2Attention",
     (SFT, "microbatching=packed max_tokens_per_microbatch=auto"): "max_tokens_per_microbatch=auto: this device has no exact peak of memory to measure; set a number",
-    (SFT, "max_ranks_per_row=2"): "max_ranks_per_row=2: microbatching=in_order keeps every sample on its rank; set microbatching=packed",
+    (SFT, "max_ranks_per_row=2"): "max_ranks_per_row=2: microbatching=in_order keeps every sample on its rank; remove the key, or set microbatching=packed",
     (SFT, "microbatching=packed max_ranks_per_row=2"): "max_ranks_per_row=2: without max_tokens_per_microbatch no row is too long for one; set max_tokens_per_microbatch",
     (SFT, "microbatching=packed max_tokens_per_microbatch=9 max_ranks_per_row=2 balance_over_ranks=False"): "max_ranks_per_row=2: balance_over_ranks=False keeps every sample on its rank; remove balance_over_ranks",
     (SFT, "microbatching=packed max_tokens_per_microbatch=9 max_ranks_per_row=6"): "max_ranks_per_row=6: it is not a power of two; set it to 4 or 8",

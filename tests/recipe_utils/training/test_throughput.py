@@ -30,7 +30,7 @@ def test_figures_are_those_of_all_update_steps_of_the_window(world_size, end_win
     throughput.add(update_step(target_tokens=100, real_tokens=300, positions=400, images=8), 0.5)
     throughput.add(update_step(target_tokens=40, real_tokens=60, positions=80, images=4), 0.25)
     clock[0] += 2.0
-    assert throughput.read_and_restart((*TEXT.rates, "images")) == {
+    assert throughput.read_and_restart({**TEXT.rates, "images": "images"}) == {
         "data_wait_seconds": 0.375,
         "tokens_per_second_per_gpu": 140 / 2 / world_size,
         "real_tokens_per_second_per_gpu": 360 / 2 / world_size,

@@ -1,6 +1,5 @@
 """Views of an image are equal on any layout; rows contain what their targets describe."""
 
-import re
 
 import numpy as np
 import pytest
@@ -165,7 +164,7 @@ def test_every_image_is_in_one_update_step_and_its_group_follows_its_position(wh
     order = epoch_permutation(NUM_IMAGES, 1, shuffle=True).tolist()
     for number, (images, groups, totals) in enumerate(whole_steps):
         window = order[16 * number : 16 * (number + 1)]
-        names = [f"sample {index} of dataset" for index in window]
+        names = [f"image {index} of dataset" for index in window]
         assert set(images) == set(names)
         assert groups == sorted(tuple(names[i : i + 4]) for i in range(0, len(names), 4))
         assert totals["images"] == len(window)
@@ -278,8 +277,8 @@ def test_without_masks_drop_path_and_groups():
 
 def test_a_bad_image_is_named_and_skipped_without_changing_other_groups(one_process, whole_steps):
     bad = epoch_permutation(NUM_IMAGES, 1, shuffle=True).tolist()[5]
-    name = f"sample {bad} of dataset"
-    with pytest.raises(SampleError, match=f"sample {bad} of dataset: image {bad}.png: .*not all finite"):
+    name = f"image {bad} of dataset"
+    with pytest.raises(SampleError, match=f"image {bad} of dataset: image {bad}.png: .*not all finite"):
         steps_of(make_loader(Pictures(bad=(bad,))))
     found = steps_of(make_loader(Pictures(bad=(bad,)), on_bad_sample="skip"))
     for (images, groups, _), (all_images, all_groups, _) in zip(found, whole_steps, strict=True):
@@ -338,14 +337,7 @@ def test_a_worker_s_samples_are_arrays_which_hold_no_file_open():
 WITH_ANOTHER = {**COMPONENT, "image_transform": {"_component_": "torch.nn.Identity"}}
 
 
-@pytest.mark.parametrize(
-    ("keys", "data", "message"),
-    [
-        ({}, {"collate_fn": "torch.stack"}, "collate_fn=torch.stack: "),
-        ({"transform": WITH_ANOTHER}, {}, "num_workers=0: transform.image_transform"),
-    ],
-)
-def test_data_that_views_do_not_support_are_refused_with_both_numbers(keys, data, message):
-    views = ViewSettings(**{"transform": COMPONENT, "koleo_group_size": 4, **keys})
-    (problem,) = views.problems_of_views(DataSettings(batch_size=4, **data))
-    assert re.search(message, str(problem))
+def test_a_transform_that_draws_beside_the_training_is_refused():
+    views = ViewSettings(transform=WITH_ANOTHER, koleo_group_size=4)
+    (problem,) = views.problems_of_views(DataSettings(batch_size=4))
+    assert str(problem).startswith("num_workers=0: transform.image_transform")
