@@ -73,6 +73,8 @@ class Gate:
             os._exit(0)
 
     def _end_turn(self, *_: Any) -> None:
+        if self._fed_tokens.are_none:
+            return
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._report()

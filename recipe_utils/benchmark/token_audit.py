@@ -135,6 +135,11 @@ class FedTokens:
         # Patches the class, because models may be created later and wrapped.
         nn.Embedding.forward = counted  # type: ignore[method-assign, assignment]
 
+    @property
+    def are_none(self) -> bool:
+        """True if nothing was computed since the last call: an optimizer is tried before the training."""
+        return self._num_positions == 0
+
     def read_and_restart(self) -> tuple[int, int]:
         """Returns the number of positions since the last call and their fingerprint."""
         counts = self._num_positions, sum(map(int, self._fingerprints))
