@@ -1,6 +1,5 @@
 """Views of an image are equal on any layout; rows contain what their targets describe."""
 
-
 import numpy as np
 import pytest
 import torch
