@@ -4,11 +4,13 @@ The config keys of a package are beside the code that reads them, as settings cl
 imports nothing of the project: PyTorch's start-up calls :mod:`recipe_utils.cli.registry` if torchtune is imported.
 """
 
+import ast
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 __version__ = "0.6.0"
@@ -25,15 +27,19 @@ if sys.argv[:1] == ["-m"] or "TORCHTUNE_UPDATE_STEP_RUN" in os.environ:  # pytho
     end_at_sigint()
 
 
-def exported(names_of_modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a package's ``__getattr__`` (PEP 562) for the names that configs and recipes use, so that files can move.
+def exported(init: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns a package's ``__getattr__`` and ``__dir__`` (PEP 562) for the names in the stub beside its file ``init``.
 
-    Args:
-        names_of_modules: module -> names, such as ``"Plan other=function"``, where ``other`` is its ``function``. A
-            module is imported when one of its names is first used.
+    The stub is the only table of what a package exports, so that files can move. Editors and type checkers read it, and
+    this function does: ``from M import A as A`` is ``A`` of ``M``, ``b = A`` the same by another name. A module is
+    imported when one of its names is first used.
     """
-    pairs = ((module, name.partition("=")) for module, names in names_of_modules.items() for name in names.split())
-    places = {name: (module, attribute or name) for module, (name, _, attribute) in pairs}
+    places = dict[str, tuple[str, str]]()
+    for node in ast.parse(Path(init).with_suffix(".pyi").read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            places |= {alias.name: (node.module, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            places[ast.unparse(node.targets[0])] = places[ast.unparse(node.value)]
 
     def get(name: str) -> Any:
         if name not in places:
@@ -41,7 +47,7 @@ def exported(names_of_modules: Mapping[str, str]) -> Callable[[str], Any]:
         module, attribute = places[name]
         return getattr(import_module(module), attribute)
 
-    return get
+    return get, lambda: [*places]
 
 
 def check_version(written_for: str, recipe: str) -> None:

@@ -7,9 +7,10 @@ import tomllib
 from collections import Counter
 from importlib import import_module
 from importlib.metadata import packages_distributions
+from inspect import Parameter, signature
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "recipe_utils"
@@ -182,15 +183,18 @@ def test_few_files_import_torchtune():
     assert sum(bool(re.search(r"^\s*(from|import) torchtune\b", path.read_text(), re.M)) for path in paths) <= 45
 
 
-def test_what_packages_export_exists_and_is_no_module():
-    """A module of the same name would hide it once it is imported."""
+def test_what_packages_export_exists_has_a_type_and_is_no_module():
+    """A module of the same name would hide it once it is imported; a type that is no class is written out."""
+    stubs = {path.with_suffix(".py") for path in PACKAGE.rglob("__init__.pyi")}
+    assert stubs == {path for path in MODULES.values() if "exported(__file__)" in path.read_text()}
     for module, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__getattr__":
-                names = " ".join(ast.literal_eval(node.value.args[0]).values()).split()
-                for name in (name.partition("=")[0] for name in names):
-                    exports = getattr(import_module(module.removesuffix(".__init__")), name)
-                    assert not isinstance(exports, ModuleType), f"{module}: {name}"
+        package = import_module(module.removesuffix(".__init__")) if path in stubs else None
+        for name in dir(package) if package is not None else ():
+            exports = getattr(package, name)
+            assert not isinstance(exports, ModuleType), f"{module}: {name}"
+            if isinstance(exports, FunctionType):
+                *parameters, returned = [*signature(exports).parameters.values(), signature(exports).return_annotation]
+                assert Parameter.empty not in [returned, *(each.annotation for each in parameters)], f"{module}: {name}"
 
 
 def test_loaders_settings_steps_recipes_and_logs_have_types():

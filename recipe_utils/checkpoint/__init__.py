@@ -13,8 +13,4 @@ _convert_weights._GEMMA2_FROM_HF |= {
     "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.mlp_scale.scale",
 }
 
-__getattr__ = exported(
-    {
-        "recipe_utils.checkpoint.transformers": "FolderCheckpointer",
-    }
-)
+__getattr__, __dir__ = exported(__file__)

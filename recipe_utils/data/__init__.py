@@ -2,10 +2,4 @@
 
 from recipe_utils import exported
 
-__getattr__ = exported(
-    {
-        "recipe_utils.data.collators": "text_collator",
-        "recipe_utils.data.dataset_weights": "mean_of_datasets problems_of_weights",
-        "recipe_utils.data.loaders": "build_loader build_loaders load_datasets",
-    }
-)
+__getattr__, __dir__ = exported(__file__)

@@ -2,8 +2,4 @@
 
 from recipe_utils import exported
 
-__getattr__ = exported(
-    {
-        "recipe_utils.long_rows.exchange": "row_groups",
-    }
-)
+__getattr__, __dir__ = exported(__file__)

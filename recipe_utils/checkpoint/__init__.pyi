@@ -1,0 +1,1 @@
+from recipe_utils.checkpoint.transformers import FolderCheckpointer as FolderCheckpointer

@@ -1,0 +1,10 @@
+from recipe_utils.examples.digits import digits_dataset as digits_dataset
+from recipe_utils.examples.fresh_weights import fresh_llama_checkpointer as fresh_llama_checkpointer
+from recipe_utils.examples.stdlib_code import code_dataset as code_dataset
+from recipe_utils.examples.stdlib_conversations import conversation_dataset as conversation_dataset
+from recipe_utils.examples.stdlib_conversations import conversation_tokenizer as conversation_tokenizer
+from recipe_utils.examples.stdlib_docs import docstring_dataset as docstring_dataset
+from recipe_utils.examples.stdlib_docs import docstring_tokenizer as docstring_tokenizer
+from recipe_utils.examples.stdlib_preferences import word_order_dataset as word_order_dataset
+from recipe_utils.examples.word_counts.questions import word_count_reward as word_count_reward
+from recipe_utils.examples.word_counts.warm_start import word_count_checkpointer as word_count_checkpointer

@@ -1,0 +1,15 @@
+from recipe_utils.training.command import entry_point as entry_point
+from recipe_utils.training.log import Reported as Reported
+from recipe_utils.training.parts.answers import Answers as Answers
+from recipe_utils.training.parts.budget import StepMemory as StepMemory
+from recipe_utils.training.parts.exports import Exports as Exports
+from recipe_utils.training.parts.sample_losses import DatasetLosses as DatasetLosses
+from recipe_utils.training.parts.sample_losses import SampleLosses as SampleLosses
+from recipe_utils.training.parts.sample_losses import problems_with_sample_losses as problems_with_sample_losses
+from recipe_utils.training.parts.validation import Validation as Validation
+from recipe_utils.training.parts.validation import sum_over as sum_over
+from recipe_utils.training.resume import Trained as Trained
+from recipe_utils.training.run import Run as Run
+from recipe_utils.training.settings import RunSettings as RunSettings
+from recipe_utils.training.settings import TextComponents as TextComponents
+from recipe_utils.training.settings import problems_between as problems_between

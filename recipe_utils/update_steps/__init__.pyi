@@ -1,0 +1,9 @@
+from recipe_utils.update_steps.loader import RowBudget as RowBudget
+from recipe_utils.update_steps.loader import UpdateStepLoader as UpdateStepLoader
+from recipe_utils.update_steps.objective import declared_by as declared_by
+from recipe_utils.update_steps.order import ShuffledOrder as ShuffledOrder
+from recipe_utils.update_steps.samples import CheckedDataset as CheckedDataset
+from recipe_utils.update_steps.settings import DataSettings as DataSettings
+from recipe_utils.update_steps.step import Microbatch as Microbatch
+from recipe_utils.update_steps.step import UpdateStep as UpdateStep
+from recipe_utils.update_steps.step import mark_last as mark_last
