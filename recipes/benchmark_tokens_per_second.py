@@ -293,8 +293,9 @@ def _command() -> str:
 @entry_point
 def recipe_main(cfg: DictConfig) -> None:
     """Runs a benchmark config; ``key=value`` on the command line overrides its keys."""
-    # SIGTERM ends the processes of the baselines, as Ctrl-C does.
+    # Both end the processes of the baselines, too; during the imports Ctrl-C ended this one alone.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(1))
     logger.info(f"Benchmark of\n{OmegaConf.to_yaml(cfg)}")  # unresolved: overrides refer to the config that they change
     benchmark = BenchmarkTokensPerSecond(cfg)
     benchmark.write_start_adapters()

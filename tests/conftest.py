@@ -8,6 +8,7 @@ import signal
 import site
 import sys
 import tempfile
+import zlib
 from functools import cache
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def pytest_xdist_auto_num_workers(config):
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--part", help="I/N: with --all, of the slow tests those of part I (mod N), drawn by their names")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,6 +102,15 @@ def pytest_collection_modifyitems(config, items):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]
+    elif part := config.getoption("--part"):
+        index, num_parts = map(int, part.split("/"))
+        others = {
+            item
+            for item in items
+            if item.get_closest_marker("slow") and (zlib.crc32(item.nodeid.encode()) - index) % num_parts
+        }
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     if TorchVersion(torch.__version__) < "2.13":
         for item in items:
             params = getattr(getattr(item, "callspec", None), "params", "")

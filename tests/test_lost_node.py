@@ -79,7 +79,10 @@ def test_training_resumes_with_the_same_losses_after_one_of_four_nodes_is_killed
     steps, losses = zip(*((m["step"], m["loss"]) for m in metrics_in("elastic")), strict=True)
     assert [*steps] == [*range(1, 17)]
     assert losses == pytest.approx([m["loss"] for m in metrics_in("undisturbed")], rel=1e-6)
+    # Once at most: the launcher may end a rank before it has found out by itself.
     report = r"rank (\d): another rank is gone \(Connection .* by peer\); the launcher starts again from step_8\n"
-    assert sorted(re.findall(report, screens)) == ["0", "1", "2"]
+    reports = re.findall(report, screens)
+    assert {*reports} <= {"0", "1", "2"}
+    assert 1 <= len(reports) == len({*reports})
     assert "Traceback" not in screens
     assert re.findall("take (.*) samples\n", screens) == ["6, 5 and 5"]

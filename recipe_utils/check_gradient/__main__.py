@@ -12,6 +12,7 @@ for a wrong config.
 
 import os
 import re
+import signal
 import sys
 import tempfile
 import zlib
@@ -34,7 +35,7 @@ from recipe_utils.cli.launcher import REPORTED_EXIT_CODE, wait_for_ranks
 from recipe_utils.models.adapters.nf4 import is_quantized
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.models.construct import build_on_meta
-from recipe_utils.models.double_precision import DoublePrecision
+from recipe_utils.models.transformers.double_precision import DoublePrecision
 from recipe_utils.models.pipeline.stages import local_stages
 from recipe_utils.models.transformers import transformers_decoder
 from recipe_utils.optim.nonfinite import NonfiniteError
@@ -268,6 +269,7 @@ def main() -> None:
             launch([*options, *own, *overrides])
             return
         sys.argv = [recipe, "--config", path, *overrides]
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(1))  # else the folder stays
         sys.exit(entry_point(partial(compare, recipe, given, Path(folder)))())
 
 

@@ -44,7 +44,7 @@ class CrashedError(AssertionError):
 _ranks: list[tuple[BaseProcess, Connection]] = []
 
 
-def run_distributed(function, world_size, *args, timeout_seconds=120, expect_failures=False):
+def run_distributed(function, world_size, *args, timeout_seconds=600, expect_failures=False):
     """Calls ``function(*args)`` on ``world_size`` ranks and returns what each returned.
 
     The launcher's variables (RANK, WORLD_SIZE, ...) are set as torchrun sets them. A rank that raises

@@ -168,7 +168,7 @@ def tiny_config(folder, **changes):
         "shuffle": True,
         "device": "cpu",
         "dtype": "fp32",
-        "process_group_timeout_seconds": 60,
+        "process_group_timeout_seconds": 300,
         **changes,
     }
     for file_name, sizes in WEIGHTS.items():
