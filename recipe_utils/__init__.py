@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.6.0"
+__version__ = "0.7.0"
 
 
 def end_at_sigint() -> None:

@@ -13,7 +13,6 @@ over microbatches, ranks and stages.
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -21,15 +20,14 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
 
-from recipe_utils import check_version, dinov3, losses, models, optim, parallel, training
+from recipe_utils import check_version, dinov3, models, optim, parallel, training
 from recipe_utils.dinov3 import SUMS
 from recipe_utils.parallel import gradient_sync, to_device_ahead
-from recipe_utils.settings import STRICT, Problem, build, instantiate, naming, read_settings
-from recipe_utils.torchtune_names import MODEL_KEY
-from recipe_utils.update_steps import DataSettings, Microbatch, UpdateStep, mark_last
+from recipe_utils.settings import STRICT, Problem, build, instantiate, read_settings
+from recipe_utils.update_steps import DataSettings, UpdateStep, mark_last
 
 RECIPE_NAME = "dinov3_update_step"
-check_version("0.6", RECIPE_NAME)  # this file was written for it
+check_version("0.7", RECIPE_NAME)  # this file was written for it
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -71,81 +69,34 @@ class DINOv3Recipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
-
-        # ---- Components: errors name the key
+        settings, ranks = self.settings, self.ranks
         heads = settings.dino_head or {}, settings.ibot_head or {}
         make_model = partial(dinov3.with_heads, partial(instantiate, cfg.model), *heads)
-        meta_model = build("model", models.build_on_meta, make_model, settings.model)
+        built = training.build_components(cfg, settings, self.run, make_model)  # meta_model, checkpointer
         transform = build("transform", instantiate, cfg.transform)
-        self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
-        build("checkpointer", dinov3.check_normalization, self.checkpointer, transform)
-        small = models.small_model(meta_model, settings.model, ranks)  # whose parameters are sharded as the model's
-        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, small)
+        build("checkpointer", dinov3.check_normalization, built.checkpointer, transform)
 
-        # ---- Data: crops of images, and whole ones for the k-NN classifier
-        self.loader, self.neighbors = dinov3.build_image_loaders(
-            cfg,
-            transform,
-            dinov3.layout_of(meta_model),
-            ranks,
-            data=settings.data,
-            views=settings.views,
-            objective=settings.objective,
-            num_to_run=models.num_to_run(settings.pipeline, ranks),
-        )
+        # Data: crops of images, and whole ones for the k-NN classifier.
+        groups = settings.data, settings.views, settings.objective, models.num_to_run(settings.pipeline, ranks)
+        self.loader, self.neighbors = dinov3.build_image_loaders(cfg, transform, built.meta_model, ranks, *groups)
         settings.schedules.warn_if_longer_than(settings.run.epochs * self.loader.order.num_steps(0))
         self.samples_per_rank = -(-settings.data.samples_per_update_step(ranks.dp_degree) // ranks.dp_degree)
 
-        # ---- Student and teacher, with different loss modules
+        # Student and teacher, with different loss modules.
         self.loss_fn = dinov3.SelfDistillationLoss(settings.objective)
-        splits_backward, compiles = settings.pipeline.splits_backward, settings.model.compile
-        with naming():
-            self.model = models.build_stages(meta_model, settings.pipeline, ranks)
-            for stage in models.local_stages(self.model):
-                if models.has_output(stage):
-                    losses.attach_loss(stage, self.loss_fn, splits_backward, compiles)
-                models.parallelize(stage, settings.model, ranks)
-            self.teacher = dinov3.AverageTeacher(
-                meta_model, settings.objective, settings.model, settings.pipeline, ranks
-            )
-        run.open_log(cfg, meta_model, self.model, self.loader)
-        with naming("checkpointer"):
-            weights = dinov3.fresh_vit_weights(meta_model, run.seed)
-            weights |= self.checkpointer.load_checkpoint()[MODEL_KEY]
-            models.load_weights(self.model, {MODEL_KEY: weights}, settings.model, ranks.device)
-        self.pipeline = models.build_pipeline(
-            self.model, settings.pipeline, settings.model.torch_dtype, ranks, len(SUMS)
-        )
-        self.teacher.set_up(self.model, self.pipeline, weights)
-        self.models = self.teacher.beside(self.model)  # modules of a checkpoint
-        self.offloading = settings.model.offloading(self.model)
-
-        # ---- Optimizer, parts of the training, and resume
-        self.optimizer = dinov3.build_optimizer_by_depth(
-            cfg.optimizer, self.model, meta_model, settings.schedules, settings.optimizer
-        )
-        self.nonfinite = optim.NonfiniteGuard(self.optimizer, ranks.device, settings.optimizer)
-        parts, every = run.parts, settings.run
-        parts.add("budget", training.StepMemory(run, self.loader, self.optimizer))
-        validation = training.Validation(run, self.validate)
-        parts.add_every(every.run_val_every_n_steps, "validation", validation, at_ends=True)
-        parts.add_every(every.export_every_n_steps, "exports", training.Exports(run))
-        trained = training.Trained(
-            self.models, self.optimizer, self.nonfinite, self.loader, self.checkpointer, exported=self.teacher.model
-        )
-        self.lr_scheduler = optim.build_lr_scheduler(schedule, self.optimizer, *run.resume(trained))
+        fresh = dinov3.with_fresh_weights(built)
+        self.model = training.build_model(fresh, self.loader, None, lambda stage: self.loss_fn, SUMS)
+        self.teacher = dinov3.AverageTeacher(fresh, settings.objective, self.model)
+        self.stepper = training.build_stepper(built, self.model, dinov3.groups_by_depth(built, settings.schedules))
+        training.add_usual_parts(built, self.model, self.stepper, self.validate, self.loader, None)
+        saved, exported = self.teacher.beside(self.model.module), self.teacher.model
+        training.resume_run(built, self.model, self.stepper, self.loader, saved=saved, exported=exported)
 
     # ---- Objective and update -------------------------------------------------------------------
 
-    def sums(self, microbatch: Microbatch) -> Tensor:
-        """Returns ``SUMS`` over the microbatch's images, [7]; the first is the loss.
-
-        ``attach_loss`` makes the loss a part of the backbone, where FSDP2 gathers the heads'
-        weights.
-        """
-        with self.offloading, record_function("forward"):
-            return self.model(**microbatch.inputs, targets=microbatch.targets)
+    def objective(self, scaled: Tensor) -> Tensor:
+        """Returns what is differentiated, [], of scaled ``SUMS`` [7]: the first."""
+        return scaled[0]
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """Steps along grad[(1 / N) sum_i w_d DINO_i + w_i iBOT_i + w_k KoLeo_i + w_g Gram_i].
@@ -155,7 +106,7 @@ class DINOv3Recipe:
         of all parts before clipping.
         """
         run, schedules = self.run, self.settings.schedules
-        schedules.set_weight_decay(self.optimizer, run.global_step, run.num_steps)
+        schedules.set_weight_decay(self.stepper.optimizer, run.global_step, run.num_steps)
         temperature = schedules.temperature_at(run.global_step)
         self.loss_fn.divergence.teacher_temperature = temperature
         # dp_degree / images on all ranks: FSDP2 averages gradients over data-parallel ranks.
@@ -163,29 +114,22 @@ class DINOv3Recipe:
         metrics = torch.zeros(len(SUMS), dtype=torch.float64, device=self.ranks.device)
         # The teacher computes all microbatches first: its targets depend on all images.
         with self.teacher.with_targets(step, temperature, self.max_images) as (microbatches, num_used):
-            if self.pipeline is not None:
+            if isinstance(self.model, models.Pipeline):
                 # One schedule per update step pays the pipeline bubble once.
-                sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
+                sums = self.model.forward_backward(microbatches, lambda sums: self.objective(sums * scale))
                 metrics += sums * scale
             else:
                 for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
-                    with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
-                        scaled = self.sums(microbatch) * scale
+                    with gradient_sync(self.model.module, is_last, self.settings.ranks.gradient_sync):
+                        scaled = self.model.sums(microbatch) * scale
                         with record_function("backward"):
-                            scaled[0].backward()
+                            self.objective(scaled).backward()
                     metrics += scaled.detach()
 
-        schedules.freeze_prototypes(self.model, run.global_step)
-        max_norm = self.settings.optimizer.clip_grad_norm
-        grad_norm = optim.clip_grad_norm_(self.model, max_norm, self.pipeline, dinov3.part_of)
-        # Fused optimizers skip non-finite gradients without a device synchronization.
-        if self.nonfinite.should_step(grad_norm):
-            self.optimizer.step()
+        schedules.freeze_prototypes(self.model.module, run.global_step)
+        grad_norm = self.stepper.clip_and_step(dinov3.part_of)
         momentum = schedules.momentum_at(run.global_step, run.num_steps)
         self.teacher.update(momentum, grad_norm, run.global_step + 1)
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
         named = dict(zip(SUMS, metrics, strict=True))
         return {**named, "prototypes_used": num_used.to(metrics.dtype)}, grad_norm
 
@@ -196,10 +140,10 @@ class DINOv3Recipe:
         takes_two = self.settings.objective.koleo_loss_weight > 0 and not in_groups
         return self.samples_per_rank if takes_two else None
 
-    def figures(self, step: UpdateStep) -> dict[str, Any]:
+    def figures(self, step: UpdateStep) -> dict[str, float]:
         """Returns schedules and the images of an update step: per rank if it is full, and over all."""
         return {
-            "lr": self.optimizer.param_groups[-1]["lr"],
+            "lr": self.stepper.optimizer.param_groups[-1]["lr"],
             **self.settings.schedules.schedules_at(self.run.global_step, self.run.num_steps),
             "effective_local_batch": self.samples_per_rank,
             "effective_global_batch": step.totals["images"],
@@ -208,13 +152,14 @@ class DINOv3Recipe:
     @torch.no_grad()
     def validate(self) -> dict[str, Tensor]:
         """Returns the k-NN accuracy on ``dataset_val`` with the teacher's states."""
+        assert self.neighbors is not None
         return {"knn_accuracy": self.neighbors.accuracy(self.teacher.states_of)}
 
     # ---- Training loop --------------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, divisor="images", reported=dinov3.IMAGES):
+        for step in self.run.steps(self.loader, "images", dinov3.IMAGES):
             figures = self.figures(step)
             metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm, **figures)

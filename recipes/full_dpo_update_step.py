@@ -16,14 +16,14 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
 
-from recipe_utils import check_version, data, losses, models, optim, parallel, preference, text, training
+from recipe_utils import check_version, data, models, optim, parallel, preference, training
 from recipe_utils.parallel import gradient_sync, to_device_ahead
 from recipe_utils.preference import METRICS
-from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, naming, read_settings
-from recipe_utils.update_steps import DataSettings, Microbatch, UpdateStep, mark_last
+from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, read_settings
+from recipe_utils.update_steps import DataSettings, UpdateStep, mark_last
 
 RECIPE_NAME = "full_dpo_update_step"
-check_version("0.6", RECIPE_NAME)  # this file was written for it
+check_version("0.7", RECIPE_NAME)  # this file was written for it
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -31,7 +31,7 @@ class Settings:
     """Keys of the config, where those of all groups stand side by side. Each class documents and checks its own."""
 
     components: training.TextComponents  # model, tokenizer, dataset, dataset_val, checkpointer
-    preference: preference.PreferenceSettings  # sft_loss_weight, tokens_per_chunk
+    objective: preference.PreferenceSettings  # sft_loss_weight, tokens_per_chunk
     reference: preference.ReferenceSettings  # reference, reference_cache_dir
     pairs: preference.PairSettings  # prefix_sharing
     model: models.ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
@@ -62,91 +62,35 @@ class FullDPORecipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
-
-        # ---- Components: errors name the key
-        self.tokenizer = build("tokenizer", instantiate, cfg.tokenizer)
+        settings, ranks = self.settings, self.ranks
+        built = training.build_components(cfg, settings, self.run)  # tokenizer, meta_model, both checkpointers
         loss_fn = build("loss", preference.make_preference_loss, partial(instantiate, cfg.loss))
-        pair_loss = preference.PreferenceLoss(loss_fn, settings.preference.tokens_per_chunk)
-        meta_model = build("model", models.build_on_meta, partial(instantiate, cfg.model), settings.model)
-        self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
-        small = models.small_model(meta_model, settings.model, ranks)  # whose parameters are sharded as the model's
-        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, small)
-        cfg_reference = cfg.get("ref_checkpointer")
-        ref_checkpointer = build(
-            "ref_checkpointer", models.reference_checkpointer, cfg_reference, meta_model, self.checkpointer
-        )
+        pair_loss = preference.PreferenceLoss(loss_fn, settings.objective.tokens_per_chunk)
 
-        # ---- Data: the collator makes rows that this model can compute
-        prefix_sharing = settings.pairs.prefix_sharing
-        kernel = settings.model.packed_attention
-        limits = models.limits_of(meta_model, ranks.device, ranks.dims.tp, packed_attention=kernel)
-        collator = preference.pair_collator(settings.data, self.tokenizer, limits, prefix_sharing)
-        load = partial(text.load_dataset, tokenizer=self.tokenizer, check=preference.check_is_pair)
-        datasets = data.load_datasets(cfg, load)
+        # Data: the collator makes rows that this model can compute.
+        datasets = data.load_datasets(cfg, built.tokenizer, check=preference.check_is_pair)
+        limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, None, settings.model.packed_attention)
+        collator = preference.pair_collator(settings.data, built.tokenizer, limits, settings.pairs.prefix_sharing)
         num_to_run = models.num_to_run(settings.pipeline, ranks)
         self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, num_to_run)
 
-        # ---- Model: each pipeline stage is changed, then parallelized, then gets its weights
-        with naming():
-            self.model = models.build_stages(meta_model, settings.pipeline, ranks)
-            for stage in models.local_stages(self.model):
-                models.attend_within_documents(stage, limits.attentions[0], collator.longest_row)
-                if models.has_output(stage):
-                    losses.attach_loss(stage, pair_loss, compiles=settings.model.compile)
-                models.parallelize(stage, settings.model, ranks)
-        run.open_log(cfg, meta_model, self.model, self.loader)
-        fingerprints = models.load_model(  # of frozen weights
-            self.model, self.checkpointer, cfg.checkpointer, settings.model, ranks, run.seed
+        # Model: it ends in the loss. Its reference, its optimizer, what training does beside update steps, and resume.
+        rows = models.rows_of(limits, collator.longest_row, ranks)
+        self.model = training.build_model(built, self.loader, rows, lambda stage: pair_loss, METRICS)
+        reference = preference.build_reference(settings, built, self.model, pair_loss, rows)
+        self.attached = reference.attached  # a pass before the pass
+        self.stepper = training.build_stepper(built, self.model)
+        training.add_usual_parts(
+            built, self.model, self.stepper, self.validate, self.loader, self.val_loader, pair_loss
         )
-        self.pipeline = models.build_pipeline(
-            self.model, settings.pipeline, settings.model.torch_dtype, ranks, len(METRICS)
-        )
-        self.offloading = settings.model.offloading(self.model)
-        self.attached, of_reference, cache = preference.build_reference(  # a pass before the pass
-            settings.reference,
-            settings.model,
-            ranks,
-            pair_loss,
-            ref_checkpointer,
-            meta_model,
-            self.model,
-            self.pipeline,
-            longest_row=collator.longest_row,
-            start=settings.components.checkpointer,
-            context={"model": settings.components.model, "layout": preference.layout_of(settings.data, prefix_sharing)},
-            output_dir=settings.run.output_dir,
-        )
-
-        # ---- Optimizer, parts of the training, and resume
-        self.optimizer = optim.build_optimizer(cfg.optimizer, self.model, settings.optimizer)
-        models.speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = optim.NonfiniteGuard(self.optimizer, ranks.device, settings.optimizer)
-        parts, every = run.parts, settings.run
-        parts.add("budget", training.StepMemory(run, self.loader, self.optimizer))
-        if settings.data.sample_losses:
-            parts.add("sample_losses", training.SampleLosses(run, self.loader, pair_loss))
-        validation = training.Validation(run, self.validate)
-        parts.add_every(every.run_val_every_n_steps, "validation", validation, at_ends=True)
-        parts.add_every(every.sample_every_n_steps, "answers", training.Answers(run, self.model, self.tokenizer))
-        parts.add_every(every.export_every_n_steps, "exports", training.Exports(run))
-        trained = training.Trained(
-            self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer, fingerprints | of_reference
-        )
-        self.lr_scheduler = optim.build_lr_scheduler(schedule, self.optimizer, *run.resume(trained))
-        if cache is not None:
-            cache.precompute(settings.run.epochs, self.loader, self.val_loader)
+        training.resume_run(built, self.model, self.stepper, self.loader, reference.fingerprints)
+        reference.precompute(settings.run.epochs, self.loader, self.val_loader)
 
     # ---- Objective and update -------------------------------------------------------------------
 
-    def sums(self, microbatch: Microbatch) -> Tensor:
-        """Returns sums of METRICS over pairs, the last one over chosen targets, [8] in fp64."""
-        with self.offloading, record_function("forward"):
-            return self.model(**microbatch.inputs, targets=microbatch.targets)
-
-    def objective(self, metrics: Tensor) -> Tensor:
-        """Returns the objective. METRICS are divided by their counts."""
-        return metrics[0] + self.settings.preference.sft_loss_weight * metrics[-1]
+    def objective(self, scaled: Tensor) -> Tensor:
+        """Returns what is differentiated, [], of METRICS [8] over their counts."""
+        return scaled[0] + self.settings.objective.sft_loss_weight * scaled[-1]
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """Steps along grad[(1 / N) sum_i l_i - sft_loss_weight (1 / T) sum_i log pi(chosen_i)].
@@ -160,41 +104,31 @@ class FullDPORecipe:
         scale[-1:].fill_(step.scale("chosen_tokens"))  # no copy to the device
         # The reference computes all microbatches first: its stages need another schedule.
         with self.attached(step) as microbatches:
-            if self.pipeline is not None:
+            if isinstance(self.model, models.Pipeline):
                 # One schedule per update step pays the pipeline bubble once.
-                objective = lambda sums: self.objective(sums * scale)  # noqa: E731
-                metrics += scale * self.pipeline.forward_backward(microbatches, objective)
+                sums = self.model.forward_backward(microbatches, lambda sums: self.objective(sums * scale))
+                metrics += sums * scale
             else:
                 for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
-                    with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
-                        scaled = self.sums(microbatch) * scale
+                    with gradient_sync(self.model.module, is_last, self.settings.ranks.gradient_sync):
+                        scaled = self.model.sums(microbatch) * scale
                         with record_function("backward"):
                             self.objective(scaled).backward()
                     metrics += scaled.detach()
-
-        grad_norm = optim.clip_grad_norm_(self.model, self.settings.optimizer.clip_grad_norm, self.pipeline)
-        # Fused optimizers skip non-finite gradients without a device synchronization.
-        if self.nonfinite.should_step(grad_norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        return self.named(metrics), grad_norm
+        return self.named(metrics), self.stepper.clip_and_step()
 
     def validate(self) -> dict[str, Tensor]:
         """Returns METRICS of ``dataset_val``, ratios of sums over all ranks."""
-        sums, totals = training.sum_over(
-            self.val_loader, self.model, self.sums, len(METRICS), self.pipeline, self.ranks.device, self.attached
-        )
-        found, counts = dict(zip(METRICS, sums, strict=True)), dict.fromkeys(METRICS, "pairs")
-        counts["sft_loss"] = "chosen_tokens"
+        sums, totals = training.sum_over(self.val_loader, self.model, self.attached)
+        counts = {**dict.fromkeys(METRICS, "pairs"), "sft_loss": "chosen_tokens"}
+        found = dict(zip(METRICS, sums, strict=True))
         found = parallel.means_over_ranks(found, totals, counts, self.ranks.dp_degree)
         return self.named(torch.stack([*found.values()]), prefix="val_")
 
     def named(self, metrics: Tensor, prefix: str = "") -> dict[str, Tensor]:
         """Returns METRICS [8] by name, and the objective as ``loss``."""
         found = {"loss": self.objective(metrics), **dict(zip(METRICS, metrics, strict=True))}
-        if self.settings.preference.sft_loss_weight == 0:
+        if self.settings.objective.sft_loss_weight == 0:
             del found["preference_loss"], found["sft_loss"]
         return {f"{prefix}{name}": value for name, value in found.items()}
 
@@ -202,9 +136,9 @@ class FullDPORecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, divisor="pairs", reported=preference.PAIRS):
+        for step in self.run.steps(self.loader, "pairs", preference.PAIRS):
             metrics, grad_norm = self.update(step)
-            self.run.finish(step, metrics, grad_norm, num_left_out=step.totals["skipped_samples"])
+            self.run.finish(step, metrics, grad_norm)
 
 
 @training.entry_point

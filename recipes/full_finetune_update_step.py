@@ -22,13 +22,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
 
-from recipe_utils import check_version, data, long_rows, losses, models, optim, parallel, text, training
+from recipe_utils import check_version, data, losses, models, optim, parallel, text, training
 from recipe_utils.parallel import gradient_sync, to_device_ahead
-from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, naming, read_settings
-from recipe_utils.update_steps import DataSettings, Microbatch, UpdateStep, declared_by, mark_last
+from recipe_utils.settings import STRICT, Component, Problem, build, read_settings
+from recipe_utils.update_steps import DataSettings, UpdateStep, declared_by, mark_last
 
 RECIPE_NAME = "full_finetune_update_step"
-check_version("0.6", RECIPE_NAME)  # this file was written for it
+check_version("0.7", RECIPE_NAME)  # this file was written for it
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -67,79 +67,36 @@ class FullFinetuneRecipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
-
-        # ---- Components: errors name the key
-        self.tokenizer = build("tokenizer", instantiate, cfg.tokenizer)
+        settings, ranks = self.settings, self.ranks
+        built = training.build_components(cfg, settings, self.run)  # tokenizer, meta_model, checkpointer
         loss_fn = build("loss", losses.build_loss, cfg.loss)
-        declared = build("", declared_by, loss_fn)  # what it takes of each target, its divisor, its sums
-        self.divisor, self.names = declared.divisor, declared.sums
-        meta_model = build("model", models.build_on_meta, partial(instantiate, cfg.model), settings.model)
-        self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
-        small = models.small_model(meta_model, settings.model, ranks)  # whose parameters are sharded as the model's
-        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, small)
+        self.declared = build("", declared_by, loss_fn)  # what it takes of each target, its divisor, its sums
 
-        # ---- Data: the collator makes rows that this model can compute
-        datasets = data.load_datasets(cfg, partial(text.load_dataset, tokenizer=self.tokenizer))
-        kernel = settings.model.packed_attention
-        limits = models.limits_of(meta_model, ranks.device, ranks.dims.tp, packed_attention=kernel)
+        # Data: the collator makes rows that this model can compute.
+        datasets = data.load_datasets(cfg, built.tokenizer)
+        limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, None, settings.model.packed_attention)
         has_trees = any(map(text.makes_trees, datasets))
         collator = data.text_collator(
-            settings.data, self.tokenizer, loss_fn.ignore_index, limits, has_trees=has_trees, declared=declared
+            settings.data, built.tokenizer, loss_fn.ignore_index, limits, has_trees, declared=self.declared
         )
         num_to_run = models.num_to_run(settings.pipeline, ranks)
         self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, num_to_run)
 
-        # ---- Model: each pipeline stage is changed, then parallelized, then gets its weights
-        groups = long_rows.row_groups(ranks, settings.data.max_ranks_per_row)
-        splits_backward, compiles = settings.pipeline.splits_backward, settings.model.compile
-        with naming():
-            self.model = models.build_stages(meta_model, settings.pipeline, ranks)
-            for stage in models.local_stages(self.model):
-                models.attend_within_documents(stage, limits.attentions[0], collator.longest_row, groups)
-                if models.has_output(stage):
-                    losses.attach_loss(stage, loss_fn, splits_backward, compiles, num_sums=len(self.names))
-                models.parallelize(stage, settings.model, ranks)
-        run.open_log(cfg, meta_model, self.model, self.loader)
-        fingerprints = models.load_model(  # of frozen weights
-            self.model, self.checkpointer, cfg.checkpointer, settings.model, ranks, run.seed
-        )
-        self.pipeline = models.build_pipeline(
-            self.model, settings.pipeline, settings.model.torch_dtype, ranks, len(self.names)
-        )
-        self.offloading = settings.model.offloading(self.model)
+        # Model: it ends in the loss. Its optimizer, what training does beside update steps, and resume.
+        rows = models.rows_of(limits, collator.longest_row, ranks, settings.data.max_ranks_per_row)
+        self.model = training.build_model(built, self.loader, rows, lambda stage: loss_fn, self.declared.sums)
         self.attached: models.Attached = models.nothing_attached  # or a pass before the pass
         if settings.loss_weights == "datasets":
             self.attached = partial(data.mean_of_datasets, datasets[0], ranks)
-
-        # ---- Optimizer, parts of the training, and resume
-        self.optimizer = optim.build_optimizer(cfg.optimizer, self.model, settings.optimizer)
-        models.speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = optim.NonfiniteGuard(self.optimizer, ranks.device, settings.optimizer)
-        parts, every = run.parts, settings.run
-        parts.add("budget", training.StepMemory(run, self.loader, self.optimizer))
-        if settings.data.sample_losses:
-            parts.add("sample_losses", training.SampleLosses(run, self.loader, loss_fn))
-        self.by_dataset = training.DatasetLosses(run, loss_fn, self.loader, self.val_loader)
-        parts.add("by_dataset", self.by_dataset)
-        validation = training.Validation(run, self.validate)
-        parts.add_every(every.run_val_every_n_steps, "validation", validation, at_ends=True)
-        parts.add_every(every.sample_every_n_steps, "answers", training.Answers(run, self.model, self.tokenizer))
-        parts.add_every(every.export_every_n_steps, "exports", training.Exports(run))
-        trained = training.Trained(
-            self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer, fingerprints
-        )
-        self.lr_scheduler = optim.build_lr_scheduler(schedule, self.optimizer, *run.resume(trained))
+        self.stepper = training.build_stepper(built, self.model)
+        training.add_usual_parts(built, self.model, self.stepper, self.validate, self.loader, self.val_loader, loss_fn)
+        training.resume_run(built, self.model, self.stepper, self.loader)
 
     # ---- Objective and update -------------------------------------------------------------------
 
-    def sums(self, microbatch: Microbatch) -> Tensor:
-        """Returns the loss module's sums over the microbatch's targets, [1]: the weighted cross-entropy [nats].
-
-        ``attach_loss`` makes the loss a part of the model, where FSDP2 gathers the output weight.
-        """
-        with self.offloading, record_function("forward"):
-            return self.model(**microbatch.inputs, targets=microbatch.targets)
+    def objective(self, scaled: Tensor) -> Tensor:
+        """Returns what is differentiated, [], of a microbatch's scaled sums [k]: the first, the weighted cross-entropy."""
+        return scaled[0]
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """Computes gradients and makes one optimizer step.
@@ -148,45 +105,33 @@ class FullFinetuneRecipe:
         gradient norm before clipping, None with ``optimizer_in_bwd``.
         """
         # dp_degree / weights of the targets on all ranks: FSDP2 averages gradients over data-parallel ranks.
-        scale = step.scale(self.divisor)
-        metrics = torch.zeros(len(self.names), dtype=torch.float64, device=self.ranks.device)
+        scale = step.scale(self.declared.divisor)
+        metrics = torch.zeros(len(self.declared.sums), dtype=torch.float64, device=self.ranks.device)
         with self.attached(step) as microbatches:
-            if self.pipeline is not None:
+            if isinstance(self.model, models.Pipeline):
                 # One schedule per update step pays the pipeline bubble once.
-                sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
+                sums = self.model.forward_backward(microbatches, lambda sums: self.objective(sums * scale))
                 metrics += sums * scale
             else:
                 for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
-                    with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
-                        scaled = self.sums(microbatch) * scale
+                    with gradient_sync(self.model.module, is_last, self.settings.ranks.gradient_sync):
+                        scaled = self.model.sums(microbatch) * scale
                         with record_function("backward"):
-                            scaled[0].backward()
+                            self.objective(scaled).backward()
                     metrics += scaled.detach()
-
-        grad_norm = optim.clip_grad_norm_(self.model, self.settings.optimizer.clip_grad_norm, self.pipeline)
-        # Fused optimizers skip non-finite gradients without a device synchronization.
-        if self.nonfinite.should_step(grad_norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        return dict(zip(self.names, metrics, strict=True)), grad_norm
+        return dict(zip(self.declared.sums, metrics, strict=True)), self.stepper.clip_and_step()
 
     def validate(self) -> dict[str, Tensor]:
-        """Returns the sums per target of ``dataset_val``, over all ranks, and the loss of each dataset."""
-        self.by_dataset.start(validates=True)
-        sums, totals = training.sum_over(
-            self.val_loader, self.model, self.sums, len(self.names), self.pipeline, self.ranks.device, self.attached
-        )
-        metrics = {f"val_{name}": value for name, value in zip(self.names, sums, strict=True)}
-        means = parallel.means_over_ranks(metrics, totals, self.divisor, self.ranks.dp_degree)
-        return {**means, **self.by_dataset.means()}
+        """Returns the sums per target of ``dataset_val``, over all ranks."""
+        sums, totals = training.sum_over(self.val_loader, self.model, self.attached)
+        metrics = {f"val_{name}": value for name, value in zip(self.declared.sums, sums, strict=True)}
+        return parallel.means_over_ranks(metrics, totals, self.declared.divisor, self.ranks.dp_degree)
 
     # ---- Training loop --------------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, divisor=self.divisor):
+        for step in self.run.steps(self.loader, self.declared.divisor):
             metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm)
 

@@ -9,7 +9,6 @@ those of both models in chunks. With pipeline stages each model has one schedule
 
 import sys
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from omegaconf import DictConfig
@@ -17,14 +16,14 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
 
-from recipe_utils import check_version, data, distillation, long_rows, losses, models, optim, parallel, text, training
+from recipe_utils import check_version, data, distillation, losses, models, optim, parallel, text, training
 from recipe_utils.distillation import SUMS
 from recipe_utils.parallel import gradient_sync, to_device_ahead
-from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, naming, read_settings
-from recipe_utils.update_steps import DataSettings, Microbatch, UpdateStep, mark_last
+from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, read_settings
+from recipe_utils.update_steps import DataSettings, UpdateStep, mark_last
 
 RECIPE_NAME = "knowledge_distillation_update_step"
-check_version("0.6", RECIPE_NAME)  # this file was written for it
+check_version("0.7", RECIPE_NAME)  # this file was written for it
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -67,79 +66,37 @@ class KDRecipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
-        settings, ranks, run, schedule = self.settings, self.ranks, self.run, cfg.get("lr_scheduler")
-        kd_ratio = settings.teacher.kd_ratio
+        settings, ranks, kd_ratio = self.settings, self.ranks, self.settings.teacher.kd_ratio
         self.metrics = SUMS if kd_ratio > 0 else SUMS[:1]  # those of fine-tuning
-
-        # ---- Components: errors name the key
-        self.tokenizer = build("tokenizer", instantiate, cfg.tokenizer)
+        built = training.build_components(cfg, settings, self.run)  # tokenizer, meta_model, checkpointer
         loss_fn = build("loss", losses.build_loss, cfg.loss)
         kd_loss_fn = build("kd_loss", instantiate, cfg.get("kd_loss"))
-        meta_model = build("model", models.build_on_meta, partial(instantiate, cfg.model), settings.model)
-        self.checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
-        small = models.small_model(meta_model, settings.model, ranks)  # whose parameters are sharded as the model's
-        build("optimizer", optim.check_optimizer, cfg.optimizer, schedule, settings.optimizer, small)
-        meta_teacher = distillation.build_teacher_on_meta(
-            cfg, settings.teacher, settings.model, meta_model, self.checkpointer
-        )
+        meta_teacher = distillation.build_teacher_on_meta(settings.teacher, built)
         if kd_ratio > 0:
             loss_fn = build("", distillation.make_distillation_loss, loss_fn, kd_loss_fn, kd_ratio)
 
-        # ---- Data: the collator makes rows that both models can compute
-        datasets = data.load_datasets(cfg, partial(text.load_dataset, tokenizer=self.tokenizer))
-        kernel = settings.model.packed_attention
-        limits = models.limits_of(meta_model, ranks.device, teacher=meta_teacher.model, packed_attention=kernel)
-        has_trees = any(map(text.makes_trees, datasets))
-        collator = data.text_collator(settings.data, self.tokenizer, loss_fn.ignore_index, limits, has_trees=has_trees)
+        # Data: the collator makes rows that both models can compute.
+        datasets = data.load_datasets(cfg, built.tokenizer)
+        kernel, has_trees = settings.model.packed_attention, any(map(text.makes_trees, datasets))
+        limits = models.limits_of(built.meta_model, ranks.device, teacher=meta_teacher.model, packed_attention=kernel)
+        collator = data.text_collator(settings.data, built.tokenizer, loss_fn.ignore_index, limits, has_trees)
         num_to_run = models.num_to_run(settings.pipeline, ranks)
         self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, num_to_run)
 
-        # ---- Model: each pipeline stage is changed, then parallelized, then gets its weights
-        groups = long_rows.row_groups(ranks, settings.data.max_ranks_per_row)
-        splits_backward, compiles = settings.pipeline.splits_backward, settings.model.compile
-        with naming():
-            self.model = models.build_stages(meta_model, settings.pipeline, ranks)
-            for stage in models.local_stages(self.model):
-                models.attend_within_documents(stage, limits.attentions[0], collator.longest_row, groups)
-                if models.has_output(stage):
-                    losses.attach_loss(stage, loss_fn, splits_backward, compiles)
-                models.parallelize(stage, settings.model, ranks)
-        run.open_log(cfg, meta_model, self.model, self.loader)
-        fingerprints = models.load_model(  # of frozen weights
-            self.model, self.checkpointer, cfg.checkpointer, settings.model, ranks, run.seed
-        )
-        self.pipeline = models.build_pipeline(
-            self.model, settings.pipeline, settings.model.torch_dtype, ranks, len(self.metrics)
-        )
-        self.offloading = settings.model.offloading(self.model)
-        self.teacher = distillation.Teacher(meta_teacher, ranks, meta_model, collator.longest_row, groups)
+        # Model: it ends in the loss. Its teacher, its optimizer, what training does beside update steps, and resume.
+        rows = models.rows_of(limits, collator.longest_row, ranks, settings.data.max_ranks_per_row)
+        self.model = training.build_model(built, self.loader, rows, lambda stage: loss_fn, self.metrics)
+        self.teacher = distillation.Teacher(meta_teacher, built, rows)
         self.attached = self.teacher.attached  # a pass before the pass
-
-        # ---- Optimizer, parts of the training, and resume
-        self.optimizer = optim.build_optimizer(cfg.optimizer, self.model, settings.optimizer)
-        models.speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = optim.NonfiniteGuard(self.optimizer, ranks.device, settings.optimizer)
-        parts, every = run.parts, settings.run
-        parts.add("budget", training.StepMemory(run, self.loader, self.optimizer))
-        if settings.data.sample_losses:
-            parts.add("sample_losses", training.SampleLosses(run, self.loader, loss_fn))
-        parts.add("by_dataset", training.DatasetLosses(run, loss_fn, self.loader))
-        validation = training.Validation(run, self.validate)
-        parts.add_every(every.run_val_every_n_steps, "validation", validation, at_ends=True)
-        parts.add_every(every.sample_every_n_steps, "answers", training.Answers(run, self.model, self.tokenizer))
-        parts.add_every(every.export_every_n_steps, "exports", training.Exports(run))
-        fingerprints |= self.teacher.fingerprints
-        trained = training.Trained(
-            self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer, fingerprints
-        )
-        self.lr_scheduler = optim.build_lr_scheduler(schedule, self.optimizer, *run.resume(trained))
+        self.stepper = training.build_stepper(built, self.model)
+        training.add_usual_parts(built, self.model, self.stepper, self.validate, self.loader, self.val_loader, loss_fn)
+        training.resume_run(built, self.model, self.stepper, self.loader, self.teacher.fingerprints)
 
     # ---- Objective and update -------------------------------------------------------------------
 
-    def sums(self, microbatch: Microbatch) -> Tensor:
-        """Returns sums of ``self.metrics`` over target tokens, [5] or [1]; first the loss."""
-        with self.offloading, record_function("forward"):
-            return self.model(**microbatch.inputs, targets=microbatch.targets)
+    def objective(self, scaled: Tensor) -> Tensor:
+        """Returns what is differentiated, [], of scaled sums of ``self.metrics``: the first."""
+        return scaled[0]
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """Steps along grad[(1 / N) sum_t (1 - r) CE_t + r T^2 KL_t(teacher || student)].
@@ -153,32 +110,22 @@ class KDRecipe:
         metrics = torch.zeros(len(self.metrics), dtype=torch.float64, device=self.ranks.device)
         # The teacher computes all microbatches first: its stages need another schedule.
         with self.attached(step) as microbatches:
-            if self.pipeline is not None:
+            if isinstance(self.model, models.Pipeline):
                 # One schedule per update step pays the pipeline bubble once.
-                sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
+                sums = self.model.forward_backward(microbatches, lambda sums: self.objective(sums * scale))
                 metrics += sums * scale
             else:
                 for microbatch, is_last in to_device_ahead(mark_last(microbatches), self.ranks.device):
-                    with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
-                        scaled = self.sums(microbatch) * scale
+                    with gradient_sync(self.model.module, is_last, self.settings.ranks.gradient_sync):
+                        scaled = self.model.sums(microbatch) * scale
                         with record_function("backward"):
-                            scaled[0].backward()
+                            self.objective(scaled).backward()
                     metrics += scaled.detach()
-
-        grad_norm = optim.clip_grad_norm_(self.model, self.settings.optimizer.clip_grad_norm, self.pipeline)
-        # Fused optimizers skip non-finite gradients without a device synchronization.
-        if self.nonfinite.should_step(grad_norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        return self.named(metrics), grad_norm
+        return self.named(metrics), self.stepper.clip_and_step()
 
     def validate(self) -> dict[str, Tensor]:
         """Returns means per target token of ``dataset_val`` over all ranks."""
-        sums, totals = training.sum_over(
-            self.val_loader, self.model, self.sums, len(self.metrics), self.pipeline, self.ranks.device, self.attached
-        )
+        sums, totals = training.sum_over(self.val_loader, self.model, self.attached)
         return parallel.means_over_ranks(self.named(sums, "val_"), totals, "target_tokens", self.ranks.dp_degree)
 
     def named(self, sums: Tensor, prefix: str = "") -> dict[str, Tensor]:
@@ -192,7 +139,7 @@ class KDRecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, divisor="target_tokens", reported=distillation.STUDENT):
+        for step in self.run.steps(self.loader, "target_tokens", distillation.STUDENT):
             metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm, teacher_seconds=self.teacher.read_seconds())
 

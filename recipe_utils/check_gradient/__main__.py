@@ -35,9 +35,9 @@ from recipe_utils.cli.launcher import REPORTED_EXIT_CODE, wait_for_ranks
 from recipe_utils.models.adapters.nf4 import is_quantized
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.models.construct import build_on_meta
-from recipe_utils.models.transformers.double_precision import DoublePrecision
 from recipe_utils.models.pipeline.stages import local_stages
 from recipe_utils.models.transformers import transformers_decoder
+from recipe_utils.models.transformers.double_precision import DoublePrecision
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.process_group import world_size_from_env
@@ -86,11 +86,11 @@ def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
     recipe = recipe_class(cfg)
     with recipe.run:
         recipe.setup(cfg)
-        model, ranks, loader, settings = recipe.model, recipe.ranks, recipe.loader, recipe.settings
+        model, ranks, loader, settings = recipe.model.module, recipe.ranks, recipe.loader, recipe.settings
         if makes_trees(loader.dataset.dataset):
             raise ConfigError("dataset: trees are not compared; set dataset.split_turns=True")
         model.eval()  # without dropout
-        optimizers: list[Any] = single_optimizers(recipe.optimizer)
+        optimizers: list[Any] = single_optimizers(recipe.stepper.optimizer)
 
         def update(step: UpdateStep, number: int) -> None:
             if 0 in (step.totals.get(name) for name in _TOTALS):
@@ -219,7 +219,7 @@ def report(recorded: Recorded, exact: SingleSamples, rounded: Weights, dtype: st
     for group, difference in differences(recorded.gradients, exact.gradients).items():
         print(f"  {group:12}{difference:.1e}      {roundings.get(group, 0):.1e}")
         groups += [group] * (not difference <= FACTOR * roundings.get(group, 0) + floor)
-    not_judged = ["the loss of one sample, since both sides call the recipe's sums; dropout", *exact.not_judged]
+    not_judged = ["the loss of one sample, since both sides call the same loss; dropout", *exact.not_judged]
     print(*(f"Not judged: {text}." for text in not_judged), *(f"Wrong: {text}." for text in exact.wrong), sep="\n")
     if groups:
         print(f"Not equal to single samples within {FACTOR:g} times the rounding of {dtype}: {', '.join(groups)}.")

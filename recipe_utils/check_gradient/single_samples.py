@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from recipe_utils.models.adapters.adapted_linear import forget_norms
 from recipe_utils.models.frozen import FrozenModel
+from recipe_utils.models.runner import Whole
 from recipe_utils.models.weights import gather_weights
 from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.fsdp import local, reshard
@@ -72,8 +73,8 @@ class SingleSamples:
             self._recipe = recipe = recipe_class(cfg)
             stack.enter_context(recipe.run)
             recipe.setup(cfg)
-            recipe.model.eval()
-            for optimizer in single_optimizers(recipe.optimizer):
+            recipe.model.module.eval()
+            for optimizer in single_optimizers(recipe.stepper.optimizer):
                 vars(optimizer)["records"] = True
             with recipe.loader.epoch(0) as steps:
                 step = next(step for step in steps if step.index == recorded.step.index)
@@ -90,7 +91,7 @@ class SingleSamples:
         recipe, self._sums, outputs = self._recipe, list[tuple[Tensor, Tensor]](), FrozenModel.outputs
 
         def sums_of(microbatch: Microbatch) -> Any:
-            sums = type(recipe).sums(recipe, microbatch)
+            sums = Whole.sums(recipe.model, microbatch)
             if isinstance(sums, Tensor) and sums.requires_grad:
                 values = sums.detach().flatten().double()
                 sums.register_hook(lambda factors: self._sums.append((values, factors.flatten().double())))
@@ -100,11 +101,11 @@ class SingleSamples:
             self._frozen[frozen] = None
             return outputs(frozen, microbatches)
 
-        recipe.sums = sums_of
-        place(recipe.model, self._recorded.moved)
+        recipe.model.sums = sums_of
+        place(recipe.model.module, self._recorded.moved)
         with patch.object(FrozenModel, "outputs", outputs_of):
             self._metrics, _ = recipe.update(self._step)
-        return gathered(recipe.model, recipe.ranks, self._recorded.gradients)
+        return gathered(recipe.model.module, recipe.ranks, self._recorded.gradients)
 
     def _judge(self, asked: Mapping[str, float]) -> None:
         """Fills :attr:`wrong` and :attr:`not_judged`; ``asked`` are the totals that ``update`` has read."""
@@ -150,7 +151,7 @@ class SingleSamples:
         has no gradient in g(w), and that in g(s) has it grow from s to w: (g(s) - g(w)) (w - s) > 0.
         """
         start, moved = self._recorded.start, self._recorded.moved
-        shapes = {name: weight.shape for name, weight in frozen.model.state_dict().items()}
+        shapes = {name: weight.shape for name, weight in frozen.model.module.state_dict().items()}
         text, along = "", 0.0
         # The inequality holds for divergences between models of the same weights only.
         if "pairs" in self._step.totals:
@@ -177,7 +178,7 @@ class SingleSamples:
         """Returns gradients with ``weights`` in a frozen model; the trained one, which exchanges some, has its own."""
         frozen.during_forward = nullcontext
         if frozen.model is not self._recipe.model:
-            place(frozen.model, weights)
+            place(frozen.model.module, weights)
         return self._gradients()
 
 

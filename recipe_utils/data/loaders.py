@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError, Problem, build, naming
 from recipe_utils.text.collator import RowCollator
+from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.mixture import Mixture, MixtureOrder
 from recipe_utils.torchtune_names import instantiate, log_rank_zero
 from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
@@ -36,12 +38,12 @@ def validates_dataset(cfg: DictConfig) -> bool:
     return validates and cfg.get("dataset_val") is not None  # without one, a recipe measures something else
 
 
-def load_datasets(cfg: DictConfig, load: Callable[..., Any]) -> tuple[Any, Any]:
-    """Builds ``dataset`` and, if training validates, ``dataset_val``; else None.
+def load_datasets(cfg: DictConfig, tokenizer: Any, check: Callable[[Any], None] | None = None) -> tuple[Any, Any]:
+    """Builds ``dataset`` and, if training validates, ``dataset_val``; else None; see :func:`.load_dataset`.
 
-    ``load`` builds a dataset, as :func:`.load_dataset`. Raises ConfigError.
+    Raises ConfigError.
     """
-    validates = validates_dataset(cfg)
+    validates, load = validates_dataset(cfg), partial(load_dataset, tokenizer=tokenizer, check=check)
     dataset = build("dataset", load, cfg.dataset)
     return dataset, build("dataset_val", load, cfg.dataset_val) if validates else None
 

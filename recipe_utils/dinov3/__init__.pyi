@@ -3,12 +3,10 @@ from recipe_utils.dinov3.backbone import dinov3_vit as dinov3_vit
 from recipe_utils.dinov3.backbone import dinov3_vit_b16 as dinov3_vit_b16
 from recipe_utils.dinov3.backbone import dinov3_vit_l16 as dinov3_vit_l16
 from recipe_utils.dinov3.backbone import dinov3_vit_s16 as dinov3_vit_s16
-from recipe_utils.dinov3.backbone import fresh_vit_weights as fresh_vit_weights
 from recipe_utils.dinov3.backbone import part_of as part_of
 from recipe_utils.dinov3.backbone import with_heads as with_heads
 from recipe_utils.dinov3.checkpoint import DINOv3Checkpointer as DINOv3Checkpointer
 from recipe_utils.dinov3.checkpoint import check_normalization as check_normalization
-from recipe_utils.dinov3.images.crop_rows import layout_of as layout_of
 from recipe_utils.dinov3.images.folders import hf_image_dataset as hf_image_dataset
 from recipe_utils.dinov3.images.folders import image_folder_dataset as image_folder_dataset
 from recipe_utils.dinov3.images.multi_crop import MultiCrop as MultiCrop
@@ -16,7 +14,8 @@ from recipe_utils.dinov3.images.views import ViewSettings as ViewSettings
 from recipe_utils.dinov3.loaders import IMAGES as IMAGES
 from recipe_utils.dinov3.loaders import ImageComponents as ImageComponents
 from recipe_utils.dinov3.loaders import build_image_loaders as build_image_loaders
-from recipe_utils.dinov3.loaders import build_optimizer_by_depth as build_optimizer_by_depth
+from recipe_utils.dinov3.loaders import groups_by_depth as groups_by_depth
+from recipe_utils.dinov3.loaders import with_fresh_weights as with_fresh_weights
 from recipe_utils.dinov3.schedules import ScheduleSettings as ScheduleSettings
 from recipe_utils.dinov3.self_distillation import SUMS as SUMS
 from recipe_utils.dinov3.self_distillation import HeadArguments as HeadArguments

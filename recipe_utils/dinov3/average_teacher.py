@@ -3,9 +3,8 @@
 Shapes: g images of a microbatch, m masked patches, b bottleneck width, k prototypes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,70 +15,36 @@ from recipe_utils.dinov3.images.crop_rows import global_crops
 from recipe_utils.dinov3.koleo import gradient_of_all
 from recipe_utils.dinov3.self_distillation import ObjectiveSettings, TeacherBottlenecks, TeacherViews
 from recipe_utils.dinov3.sinkhorn import num_prototypes_used, sinkhorn
-from recipe_utils.losses.attach import HiddenAtTargets, attach_loss
+from recipe_utils.losses.attach import HiddenAtTargets
 from recipe_utils.losses.divergences import TeacherHidden
-from recipe_utils.models.construct import build_stages
-from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.frozen import FrozenModel
-from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
-from recipe_utils.models.pipeline.schedule import PipelineSettings
-from recipe_utils.models.pipeline.stages import has_output, local_stages
-from recipe_utils.models.settings import ModelSettings
+from recipe_utils.models.runner import Runner, build_modules, build_runner
 from recipe_utils.models.weights import load_weights
 from recipe_utils.parallel.fsdp import local, reshard
-from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.torchtune_names import MODEL_KEY
+from recipe_utils.settings.problems import naming
+from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 
 class AverageTeacher:
     """Moving average of a student's weights, and its outputs for update steps. All ranks together.
 
-    The averages are copies of ``meta_model``, cut and sharded like the student, with loss modules of their own.
+    The averages are copies of the model, cut and sharded like the student, with loss modules of their own. They start
+    with the weights of ``built.checkpointer``, as the student has.
     """
 
-    def __init__(
-        self,
-        meta_model: nn.Module,
-        objective: ObjectiveSettings,
-        modules: ModelSettings,
-        pipeline: PipelineSettings,
-        ranks: Ranks,
-    ) -> None:
-        self._objective = objective
-        self._modules, self._pipeline = modules, pipeline
-        self._ranks = ranks
+    def __init__(self, built: Built, objective: ObjectiveSettings, student: Runner) -> None:
+        self._objective, self._student, ranks = objective, student.module, built.run.ranks
+        self._ranks, self._student_forward = ranks, FrozenModel(student)
         # Made by all ranks, used on the last stage.
         self._dp_group = ranks.dp_group if ranks.dp_degree > 1 else None
-        self.model = self._copy(meta_model, TeacherBottlenecks())
+        self._forward = _average(built, TeacherBottlenecks())
+        self.model = self._forward.model.module
         """The average, with heads."""
-        states_of_patches = HiddenAtTargets("patch_positions")
-        self.gram_model = self._copy(meta_model, states_of_patches) if objective.gram_loss_weight else None
+        has_gram = bool(objective.gram_loss_weight)
+        self._gram_forward = _average(built, HiddenAtTargets("patch_positions")) if has_gram else None
+        self.gram_model = self._gram_forward.model.module if self._gram_forward is not None else None
         """An earlier average for the Gram loss; None without that loss."""
-
-    def _copy(self, meta_model: nn.Module, loss_fn: Any) -> nn.Module:
-        model = build_stages(meta_model, self._pipeline, self._ranks)
-        for stage in local_stages(model):
-            if has_output(stage):
-                attach_loss(stage, loss_fn)
-            parallelize(stage, self._modules, self._ranks)
-        return model
-
-    def set_up(self, student: nn.Module, pipeline: Pipeline | None, weights: Mapping[str, Tensor]) -> None:
-        """Initializes the average with ``weights``, the full weights of the student."""
-        modules, ranks = self._modules, self._ranks
-        for model in filter(None, (self.model, self.gram_model)):
-            load_weights(model, {MODEL_KEY: dict(weights)}, modules, ranks.device)
-            model.eval()  # drops no branch
-            for module in model.modules():
-                if isinstance(module, PatchEmbedding):
-                    module.sees_masked_patches = True
-        stages_of = partial(build_pipeline, settings=self._pipeline, dtype=modules.torch_dtype, ranks=ranks)
-        self._student = student
-        self._forward = FrozenModel(self.model, stages_of(self.model), ranks.device)
-        self._student_forward = FrozenModel(student, pipeline, ranks.device)
-        if self.gram_model is not None:
-            self._gram_forward = FrozenModel(self.gram_model, stages_of(self.gram_model), ranks.device)
 
     def beside(self, student: nn.Module) -> nn.ModuleDict:
         """Returns all modules of a checkpoint by name."""
@@ -101,7 +66,7 @@ class AverageTeacher:
         # The teacher sees global crops alone; the two-pass KoLeo is of the student's.
         seen = [global_crops(microbatch) for microbatch in step.microbatches]
         bottlenecks = self._forward.outputs(seen)
-        anchors = self._gram_forward.outputs(seen) if self.gram_model is not None else {}
+        anchors = self._gram_forward.outputs(seen) if self._gram_forward is not None else {}
         koleo = self._koleo_gradients(seen, max_images) if max_images is not None else {}
         with self._forward.output_layer() as heads:  # prototypes stay gathered until the end
             if heads is None:
@@ -148,6 +113,19 @@ class AverageTeacher:
     def states_of(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
         """Returns class states [g, d] of whole images by microbatch index; empty on ranks without the last stage."""
         return self._forward.outputs(microbatches)
+
+
+def _average(built: Built, loss_fn: Any) -> FrozenModel:
+    """Returns a copy of the model that ends in ``loss_fn``, with the weights of the start."""
+    modules, pipeline, ranks = built.settings.model, built.settings.pipeline, built.run.ranks
+    with naming():
+        model = build_modules(built.meta_model, lambda _: loss_fn, modules, pipeline, ranks)
+    load_weights(model, built.checkpointer.load_checkpoint(), modules, ranks.device)
+    model.eval()  # drops no branch
+    for module in model.modules():
+        if isinstance(module, PatchEmbedding):
+            module.sees_masked_patches = True
+    return FrozenModel(build_runner(model, modules, pipeline, ranks))
 
 
 @torch.no_grad()

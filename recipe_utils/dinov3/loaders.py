@@ -1,30 +1,31 @@
 """Builders of the loaders and the optimizer of a vision transformer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import nn
-from torch.optim import Optimizer
 
 from recipe_utils.data.loaders import build_loader, validates_dataset
-from recipe_utils.dinov3.backbone import layer_of
-from recipe_utils.dinov3.images.crop_rows import TokenLayout
+from recipe_utils.dinov3.backbone import fresh_vit_weights, layer_of
+from recipe_utils.dinov3.images.crop_rows import layout_of
 from recipe_utils.dinov3.images.folders import check_is_image
 from recipe_utils.dinov3.images.multi_crop import MultiCrop
 from recipe_utils.dinov3.images.views import ImageCollator, ViewCollator, Views, ViewSettings, WholeImages
 from recipe_utils.dinov3.nearest_neighbors import NearestNeighbors
 from recipe_utils.dinov3.schedules import ScheduleSettings
 from recipe_utils.dinov3.self_distillation import ObjectiveSettings
-from recipe_utils.optim.optimizer import OptimizerSettings, make_optimizer, trained_parameters
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import build, naming
 from recipe_utils.text.datasets import load_dataset
+from recipe_utils.torchtune_names import MODEL_KEY
 from recipe_utils.training.log import Reported
+from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
 from recipe_utils.update_steps.settings import DataSettings
 
@@ -52,9 +53,8 @@ class ImageComponents:
 def build_image_loaders(
     cfg: DictConfig,
     transform: MultiCrop,
-    layout: TokenLayout,
+    meta_model: nn.Module,
     ranks: Ranks,
-    *,
     data: DataSettings,
     views: ViewSettings,
     objective: ObjectiveSettings,
@@ -66,7 +66,7 @@ def build_image_loaders(
     ``num_to_run`` is that of a pipeline's schedule. Raises ConfigError for problems of all datasets and for a
     transform that does not fit the model.
     """
-    validates = validates_dataset(cfg)
+    validates, layout = validates_dataset(cfg), layout_of(meta_model)
     load = partial(load_dataset, check=check_is_image)
     load_labeled = partial(load_dataset, check=partial(check_is_image, with_labels=True))
     dataset = build("dataset", load, cfg.dataset)
@@ -92,15 +92,30 @@ def build_image_loaders(
         return loader, NearestNeighbors(bank, images, objective.knn_neighbors, ranks)
 
 
-def build_optimizer_by_depth(
-    cfg: DictConfig, model: nn.Module, meta_model: Any, schedules: ScheduleSettings, settings: OptimizerSettings
-) -> Optimizer:
-    """Builds the optimizer of a vision transformer with learning rates by depth.
+def with_fresh_weights(built: Built) -> Built:
+    """Returns components whose checkpointer draws the weights that it does not load: those of heads, or all."""
+    return replace(built, checkpointer=FreshWeights(built.checkpointer, built.meta_model, built.run.seed))
 
-    ``model`` may be pipeline stages of ``meta_model``.
-    """
-    num_layers = len(meta_model.layers)
+
+class FreshWeights:
+    """Checkpointer of a given backbone, if any, beside new weights that depend on a seed."""
+
+    def __init__(self, checkpointer: Any, meta_model: nn.Module, seed: int) -> None:
+        self._checkpointer, self._meta_model, self._seed = checkpointer, meta_model, seed
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        """Returns all weights."""
+        weights = fresh_vit_weights(self._meta_model, self._seed)
+        return {MODEL_KEY: weights | self._checkpointer.load_checkpoint()[MODEL_KEY]}
+
+
+def groups_by_depth(
+    built: Built, schedules: ScheduleSettings
+) -> Callable[[Mapping[str, nn.Parameter]], list[dict[str, Any]]]:
+    """Returns a function from parameters by name to an optimizer's groups, with learning rates by depth."""
+    num_layers = len(built.meta_model.layers)
     depth_of = partial(layer_of, num_layers=num_layers)
-    layers = depth_of, num_layers + 2, bool(settings.weight_decay_of_vectors)
-    groups = schedules.groups_by_depth(trained_parameters(model), cfg, *layers)
-    return make_optimizer(cfg, groups, {})
+    decays = bool(built.settings.optimizer.weight_decay_of_vectors)
+    return lambda parameters: schedules.groups_by_depth(
+        parameters, built.cfg.optimizer, depth_of, num_layers + 2, decays
+    )

@@ -13,26 +13,24 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from omegaconf import DictConfig
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import nn
 
 from recipe_utils.checkpoint.load import TEACHER
-from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.losses.attach import HiddenAtTargets
 from recipe_utils.losses.divergences import TeacherHidden
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.frozen import Attached, frozen_copy, nothing_attached
+from recipe_utils.models.runner import Rows
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import num_outputs, warn_if_above_memory
 from recipe_utils.models.vocabulary import check_same_tokens
-from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, OnlyWith, own_keys
 from recipe_utils.settings.problems import ConfigError, Problem, build, naming
 from recipe_utils.torchtune_names import instantiate, log_rank_zero
+from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 
@@ -85,16 +83,14 @@ def naming_teacher() -> Iterator[None]:
         raise ConfigError(*(of_key.sub("", text, count=1) for text in texts)) from error
 
 
-def build_teacher_on_meta(
-    cfg: DictConfig, settings: TeacherSettings, modules: ModelSettings, student: nn.Module, checkpointer: Any
-) -> TeacherOnMeta:
-    """Builds the teacher's meta model and checkpointer, which the recipe's ``cfg`` configures.
+def build_teacher_on_meta(settings: TeacherSettings, built: Built) -> TeacherOnMeta:
+    """Builds the teacher's meta model and checkpointer beside the student's components.
 
-    ``modules``, ``student``, a meta model, and ``checkpointer`` are the student's. Raises ConfigError if the teacher
-    does not fit the student.
+    Raises ConfigError if the teacher does not fit the student.
     """
     if settings.kd_ratio == 0:
         return TeacherOnMeta()
+    cfg, modules, student = built.cfg, built.settings.model, built.meta_model
     # Memory savings for gradients do not apply.
     modules = modules.without_gradients(
         dtype=settings.teacher_dtype or modules.dtype,
@@ -118,7 +114,7 @@ def build_teacher_on_meta(
             )
     own_checkpointer = build(TEACHER, instantiate, cfg.get(TEACHER))
     sizes = num_outputs(model), num_outputs(student)
-    is_same = build(TEACHER, check_same_tokens, checkpointer, own_checkpointer, ("student", "teacher"))
+    is_same = build(TEACHER, check_same_tokens, built.checkpointer, own_checkpointer, ("student", "teacher"))
     if sizes[0] != sizes[1]:
         text = f"The teacher has {sizes[0]} tokens, the student {sizes[1]}: the divergence is computed over the first "
         text += str(min(sizes))
@@ -130,13 +126,11 @@ def build_teacher_on_meta(
 class Teacher:
     """Attaches a frozen model's hidden states to the targets of update steps. All ranks together.
 
-    With pipeline stages, they are on the rank of the last one, where the loss is computed. ``student`` is the whole
-    model. Raises ConfigError if weights do not fit, or the model cannot be built.
+    With pipeline stages, they are on the rank of the last one, where the loss is computed. Raises ConfigError if weights do not fit, or the model cannot be built.
     """
 
-    def __init__(
-        self, on_meta: TeacherOnMeta, ranks: Ranks, student: nn.Module, longest_row: int, row_groups: RowGroups
-    ) -> None:
+    def __init__(self, on_meta: TeacherOnMeta, built: Built, rows: Rows) -> None:
+        ranks = built.run.ranks
         self._spans: list[tuple[Any, Any]] = []  # start and stop of the model's forwards
         self._is_cuda = ranks.device.type == "cuda"
         self.attached: Attached = nothing_attached
@@ -147,13 +141,13 @@ class Teacher:
         text = "the teacher's hidden states are NaN or infinite; look at its weights, or set teacher_dtype=fp32"
         self._model = naming_teacher()(frozen_copy)(
             *("teacher", on_meta.model, HiddenAtTargets(), on_meta.checkpointer, on_meta.modules),
-            *(ranks, longest_row, row_groups),
+            *(ranks, rows),
             split_points=on_meta.split_points,
             keys=("teacher_model", TEACHER),
             explain=lambda *_: f"{TEACHER}: {text}",
         )
         if ranks.is_zero:
-            warn_if_above_memory(student, on_meta.model, ranks)
+            warn_if_above_memory(built.meta_model, on_meta.model, ranks)
         self._model.during_forward = self._timed
         self.attached, self.fingerprints = self._with_output_layer, self._model.fingerprints
 

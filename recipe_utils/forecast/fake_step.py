@@ -17,15 +17,14 @@ from recipe_utils.data.collators import text_collator
 from recipe_utils.distillation.losses import make_distillation_loss
 from recipe_utils.distillation.teacher import TeacherSettings
 from recipe_utils.forecast.live_bytes import LiveBytes
-from recipe_utils.losses.attach import HiddenAtTargets, attach_loss, build_loss
+from recipe_utils.losses.attach import HiddenAtTargets, build_loss
 from recipe_utils.losses.divergences import TeacherHidden
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.adapters.lora import find_adapters
-from recipe_utils.models.attention.document_mask import attend_within_documents
-from recipe_utils.models.construct import build_on_meta, build_stages
-from recipe_utils.models.distribute import parallelize
+from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.frozen import FrozenModel, trained_model
 from recipe_utils.models.pipeline.schedule import PipelineSettings
+from recipe_utils.models.runner import Rows, Whole, build_modules, rows_of
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.models.weights import materialize
@@ -40,7 +39,6 @@ from recipe_utils.preference.losses import PreferenceLoss, PreferenceSettings, m
 from recipe_utils.preference.pairs import PairSettings, pair_collator
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import RowCollator
-from recipe_utils.text.limits import PackedAttention
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.update_steps.objective import declared_by
 from recipe_utils.update_steps.settings import DataSettings
@@ -66,14 +64,14 @@ def row_of(collator: RowCollator, size: int, length: int) -> Microbatch:
 
 
 class TextSettings(Protocol):
-    """Settings of the recipes for text; ``preference``, ``pairs`` and ``teacher`` are of one recipe each."""
+    """Settings of the recipes for text; ``objective``, ``pairs`` and ``teacher`` are of one recipe each."""
 
     model: ModelSettings
     pipeline: PipelineSettings
     optimizer: OptimizerSettings
     data: DataSettings
     ranks: RankSettings
-    preference: PreferenceSettings
+    objective: PreferenceSettings
     pairs: PairSettings
     teacher: TeacherSettings
 
@@ -93,7 +91,7 @@ class FakeTraining:
         modules, frozen_loss = settings.model.without_gradients(), None
         if self._is_of_pairs:
             pair_loss = build("loss", make_preference_loss, partial(instantiate, cfg.loss))
-            loss_fn: Any = PreferenceLoss(pair_loss, settings.preference.tokens_per_chunk)
+            loss_fn: Any = PreferenceLoss(pair_loss, settings.objective.tokens_per_chunk)
             frozen_loss = loss_fn if getattr(pair_loss, "needs_reference", True) else None
         else:
             loss_fn = build("loss", build_loss, cfg.loss)
@@ -120,37 +118,34 @@ class FakeTraining:
         small = nn.ModuleDict({"layers": nn.Linear(8, 8)})
         small["layers"].weight.grad = torch.zeros(8, 8)
         build("optimizer", build_optimizer, cfg.optimizer, small, settings.optimizer).step()
-        self._model = self._build(meta_model, limits.attentions[0], settings.model, loss_fn)
-        self._optimizer = build_optimizer(cfg.optimizer, self._model, settings.optimizer)
-        speed_up_adapters(self._model, self._optimizer)
-        trained = [local(p) for p in self._model.parameters() if p.requires_grad]
+        rows = rows_of(limits, self.collator.longest_row, self.ranks)
+        self._model = self._build(meta_model, rows, settings.model, loss_fn)
+        self._optimizer = build_optimizer(cfg.optimizer, self._model.module, settings.optimizer)
+        speed_up_adapters(self._model.module, self._optimizer)
+        trained = [local(p) for p in self._model.module.parameters() if p.requires_grad]
         self.shares = {"weights": self._live.now, "gradients": sum(p.nbytes for p in trained)}
         if frozen_loss is not None and not self._has_teacher and find_adapters(meta_model).modules:
-            self._frozen = trained_model(self._model, None, self.ranks.device, partial(disable_adapter, self._model))
+            self._frozen = trained_model(self._model, "reference", partial(disable_adapter, self._model.module))
             if isinstance(loss_fn, PolicyLoss):
                 self._frozen = returning_log_probs(self._frozen, loss_fn)
         elif frozen_loss is not None:
-            frozen = self._build(meta_frozen, limits.attentions[-1], modules, frozen_loss).requires_grad_(False).eval()
-            self._frozen = FrozenModel(frozen, None, self.ranks.device)
+            frozen = self._build(meta_frozen, rows._replace(attention=limits.attentions[-1]), modules, frozen_loss)
+            frozen.module.requires_grad_(False).eval()
+            self._frozen = FrozenModel(frozen, name="teacher" if self._has_teacher else "reference")
         self.shares["frozen models"] = self._live.now - self.shares["weights"]
         # Buffers of AdamW8bit's compiled update: 9 bytes per element of a parameter.
         is_compiled = is_of_cuda and cfg.optimizer._component_.endswith(".AdamW8bit")
         self._compiled_bytes = 9 * max(p.numel() for p in trained) * is_compiled
 
-    def _build(
-        self, meta_model: nn.Module, attention: PackedAttention, modules: ModelSettings, loss_fn: Any
-    ) -> nn.Module:
+    def _build(self, meta_model: nn.Module, rows: Rows, modules: ModelSettings, loss_fn: Any) -> Whole:
         with naming():
-            model = build_stages(meta_model, self.settings.pipeline, self.ranks)
-            attend_within_documents(model, attention, self.collator.longest_row)
-            attach_loss(model, loss_fn)
-            parallelize(model, modules, self.ranks)
+            model = build_modules(meta_model, lambda _: loss_fn, modules, self.settings.pipeline, self.ranks, rows)
         with self._fake:
             weights = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in model.state_dict().items()}
         materialize(model, weights, modules, self.ranks.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             self._live.hold(tensor)
-        return model
+        return Whole(model, self.ranks.device, settings=modules)
 
     def measure(self, size: int, length: int, num_microbatches: int = 2) -> tuple[int, int, int]:
         """Makes an update step of equal rows, see :func:`row_of`; the first creates the optimizer's state.
@@ -169,17 +164,17 @@ class FakeTraining:
 
     def _update(self, microbatches: list[Microbatch], held: ExitStack) -> None:
         if self._frozen is not None:
-            name, outputs = "reference", [*self._frozen.outputs(microbatches).values()]
+            outputs: list[Any] = [*self._frozen.outputs(microbatches).values()]
             if self._has_teacher:
-                name = "teacher"
                 layer = held.enter_context(self._frozen.output_layer())
                 outputs = [TeacherHidden(hidden, layer) for hidden in outputs]
             pairs = zip(microbatches, outputs, strict=True)
-            microbatches = [microbatch.with_outputs(**{name: output}) for microbatch, output in pairs]
+            microbatches = [microbatch.with_outputs(**{self._frozen.name: output}) for microbatch, output in pairs]
         for microbatch, is_last in mark_last(microbatches):
-            with gradient_sync(self._model, is_last, self.settings.ranks.gradient_sync):
-                sums = self._model(**microbatch.inputs, targets=microbatch.targets)
+            with gradient_sync(self._model.module, is_last, self.settings.ranks.gradient_sync):
+                sums = self._model.sums(microbatch)
                 (sums[0] + sums[-1] if self._is_of_pairs else sums[0]).backward()
+        # Not with the guard of a training, which reads numbers.
         clip_grad_norm_(self._model, self.settings.optimizer.clip_grad_norm)
         before = self._live.peak
         self._optimizer.step()

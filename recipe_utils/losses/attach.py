@@ -54,8 +54,6 @@ def attach_loss(
     loss_fn: Any,
     backward_in_parts: bool = False,
     compiles: bool = False,
-    *,
-    num_sums: int | None = None,
 ) -> None:
     """Makes ``model(..., targets=targets)`` return sums [k], of which only the first is differentiated.
 
@@ -64,8 +62,7 @@ def attach_loss(
 
     ``model`` is a torchtune decoder, or a fusion model with one at ``decoder``; with a stock loss
     (:class:`SummedLoss`), any model that returns logits. Raises ValueError if the loss does not fit
-    the model. The first forward raises ConfigError if the loss returns another number of sums than
-    ``num_sums``; None allows any.
+    the model.
     """
     if compiles:
         compile_loss(loss_fn)
@@ -99,8 +96,6 @@ def attach_loss(
         sums: Any = loss_fn(decoder.output, decoder.norm(hidden), targets_in_forward.pop(), backward_in_parts)
         if isinstance(sums, Tensor) and sums.dim() == 0:
             sums = torch.stack([sums])  # not a view, for which FSDP2 warns
-        if num_sums is not None:
-            _check_sums(loss_fn, sums, num_sums)
         return sums
 
     decoder.unembed = unembed
@@ -140,10 +135,12 @@ def _attach_to_logits(
     model.register_forward_hook(logits_to_loss)
 
 
-def _check_sums(loss_fn: Any, sums: Any, num_sums: int) -> None:
+def check_sums(sums: Any, num_sums: int, loss_fn: Any = None) -> None:
+    """Raises ConfigError if a loss module has returned anything but ``num_sums`` sums, [k] or, for k = 1, []."""
     shape = list(sums.shape) if isinstance(sums, Tensor) else type(sums).__name__
-    if shape not in ([], [num_sums]):
-        text = f"{type(loss_fn).__name__} returns {shape} and not [{num_sums}], the sum over targets first; "
+    if shape not in ([num_sums], *[[]] * (num_sums == 1)):
+        name = "it" if loss_fn is None else type(loss_fn).__name__
+        text = f"{name} returns {shape} and not [{num_sums}], the sum over targets first; "
         text += "name what it returns in an attribute `sums` of its class, or return fewer"
         raise ConfigError(Problem("loss._component_", text))
 
@@ -205,7 +202,7 @@ class SummedLoss:
             targets = Targets(labels[None], (labels != self.ignore_index).nonzero().squeeze(1))
             with naming("loss"):
                 summed = self(logits, targets)
-                _check_sums(self._loss_fn, summed, 1)
+                check_sums(summed, 1, self._loss_fn)
                 sums.append(float(summed))
         if not math.isclose(sums[0], sums[1] + sums[2], rel_tol=1e-4):
             raise ValueError(

@@ -33,6 +33,9 @@ class LinearLogProbs(ChunkedLoss):
     the arguments see :class:`recipe_utils.losses.chunks.ChunkedLoss`.
     """
 
+    splits_backward = False
+    """True of losses whose backward may run twice, for hidden states and for weights."""
+
     def __init__(self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8) -> None:
         super().__init__(tokens_per_chunk, num_output_chunks, IGNORE_INDEX, "loss")
         self._arithmetic: _Arithmetic = (_read, _gradient)

@@ -9,28 +9,21 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.long_rows.exchange import RowGroups
-from recipe_utils.losses.attach import attach_loss
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import find_adapters
-from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.attention.packed_attention import attention_of
-from recipe_utils.models.construct import build_stages
-from recipe_utils.models.distribute import parallelize
-from recipe_utils.models.pipeline.microbatches import Pipeline, build_pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import adapters_of, has_output, local_stages
+from recipe_utils.models.runner import Rows, Runner, build_modules, build_runner
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.vocabulary import check_same_tokens
 from recipe_utils.models.weights import (
@@ -43,7 +36,6 @@ from recipe_utils.models.weights import (
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.fsdp import local, reshard
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.problems import naming
 from recipe_utils.torchtune_names import MODEL_KEY, instantiate
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
@@ -62,10 +54,7 @@ def nothing_attached(step: UpdateStep) -> AbstractContextManager[Sequence[Microb
 class FrozenModel:
     """Model that runs without gradients and returns its loss module's outputs. All ranks together."""
 
-    model: nn.Module
-    pipeline: Pipeline | None
-    """That of the model's stages."""
-    device: torch.device
+    model: Runner
     during_forward: Context = nullcontext
     """Context of all forwards of an update step."""
     name: str = "frozen"
@@ -75,7 +64,6 @@ class FrozenModel:
     explain: Callable[[Microbatch, Any], str] | None = None
     """Returns the error of a microbatch's output that is NaN or infinite."""
 
-    @torch.no_grad()
     def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
         """Returns the loss module's outputs by index; empty on ranks without the last stage.
 
@@ -83,12 +71,7 @@ class FrozenModel:
         """
         plain = [replace(m, targets=m.targets._replace(outputs={})) for m in microbatches]
         with self.during_forward():
-            if self.pipeline is not None:
-                return self.pipeline.outputs(plain)
-            return {
-                index: self.model(**microbatch.inputs, targets=microbatch.targets)
-                for index, microbatch in enumerate(to_device_ahead(plain, self.device))
-            }
+            return self.model.outputs(plain)
 
     def check(self, microbatches: Sequence[Microbatch], outputs: Mapping[int, Any]) -> None:
         """Raises NonfiniteError for outputs that are NaN or infinite. Synchronizes with the device."""
@@ -105,7 +88,7 @@ class FrozenModel:
         :meth:`check`, on a CPU; elsewhere the gradient is not finite.
         """
         outputs = self.outputs(step.microbatches)
-        if self.device.type == "cpu":
+        if self.model.device.type == "cpu":
             self.check(step.microbatches, outputs)
         yield [
             m.with_outputs(**{self.name: outputs[index]}) if index in outputs else m
@@ -115,7 +98,7 @@ class FrozenModel:
     @contextmanager
     def output_layer(self) -> Iterator[Any]:
         """Yields the output layer, gathered until the end of the block; None on ranks without the last stage."""
-        stage: Any = next(filter(has_output, local_stages(self.model)), None)
+        stage: Any = next(filter(has_output, local_stages(self.model.module)), None)
         if stage is None:
             yield None
             return
@@ -139,8 +122,7 @@ def frozen_copy(
     checkpointer: Any,
     settings: ModelSettings,
     ranks: Ranks,
-    longest_row: int,
-    row_groups: RowGroups = MappingProxyType({}),
+    rows: Rows,
     *,
     split_points: list[int] | None = None,
     is_offloaded: bool = False,
@@ -150,8 +132,8 @@ def frozen_copy(
     """Builds a copy of a model for forward passes only, which return what ``loss_fn`` does; see :class:`FrozenModel`.
 
     Weights are those of ``checkpointer``, also when a training resumes. With ``pp`` ranks the copy has one stage per
-    rank, cut at ``split_points`` or balanced by its own costs; outputs are on the rank of the last stage. Rows have at
-    most ``longest_row`` tokens and may span ``row_groups``. With ``is_offloaded`` weights are on the device only
+    rank, cut at ``split_points`` or balanced by its own costs; outputs are on the rank of the last stage. ``rows`` are
+    those of the trained model, with the copy's own attention. With ``is_offloaded`` weights are on the device only
     during forwards. ``keys`` are the config keys of the model and its checkpointer, by default ``name``.
 
     Raises ConfigError if the weights do not fit the model, or it cannot be built.
@@ -163,15 +145,9 @@ def frozen_copy(
     settings = settings.without_gradients()
     # Without a backward there is nothing to interleave.
     pipeline = PipelineSettings(pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points)
-    # As the trained model in a recipe's setup: changed, then parallelized.
     with naming(of_model):
-        attention = attention_of(meta_model, ranks.device, settings.packed_attention)
-        model = build_stages(meta_model, pipeline, ranks)
-        for stage in local_stages(model):
-            attend_within_documents(stage, attention, longest_row, row_groups)
-            if has_output(stage):
-                attach_loss(stage, loss_fn)
-            parallelize(stage, settings, ranks)
+        rows = rows._replace(attention=attention_of(meta_model, ranks.device, settings.packed_attention))
+        model = build_modules(meta_model, lambda _: loss_fn, settings, pipeline, ranks, rows)
     with naming(of_checkpointer):
         load_weights(model, checkpoint, settings, ranks.device)
     model.requires_grad_(False).eval()
@@ -184,27 +160,27 @@ def frozen_copy(
         finally:
             model.cpu()
 
-    stages = build_pipeline(model, pipeline, settings.torch_dtype, ranks)
     context = on_device if is_offloaded else nullcontext
-    return FrozenModel(model, stages, ranks.device, context, name, fingerprints, explain)
+    return FrozenModel(build_runner(model, settings, pipeline, ranks), context, name, fingerprints, explain)
 
 
-def trained_model(
-    model: nn.Module, pipeline: Pipeline | None, device: torch.device, during_forward: Context = nullcontext
-) -> FrozenModel:
-    """Returns the trained model itself without dropout; in ``during_forward`` it may have other weights."""
+def trained_model(model: Runner, name: str, during_forward: Context = nullcontext) -> FrozenModel:
+    """Returns the trained model itself without dropout; in ``during_forward`` it may have other weights.
+
+    Its loss module runs there, too, without gradients; microbatches have no ``targets.outputs`` yet.
+    """
 
     @contextmanager
     def in_evaluation() -> Iterator[None]:
-        was_training = model.training
-        model.eval()
+        was_training = model.module.training
+        model.module.eval()
         try:
             with during_forward():
                 yield
         finally:
-            model.train(was_training)
+            model.module.train(was_training)
 
-    return FrozenModel(model, pipeline, device, in_evaluation)
+    return FrozenModel(model, in_evaluation, name)
 
 
 def reference_checkpointer(component: Any, meta_model: nn.Module, policy_checkpointer: Any) -> Any:
@@ -219,22 +195,20 @@ def reference_checkpointer(component: Any, meta_model: nn.Module, policy_checkpo
     return checkpointer or policy_checkpointer
 
 
-def start_of_adapters(
-    policy: nn.Module, pipeline: Pipeline | None, device: torch.device, checkpointer: Mapping[str, Any]
-) -> FrozenModel | None:
+def start_of_adapters(policy: Runner, name: str, checkpointer: Mapping[str, Any]) -> FrozenModel | None:
     """Returns the model with adapters that training starts from: ``policy`` itself, whose base needs no second copy.
 
     Without adapters, or with those of the ``adapter_checkpoint`` in the config of ``checkpointer``, copied now. None if the
     policy has none.
     """
-    if not adapters_of(policy).modules:
+    if not adapters_of(policy.module).modules:
         return None
-    given, at_start = dict[str, str](), partial(disable_adapter, policy)
+    given, at_start = dict[str, str](), partial(disable_adapter, policy.module)
     if path := checkpointer.get("adapter_checkpoint"):
         given["checkpointer.adapter_checkpoint"] = f"{crc32(Path(checkpointer['output_dir'], path).read_bytes()):08x}"
-        present = {name: local(p.detach()).clone() for name, p in parameters_by_name(policy).items()}
-        at_start = partial(with_weights, policy, present)
-    return replace(trained_model(policy, pipeline, device, at_start), fingerprints=given)
+        present = {key: local(p.detach()).clone() for key, p in parameters_by_name(policy.module).items()}
+        at_start = partial(with_weights, policy.module, present)
+    return replace(trained_model(policy, name, at_start), fingerprints=given)
 
 
 def one_after_the_other(*passes: Attached) -> Attached:

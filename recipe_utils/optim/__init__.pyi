@@ -1,9 +1,5 @@
 from recipe_utils.optim.adamw_8bit import AdamW8bit as AdamW8bit
-from recipe_utils.optim.grad_norm import clip_grad_norm_ as clip_grad_norm_
 from recipe_utils.optim.grad_norm import grad_norms as grad_norms
-from recipe_utils.optim.nonfinite import NonfiniteGuard as NonfiniteGuard
 from recipe_utils.optim.optimizer import OptimizerSettings as OptimizerSettings
-from recipe_utils.optim.optimizer import build_lr_scheduler as build_lr_scheduler
-from recipe_utils.optim.optimizer import build_optimizer as build_optimizer
-from recipe_utils.optim.optimizer import check_optimizer as check_optimizer
 from recipe_utils.optim.split import Split as Split
+from recipe_utils.optim.stepper import Stepper as Stepper

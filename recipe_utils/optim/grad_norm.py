@@ -6,11 +6,10 @@ would be divided by 3 and by 4, and the gradient would point elsewhere.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,30 +21,35 @@ NameOf = Callable[[str], str | None]
 """Maps a parameter's name in checkpoints to that of a norm; None takes part in none."""
 
 
-class OverStages(Protocol):
-    """Attributes of a pipeline that a norm over its stages uses."""
+class Trained(Protocol):
+    """What norms of gradients read of a model, which may be cut into stages on several ranks."""
 
-    group: dist.ProcessGroup
-    """Ranks of the pipeline."""
+    module: nn.Module
+    """The model, or this rank's stages of it."""
+    is_cut: bool
+    """True for stages, of which one may have no gradients."""
     tied_copies: frozenset[int]
     """Ids of parameters on this rank whose norm another rank adds."""
-    trained_names: Sequence[str]
-    """Names of the trained parameters of all stages."""
+
+    @property
+    def trained_names(self) -> Sequence[str]:
+        """Names of the trained parameters of all stages."""
+
+    def norms_over_stages(self, norms: Tensor) -> Tensor:
+        """Returns norms [n] of all stages, from those of this rank's."""
 
 
 @record_function("clip")
-def clip_grad_norm_(
-    model: nn.Module, max_norm: float | None = None, pipeline: OverStages | None = None, name_of: NameOf | None = None
-) -> Tensor | None:
+def clip_grad_norm_(model: Trained, max_norm: float | None = None, name_of: NameOf | None = None) -> Tensor | None:
     """Clips gradients in place. Returns their norm before clipping [], None without gradients.
 
     They may be sharded over several meshes; PyTorch's own function takes one. The norm is at least
-    fp32: a bf16 norm would have three digits. ``max_norm`` None only measures it; ``model`` may be
-    the stages of ``pipeline`` on this rank. With ``name_of``, those of each name are clipped by their own norm.
+    fp32: a bf16 norm would have three digits. ``max_norm`` None only measures it. With ``name_of``, those of each name
+    are clipped by their own norm.
     """
-    if pipeline is None and all(parameter.grad is None for parameter in model.parameters()):
+    if not model.is_cut and all(parameter.grad is None for parameter in model.module.parameters()):
         return None
-    norms, parameters = _norms(model, name_of, pipeline)
+    norms, parameters = _norms(model, name_of)
     # By the norm of all of a name, so that the direction stays.
     if max_norm is not None and max_norm != float("inf"):
         for (name, _), group in parameters.items():
@@ -53,25 +57,25 @@ def clip_grad_norm_(
     return torch.linalg.vector_norm(torch.stack([*norms.values()])) if len(norms) > 1 else norms.popitem()[1]
 
 
-def grad_norms(model: nn.Module, name_of: NameOf, pipeline: OverStages | None = None) -> dict[str, Tensor]:
+def grad_norms(model: Trained, name_of: NameOf) -> dict[str, Tensor]:
     """Returns the norm [] of the gradients of each name, equal on all ranks, without a device synchronization.
 
     Example: with ``lambda name: "norm/attn" if ".attn." in name else None``, the norm of all attention layers. Without
     gradients a norm is 0. Raises ValueError if ``name_of`` selects no trained parameter of the whole model, or there
     are no gradients at all.
     """
-    if pipeline is None and all(parameter.grad is None for parameter in model.parameters()):
+    if not model.is_cut and all(parameter.grad is None for parameter in model.module.parameters()):
         raise ValueError("no parameter has a gradient; measure norms before zero_grad, and without optimizer_in_bwd")
-    return _norms(model, name_of, pipeline)[0]
+    return _norms(model, name_of)[0]
 
 
 def _norms(
-    model: nn.Module, name_of: NameOf | None, pipeline: OverStages | None
+    model: Trained, name_of: NameOf | None
 ) -> tuple[dict[str, Tensor], dict[tuple[str, DeviceMesh | None], list[nn.Parameter]]]:
     """Returns norms by name, and parameters with gradients on this rank by name and mesh."""
-    trained, names = trained_parameters(model), [""]
+    trained, names = trained_parameters(model.module), [""]
     if name_of is not None:
-        of_all = [*map(unwrapped, trained)] if pipeline is None else pipeline.trained_names
+        of_all = model.trained_names
         names = [name for name in dict.fromkeys(map(name_of, of_all)) if name is not None]
         if not names:
             examples = ", ".join(of_all[:: max(len(of_all) // 4, 1)])
@@ -86,22 +90,17 @@ def _norms(
             parameters[name, mesh].append(parameter)
 
     # The norm of the norms of the meshes, and over the stages of a pipeline.
-    tied_copies: Container[int] = () if pipeline is None else pipeline.tied_copies
     of_meshes: dict[str, list[Tensor]] = {name: [] for name in names}
     for (name, _), group in parameters.items():
-        if grads := [p.grad for p in group if p.grad is not None and id(p) not in tied_copies]:
+        if grads := [p.grad for p in group if p.grad is not None and id(p) not in model.tied_copies]:
             norm = _total_norm(grads)
             of_meshes[name].append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     # Without gradients here, with precision and device of the others' norms.
-    like = next(model.parameters())
+    like = next(model.module.parameters())
     zero = torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     norms = {name: torch.linalg.vector_norm(torch.stack(each or [zero])) for name, each in of_meshes.items()}
-    if pipeline is not None:
-        stacked = torch.stack([*norms.values()])
-        of_stages = [torch.empty_like(stacked) for _ in range(dist.get_world_size(pipeline.group))]
-        dist.all_gather(of_stages, stacked, group=pipeline.group)
-        norms = dict(zip(names, torch.linalg.vector_norm(torch.stack(of_stages), dim=0), strict=True))
-    return norms, parameters
+    over_stages = model.norms_over_stages(torch.stack([*norms.values()]))
+    return dict(zip(names, over_stages, strict=True)), parameters
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:

@@ -1,10 +1,8 @@
 from recipe_utils.policy.losses import PolicyLoss as PolicyLoss
-from recipe_utils.policy.objective import GROUPS as GROUPS
 from recipe_utils.policy.objective import ROLLOUTS as ROLLOUTS
 from recipe_utils.policy.objective import build_policy_loss as build_policy_loss
 from recipe_utils.policy.objective import counts_of as counts_of
-from recipe_utils.policy.objective import needs_reference as needs_reference
-from recipe_utils.policy.objective import needs_start as needs_start
+from recipe_utils.policy.objective import group_collator as group_collator
 from recipe_utils.policy.objective import problems_with_loss as problems_with_loss
 from recipe_utils.policy.objective import take_largest_ratio as take_largest_ratio
 from recipe_utils.policy.objective import without_equal_groups as without_equal_groups
@@ -12,10 +10,9 @@ from recipe_utils.policy.rollouts import RolloutDataset as RolloutDataset
 from recipe_utils.policy.round_start import PolicySettings as PolicySettings
 from recipe_utils.policy.round_start import RoundStart as RoundStart
 from recipe_utils.policy.round_start import build_reference as build_reference
-from recipe_utils.policy.rounds import Rounds as Rounds
 from recipe_utils.policy.rounds import RoundsDataset as RoundsDataset
 from recipe_utils.policy.rounds import RoundSettings as RoundSettings
+from recipe_utils.policy.rounds import add_rounds as add_rounds
 from recipe_utils.policy.rounds import rollout_dataset as rollout_dataset
-from recipe_utils.policy.rounds import rounds_of as rounds_of
 from recipe_utils.policy.sampler import ModelSampler as ModelSampler
 from recipe_utils.policy.sampler import sampled_reward as sampled_reward

@@ -5,7 +5,7 @@ Example: a file without log-probabilities, of 4 update steps, needs the policy a
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,22 +14,20 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
+from recipe_utils.data.collators import text_collator
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.policy.equal_groups import WithoutEqualGroups
 from recipe_utils.policy.losses import PolicyLoss
 from recipe_utils.settings.problems import Problem
+from recipe_utils.text.collator import RowCollator
+from recipe_utils.text.limits import ModelLimits
+from recipe_utils.text.trees import makes_trees
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.log import Reported
 from recipe_utils.update_steps.loader import UpdateStepLoader
+from recipe_utils.update_steps.objective import Declaration
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep
-
-GROUPS: Mapping[str, Any] = {
-    "trees": ("dataset", "set microbatching=least_padding, where each answer is a row with its prompt"),
-    "pads_sequences": True,
-}
-"""Arguments of :func:`.text_collator`: packed rows compute a group's prompt once, others have a row for each answer."""
-
 
 ROLLOUTS = Reported(
     {"measured": "tokens", "real_tokens": "real_tokens"},  # without what stands for groups of equal rewards
@@ -48,6 +46,21 @@ def build_policy_loss(cfg: DictConfig) -> PolicyLoss:
     return loss_fn
 
 
+def group_collator(
+    settings: DataSettings,
+    tokenizer: Any,
+    limits: ModelLimits,
+    datasets: Iterable[Any],
+    loss_fn: PolicyLoss,
+    declared: Declaration,
+) -> RowCollator:
+    """Returns the collator of groups: packed rows compute a group's prompt once, others have a row for each answer."""
+    trees = "dataset", "set microbatching=least_padding, where each answer is a row with its prompt"
+    has_trees = any(map(makes_trees, datasets))
+    ignored = loss_fn.ignore_index
+    return text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees, pads_sequences=True)
+
+
 def problems_with_loss(loss: Mapping[str, Any], data: DataSettings) -> Iterator[Problem]:
     """Yields a kind of loss that rows over several ranks do not have."""
     if loss.get("kind") == "sequence" and data.max_ranks_per_row > 1:
@@ -55,9 +68,10 @@ def problems_with_loss(loss: Mapping[str, Any], data: DataSettings) -> Iterator[
         yield Problem("loss.kind", text, "sequence")
 
 
-def without_equal_groups(dataset: Any, loss_fn: PolicyLoss) -> Any:
-    """Returns a dataset whose groups without advantages cost no forward, unless they have a KL term. None stays None."""
-    return dataset if dataset is None or loss_fn.has_kl else WithoutEqualGroups(dataset)
+def without_equal_groups(datasets: tuple[Any, Any], loss_fn: PolicyLoss) -> tuple[Any, Any]:
+    """Returns datasets whose groups without advantages cost no forward, unless they have a KL term. None stays None."""
+    dataset, val = (each if each is None or loss_fn.has_kl else WithoutEqualGroups(each) for each in datasets)
+    return dataset, val
 
 
 def needs_reference(loss_fn: PolicyLoss, *datasets: Any) -> bool:

@@ -7,18 +7,17 @@ shards that any number of ranks can load.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.models.frozen import (
     Attached,
     FrozenModel,
@@ -27,16 +26,18 @@ from recipe_utils.models.frozen import (
     start_of_adapters,
     trained_model,
 )
-from recipe_utils.models.pipeline.microbatches import Pipeline
-from recipe_utils.models.settings import ModelSettings
+from recipe_utils.models.runner import Rows, Runner
 from recipe_utils.models.weights import with_weights
 from recipe_utils.parallel.fsdp import local
-from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.policy.losses import PolicyLoss, TemperedLogProbs
+from recipe_utils.policy.objective import needs_reference, needs_start
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
+from recipe_utils.training.settings import RecipeSettings
+from recipe_utils.training.setup import Built
+from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
 
 _KEY = "ref_checkpointer"
@@ -50,23 +51,34 @@ class PolicySettings:
     """``live`` or ``offload``: reference of a KL term or of ``advantage: teacher``, unless the file has its log-probabilities."""
 
 
+class Reference(NamedTuple):
+    """Pass that attaches the reference's log-probabilities, and its fingerprints for a resume."""
+
+    attached: Attached = nothing_attached
+    fingerprints: Mapping[str, str] = {}
+
+
+class SettingsWithReference(RecipeSettings, Protocol):
+    """Settings of a policy with a reference."""
+
+    @property
+    def reference(self) -> PolicySettings: ...  # noqa: D102
+
+
 class RoundStart(Part):
     """Policy at the start of a round, which attaches its log-probabilities as ``old``. All ranks together.
 
-    A round is an epoch. Unless ``is_needed``, nothing is copied and attached.
+    A round is an epoch. Unless a ratio is to the start, nothing is copied and attached; see :func:`.needs_start`.
     """
 
-    def __init__(
-        self, run: Run, model: nn.Module, pipeline: Pipeline | None, loss_fn: PolicyLoss, *, is_needed: bool
-    ) -> None:
-        self._run, self._model, self._epoch, self._is_at_start = run, model, -1, False
+    def __init__(self, run: Run, model: Runner, loss_fn: PolicyLoss, loader: UpdateStepLoader) -> None:
+        self._run, self._model, self._epoch, self._is_at_start = run, model.module, -1, False
         self._weights: dict[str, Tensor] = {}
-        if is_needed:
-            trained = {name: p for name, p in parameters_by_name(model).items() if p.requires_grad}
+        if needs_start(loss_fn, loader):
+            trained = {name: p for name, p in parameters_by_name(model.module).items() if p.requires_grad}
             self._weights = {name: p.detach().clone() for name, p in trained.items()}
-        during = partial(with_weights, model, self._weights)
-        policy = replace(trained_model(model, pipeline, run.ranks.device, during), name="old")
-        self._frozen = returning_log_probs(policy, loss_fn)
+        during = partial(with_weights, model.module, self._weights)
+        self._frozen = returning_log_probs(trained_model(model, "old", during), loss_fn)
 
     @torch.no_grad()
     def before(self, step: UpdateStep) -> None:
@@ -96,42 +108,36 @@ class RoundStart(Part):
 
 
 def build_reference(
-    settings: PolicySettings,
-    modules: ModelSettings,
-    ranks: Ranks,
+    settings: SettingsWithReference,
+    built: Built,
+    policy: Runner,
     loss_fn: PolicyLoss,
-    checkpointer: Any,
-    meta_model: nn.Module,
-    policy: nn.Module,
-    pipeline: Pipeline | None,
-    *,
-    longest_row: int,
-    row_groups: RowGroups,
-    start: Mapping[str, Any],
-    is_needed: bool,
-) -> tuple[Attached, Mapping[str, str]]:
-    """Returns what attaches the log-probabilities of the reference, and its fingerprints for a resume.
+    rows: Rows,
+    datasets: Iterable[Any],
+) -> Reference:
+    """Returns the reference of a policy; see :func:`.needs_reference`.
 
-    With adapters the reference is what training starts from; otherwise a copy of ``meta_model`` with the weights of
-    ``checkpointer``. ``start`` is the config of the policy's checkpointer. Raises ConfigError if the weights do not fit.
+    With adapters it is what training starts from; otherwise a copy of the model with the weights of
+    ``built.ref_checkpointer``. Raises ConfigError if they do not fit.
     """
-    if not is_needed:
-        return nothing_attached, {}
-    offloads = settings.reference == "offload"
-    if (same := start_of_adapters(policy, pipeline, ranks.device, start)) is not None:
+    if not needs_reference(loss_fn, *datasets):
+        return Reference()
+    ranks = built.run.ranks
+    offloads = settings.reference.reference == "offload"
+    if (same := start_of_adapters(policy, "reference", settings.components.checkpointer)) is not None:
         if offloads:
             text = "reference=offload: not used, it shares its base with the trained model"
             log_rank_zero(text, logging.WARNING)
-        model = returning_log_probs(replace(same, name="reference"), loss_fn)
+        model = returning_log_probs(same, loss_fn)
     else:
         log_probs = TemperedLogProbs(loss_fn.tokens_per_chunk, loss_fn.num_output_chunks)
         model = frozen_copy(
-            *("reference", meta_model, log_probs, checkpointer, modules, ranks, longest_row, row_groups),
+            *("reference", built.meta_model, log_probs, built.ref_checkpointer, settings.model, ranks, rows),
             # FSDP2's own offload requires the weights on the CPU.
-            is_offloaded=offloads and not modules.offloads_to_cpu(ranks.device),
+            is_offloaded=offloads and not settings.model.offloads_to_cpu(ranks.device),
             keys=(_KEY, _KEY),
         )
-    return model.attached, model.fingerprints
+    return Reference(model.attached, model.fingerprints)
 
 
 def returning_log_probs(model: FrozenModel, loss_fn: PolicyLoss) -> FrozenModel:

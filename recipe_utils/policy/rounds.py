@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from recipe_utils.files import write_atomically
+from recipe_utils.models.runner import Runner
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.parallel.stop import all_reduce_any
@@ -28,6 +29,7 @@ from recipe_utils.settings.problems import ConfigError, Problem, naming
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
+from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.samples import SampleError
 
 _POLL_SECONDS = 0.2
@@ -142,6 +144,15 @@ def rounds_of(dataset: Any) -> RoundsDataset | None:
     """Returns the rounds that a dataset reads, or whose samples it transforms; None if there are none."""
     candidates = (dataset, getattr(dataset, "dataset", None))
     return next((each for each in candidates if isinstance(each, RoundsDataset)), None)
+
+
+def add_rounds(
+    built: Built, dataset: Any, settings: RoundSettings, sampler: ModelSampler | None, model: Runner
+) -> None:
+    """Adds the part that opens the file of each round, if ``dataset`` reads rounds."""
+    if (rounds := rounds_of(dataset)) is not None:
+        part = Rounds(built.run, rounds, settings, sampler, model.module, built.tokenizer)
+        built.run.parts.add("rounds", part)
 
 
 class Rounds(Part):

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recipe_utils.models.attention.document_mask import longest_document
 from recipe_utils.models.decoding import Decoded, Draws, decode
+from recipe_utils.models.runner import Runner
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.components import component_at
@@ -25,6 +26,7 @@ from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.rows import turns_of
 from recipe_utils.training.parts.answers import end_tokens, text_of, tokens_of
+from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.permutation import epoch_permutation, seed_of
 from recipe_utils.update_steps.samples import SampleError
 
@@ -189,10 +191,16 @@ class ModelSampler:
         return rewards, None
 
 
-def sampled_reward(sampler: ModelSampler, model: nn.Module, tokenizer: Any, ranks: Ranks) -> float:
-    """Returns the mean reward of answers to all prompts of ``sampler_val``, with draws that are the same each time."""
+def sampled_reward(sampler: ModelSampler | None, built: Built, model: Runner) -> dict[str, Tensor | float]:
+    """Returns ``val_reward``: the mean reward of answers to all prompts of ``sampler_val``; nothing without one.
+
+    Draws are the same each time.
+    """
+    if sampler is None:
+        return {}
     sampler.key = "sampler_val"
-    return mean_reward(sampler.sample(model, tokenizer, ranks, 0, len(sampler)))
+    groups = sampler.sample(model.module, built.tokenizer, built.run.ranks, 0, len(sampler))
+    return {"val_reward": mean_reward(groups)}
 
 
 def mean_reward(groups: Sequence[Group]) -> float:

@@ -11,7 +11,6 @@ from recipe_utils.preference.losses import SimPOLoss as SimPOLoss
 from recipe_utils.preference.losses import make_preference_loss as make_preference_loss
 from recipe_utils.preference.pairs import PairSettings as PairSettings
 from recipe_utils.preference.pairs import check_is_pair as check_is_pair
-from recipe_utils.preference.pairs import layout_of as layout_of
 from recipe_utils.preference.pairs import pair_collator as pair_collator
 from recipe_utils.preference.reference import ReferenceSettings as ReferenceSettings
 from recipe_utils.preference.reference import build_reference as build_reference

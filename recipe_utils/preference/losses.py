@@ -155,6 +155,7 @@ class PreferenceLoss(nn.Module):
     """
 
     takes_hidden_states = True
+    splits_backward = LinearLogProbs.splits_backward
     records: Sequence[Record] = ()
     """See :mod:`recipe_utils.training.parts.sample_losses`."""
 

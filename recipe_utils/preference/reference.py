@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from recipe_utils.models.frozen import (
@@ -24,17 +23,19 @@ from recipe_utils.models.frozen import (
     nothing_attached,
     start_of_adapters,
 )
-from recipe_utils.models.pipeline.microbatches import Pipeline
 from recipe_utils.models.pipeline.stages import adapters_of
-from recipe_utils.models.settings import ModelSettings
+from recipe_utils.models.runner import Rows, Runner
 from recipe_utils.models.transformers import transformers_decoder
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.preference.cache import LogProbs, Pairs, ReferenceCache
 from recipe_utils.preference.losses import PreferenceLoss
+from recipe_utils.preference.pairs import PairSettings, layout_of
 from recipe_utils.settings.keys import STRICT, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, problems_with_folder
 from recipe_utils.torchtune_names import log_rank_zero
+from recipe_utils.training.settings import RecipeSettings
+from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.order import Order
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
@@ -107,66 +108,78 @@ class CachedReference:
         yield [m.with_outputs(reference=log_probs) for m, log_probs in zip(step.microbatches, found, strict=True)]
 
 
-def build_reference(
-    settings: ReferenceSettings,
-    modules: ModelSettings,
-    ranks: Ranks,
-    pair_loss: PreferenceLoss,
-    checkpointer: Any,
-    meta_model: Any,
-    policy: nn.Module,
-    pipeline: Pipeline | None,
-    *,
-    longest_row: int,
-    start: Mapping[str, Any],
-    context: Mapping[str, Any],
-    output_dir: Path,
-) -> tuple[Attached, Mapping[str, str], CachedReference | None]:
-    """Returns what attaches log-probabilities [2, p], fingerprints for a resume, and the cache, if there is one.
+class Reference(NamedTuple):
+    """Pass that attaches log-probabilities [2, p], its fingerprints for a resume, and the cache, if there is one."""
 
-    With adapters the reference is ``policy`` with the present ones if they were given, else without; otherwise a copy
-    of ``meta_model`` that ends in ``pair_loss``, with the weights of ``checkpointer``; none if the loss needs none.
-    ``start`` is the config of the policy's checkpointer, ``context`` are plain values that log-probabilities depend on
-    besides weights and precision. Raises ConfigError if the weights do not fit the model.
+    attached: Attached = nothing_attached
+    fingerprints: Mapping[str, str] = {}
+    cache: CachedReference | None = None
+
+    def precompute(self, num_epochs: int, *loaders: UpdateStepLoader | None) -> None:
+        """Fills the cache, if there is one; see :meth:`CachedReference.precompute`."""
+        if self.cache is not None:
+            self.cache.precompute(num_epochs, *loaders)
+
+
+class SettingsOfPairs(RecipeSettings, Protocol):
+    """Settings of a recipe for pairs."""
+
+    @property
+    def reference(self) -> ReferenceSettings: ...  # noqa: D102
+    @property
+    def pairs(self) -> PairSettings: ...  # noqa: D102
+
+
+def build_reference(
+    settings: SettingsOfPairs, built: Built, policy: Runner, pair_loss: PreferenceLoss, rows: Rows
+) -> Reference:
+    """Returns the reference of a policy.
+
+    With adapters it is ``policy`` with the present ones if they were given, else without; otherwise a copy of the model
+    that ends in ``pair_loss``, with the weights of ``built.ref_checkpointer``; none if the loss needs none. Raises
+    ConfigError if the weights do not fit the model.
     """
-    how, warn = settings.reference, partial(log_rank_zero, level=logging.WARNING)
+    how, warn = settings.reference.reference, partial(log_rank_zero, level=logging.WARNING)
     if not getattr(pair_loss.loss_fn, "needs_reference", True):
         if how != "live":
             warn(f"reference={how}: not used, because the loss needs none")
-        return nothing_attached, {}, None
+        return Reference()
+    ranks, modules = built.run.ranks, settings.model
+    meta_model, checkpointer = built.meta_model, built.ref_checkpointer
     build = partial(
         frozen_copy,
-        *("reference", meta_model, pair_loss, checkpointer, modules, ranks, longest_row),
+        *("reference", meta_model, pair_loss, checkpointer, modules, ranks, rows),
         # FSDP2's own offload requires the weights on the CPU.
         is_offloaded=how == "offload" and not modules.offloads_to_cpu(ranks.device),
         keys=(_KEY, _KEY),
         explain=_explain,
     )
     given: Mapping[str, str] = {}
-    if (same := start_of_adapters(policy, pipeline, ranks.device, start)) is not None:
+    if (same := start_of_adapters(policy, "reference", settings.components.checkpointer)) is not None:
         if how == "offload":
             warn("reference=offload: not used, it shares its base with the trained model")
-        given, build = same.fingerprints, partial(replace, same, name="reference", explain=_explain)
+        given, build = same.fingerprints, partial(replace, same, explain=_explain)
     if how != "cached":
         model = build()
-        return model.attached, model.fingerprints, None
+        return Reference(model.attached, model.fingerprints)
     # A cache is used by trainings of which everything that log-probabilities depend on is equal.
     _, fingerprints = load_frozen(checkpointer, _KEY, meta_model if same is None else None, ranks)
-    context = {
-        **context,
+    context: dict[str, Any] = {
+        "model": settings.components.model,
+        "layout": layout_of(settings.data, settings.pairs.prefix_sharing),
         **given,
         "weights": fingerprints[_KEY],
         "dtype": str(modules.torch_dtype),
-        "quantised": sorted(name for name, is_nf4 in adapters_of(policy).frozen.items() if is_nf4),
+        "quantised": sorted(name for name, is_nf4 in adapters_of(policy.module).frozen.items() if is_nf4),
         "device": ranks.device.type,
     }
     if transformers_decoder(meta_model) is not None:
         context["config"] = meta_model.model.config.to_json_string()
-    folder = settings.reference_cache_dir or output_dir / "reference"
+    folder = settings.reference.reference_cache_dir or settings.run.output_dir / "reference"
     cached = ReferenceCache(folder, context, ranks.cpu_group)
     log_rank_zero(f"{folder}: log-probabilities of {len(cached)} pairs")
     reference = CachedReference(cached, build, ranks)
-    return reference.attached, fingerprints if same is None else given, reference
+    return Reference(reference.attached, fingerprints if same is None else given, reference)
 
 
 class OnePass(Order):

@@ -85,7 +85,7 @@ class Checkpointing:
     def check(self) -> None:
         """Raises ConfigError if checkpoints cannot hold the state of the optimizer, after its first step, or of a part."""
         try:
-            optimizer_contents(self.trained.model, self.trained.optimizer)
+            optimizer_contents(self.trained.model, self.trained.stepper.optimizer)
         except ValueError as error:
             remedy = "set recipe_utils.optim.AdamW8bit or another one, or epochs=1 without save_every_* and resume_from_checkpoint"
             raise ConfigError(f"{error}; {remedy}") from error
@@ -99,7 +99,7 @@ class Checkpointing:
         """Saves a checkpoint. Warns if it fails: the last complete one is kept."""
         state = replace(state, parts=self.parts.values())
         try:
-            outcome = self._writer.save(self.trained.model, self.trained.optimizer, state, self.parts.tensors())
+            outcome = self._writer.save(self.trained.model, self.trained.stepper.optimizer, state, self.parts.tensors())
         except ValueError as error:  # the state cannot be saved; raised on all ranks
             outcome = SaveOutcome(state.global_step, None, error=str(error))
         self._report(outcome)

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, read_as
 from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load
-from recipe_utils.checkpoint.tensors import AnyOptimizer, note_options
+from recipe_utils.checkpoint.tensors import note_options
 from recipe_utils.files import CheckpointError
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import adapters_of, local_stages
-from recipe_utils.optim.nonfinite import NonfiniteGuard
+from recipe_utils.optim.stepper import Stepper
 from recipe_utils.parallel.fsdp import local, sharded_as
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
@@ -50,8 +50,7 @@ class Trained:
     """Objects that a recipe has built, which are saved, resumed and exported."""
 
     model: nn.Module
-    optimizer: AnyOptimizer
-    nonfinite: NonfiniteGuard
+    stepper: Stepper
     loader: UpdateStepLoader
     checkpointer: Any
     """Exports the model."""
@@ -126,7 +125,7 @@ class Resume:
                 "the same tokenizer"
             )
         # Before the first schedule changes them: a resume recognizes options that are built otherwise by these.
-        note_options(trained.optimizer, lr_scheduler=self.config.get("lr_scheduler"))
+        note_options(trained.stepper.optimizer, lr_scheduler=self.config.get("lr_scheduler"))
         folder = self.settings.output_dir
         state = TrainingState(
             recipe=self.recipe,
@@ -186,7 +185,7 @@ class Resume:
                 state = load(
                     self.path,
                     trained.model,
-                    trained.optimizer,
+                    trained.stepper.optimizer,
                     now,
                     other_data=self.settings.resume_with_other_data,
                     other_model=self.settings.resume_with_other_model,

@@ -111,10 +111,10 @@ class Run:
         self.log.info(describe_model(meta_model, model, cfg, self.ranks))
         log_data(loader, self.settings.epochs, cfg.get("microbatching", "in_order"))
 
-    def resume(self, trained: Trained) -> tuple[int, int]:
+    def resume(self, trained: Trained) -> None:
         """Resumes training if configured, also within an epoch; see :meth:`.Resume.restore`.
 
-        Returns the update steps of the whole training, and the completed ones.
+        The learning-rate schedule begins at the update step that is reached.
         """
         self.checkpointing.trained, loader = trained, trained.loader
         self.num_steps = sum(map(loader.order.num_steps, range(self.settings.epochs)))
@@ -125,7 +125,7 @@ class Run:
             self.log.info(text)
         self.state = self.checkpointing.resume.restore(trained, self.seed)
         self.checkpointing.log_exports(self.state)
-        return self.num_steps, self.global_step
+        trained.stepper.begin(self.num_steps, self.global_step)
 
     @property
     def global_step(self) -> int:
@@ -186,7 +186,7 @@ class Run:
                 else:
                     skipped.num_bad_in_a_row = 0
                     # Now, because the recipe's schedule steps with the optimizer.
-                    self.metrics.start(steps.wait_seconds, self.checkpointing.trained.optimizer.param_groups)
+                    self.metrics.start(steps.wait_seconds, self.checkpointing.trained.stepper.optimizer.param_groups)
                     for part in self.parts.due(0, is_last=False) if self.global_step == 0 else ():
                         self.metrics.measure(self.state, part, step)
                     self.parts.before(step)
@@ -210,7 +210,7 @@ class Run:
             NonfiniteError: too many gradients were not finite. A checkpoint is saved first.
             ConfigError: after the first update step, if checkpoints cannot hold the optimizer's state.
         """
-        settings, guard = self.settings, self.checkpointing.trained.nonfinite
+        settings, guard = self.settings, self.checkpointing.trained.stepper.nonfinite
         # The device computes while the host counts, and logs what it read late.
         wait, of_parts = self.advance(step)
         if self.global_step == 1 and settings.saves_checkpoints:

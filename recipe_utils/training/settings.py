@@ -125,21 +125,33 @@ class TextComponents:
 class Components(Protocol):
     """Components that every recipe has."""
 
-    dataset: Any
-    dataset_val: Any
-    checkpointer: Mapping[str, Any]
+    @property
+    def model(self) -> Mapping[str, Any]: ...  # noqa: D102
+    @property
+    def dataset(self) -> Any: ...  # noqa: D102
+    @property
+    def dataset_val(self) -> Any: ...  # noqa: D102
+    @property
+    def checkpointer(self) -> Mapping[str, Any]: ...  # noqa: D102
 
 
 class RecipeSettings(Protocol):
-    """Groups of keys that every recipe has."""
+    """Groups of keys that every recipe has; settings are frozen, hence properties."""
 
-    components: Components
-    model: ModelSettings
-    pipeline: PipelineSettings
-    optimizer: OptimizerSettings
-    run: RunSettings
-    data: DataSettings
-    ranks: RankSettings
+    @property
+    def components(self) -> Components: ...  # noqa: D102
+    @property
+    def model(self) -> ModelSettings: ...  # noqa: D102
+    @property
+    def pipeline(self) -> PipelineSettings: ...  # noqa: D102
+    @property
+    def optimizer(self) -> OptimizerSettings: ...  # noqa: D102
+    @property
+    def run(self) -> RunSettings: ...  # noqa: D102
+    @property
+    def data(self) -> DataSettings: ...  # noqa: D102
+    @property
+    def ranks(self) -> RankSettings: ...  # noqa: D102
 
 
 def problems_between(

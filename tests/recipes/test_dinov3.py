@@ -62,9 +62,9 @@ def full(value):
 def everything(recipe):
     """Returns full weights of all three models and the optimizer's state, of this rank's stages."""
     found = {}
-    for name, parameter in parameters_by_name(recipe.models).items():
+    for name, parameter in parameters_by_name(recipe.run.checkpointing.trained.model).items():
         found[name] = full(parameter)
-        for key, value in recipe.optimizer.state.get(parameter, {}).items():
+        for key, value in recipe.stepper.optimizer.state.get(parameter, {}).items():
             found[f"{name}/{key}"] = full(value) if isinstance(value, torch.Tensor) else value
     return found
 
@@ -233,13 +233,13 @@ def test_changed_options_of_groups_are_applied_at_a_resume(tiny_config, tmp_path
     _, found = run({**stopped, **changes, "resume_from_checkpoint": True})
 
     def change_by_hand():
-        for group in recipe.optimizer.param_groups:
+        for group in recipe.stepper.optimizer.param_groups:
             depth_from_top = round(math.log(group["initial_lr"] / 0.01, 0.8))
             group["initial_lr"] = 0.01 * 0.3**depth_from_top
-            group["lr"] = group["initial_lr"] * recipe.lr_scheduler.lr_lambdas[0](2)
+            group["lr"] = group["initial_lr"] * recipe.stepper.lr_scheduler.lr_lambdas[0](2)
             group["decays_from"] *= 0.1 / 0.04
-        rates = [group["initial_lr"] for group in recipe.optimizer.param_groups]
-        recipe.lr_scheduler.base_lrs = rates
+        rates = [group["initial_lr"] for group in recipe.stepper.optimizer.param_groups]
+        recipe.stepper.lr_scheduler.base_lrs = rates
 
     with set_up(config, DINO) as recipe:
         call_in_step(recipe, 3, change_by_hand)
@@ -273,9 +273,11 @@ def test_another_layout_resumes_the_checkpoint_of_one_process(tiny_config, tmp_p
 def run_with_a_spoilt_step(config, spoilt):
     """Returns the names of the models that each update step changed."""
     with set_up(config, DINO) as recipe:
-        sums, update = recipe.sums, recipe.update
+        sums, update = recipe.model.sums, recipe.update
         changed = []
-        recipe.sums = lambda microbatch: sums(microbatch) * (math.nan if recipe.run.global_step + 1 == spoilt else 1.0)
+        recipe.model.sums = lambda microbatch: (
+            sums(microbatch) * (math.nan if recipe.run.global_step + 1 == spoilt else 1.0)
+        )
 
         def watched(step):
             before = everything(recipe)

@@ -11,10 +11,11 @@ from gradient_rows import (
     outputs_of_another_microbatch,
     spanning,
 )
-from recipe_runs import KD, recipe_class, slow
+from recipe_runs import slow
 
 from recipe_utils.losses import divergences as distillation
 from recipe_utils.models.frozen import FrozenModel
+from recipe_utils.models.runner import Whole
 from recipe_utils.models.transformers import decoder
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -74,10 +75,9 @@ def test_gradient_and_metrics_are_those_of_one_big_batch(rows, weights_folder, t
 
 
 def a_mean_per_microbatch(patches):
-    recipe = recipe_class(KD)
-    sums = recipe.sums
+    sums = Whole.sums
     patches.setattr(UpdateStep, "scale", lambda step, _: 1 / len(step.microbatches))
-    patches.setattr(recipe, "sums", lambda self, m: sums(self, m) / max(len(m.targets.positions), 1))
+    patches.setattr(Whole, "sums", lambda self, m: sums(self, m) / max(len(m.targets.positions), 1))
 
 
 def no_square_of_the_temperature(patches):
@@ -103,10 +103,10 @@ def a_teacher_that_drops_out(patches):
     outputs = FrozenModel.outputs
 
     def outputs_with_dropout(self, microbatches):
-        for layer in self.model.layers:
+        for layer in self.model.module.layers:
             if not isinstance(layer.mlp, torch.nn.Sequential):
                 layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.3))
-        self.model.train()
+        self.model.module.train()
         return outputs(self, microbatches)
 
     patches.setattr(FrozenModel, "outputs", outputs_with_dropout)

@@ -7,8 +7,7 @@ import torch
 from gradient_rows import CACHED, OFFLOADED, RECOMPUTED, Row, assert_exact, error_of_mutant, on_ranks
 from recipe_runs import slow
 
-from recipe_utils import models
-from recipe_utils.models import frozen
+from recipe_utils.models import frozen, runner
 from recipe_utils.preference import losses as preference
 from recipe_utils.preference import pairs
 from recipe_utils.text.collator import RowCollator
@@ -80,7 +79,7 @@ def test_gradient_and_metrics_are_those_of_the_pairs_one_by_one(rows, weights_fo
 
 
 def rejected_sees_chosen(patches):
-    attend = models.attend_within_documents
+    attend = runner.attend_within_documents
 
     def one_document(_, args, kwargs):
         rows = kwargs["document_lengths"]
@@ -91,7 +90,7 @@ def rejected_sees_chosen(patches):
         attend(decoder, *args)
         decoder.register_forward_pre_hook(one_document, with_kwargs=True, prepend=True)
 
-    patches.setattr(models, "attend_within_documents", attend_to_both)
+    patches.setattr(runner, "attend_within_documents", attend_to_both)
 
 
 def shared_targets_counted_for_chosen_alone(patches):

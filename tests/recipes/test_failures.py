@@ -187,7 +187,7 @@ def fail_inside_a_step(config, failing_rank, at_microbatch):
     recipe = recipe_class()(cfg)
     recipe.setup(cfg)
     num_calls = 0
-    sums = recipe.sums
+    sums = recipe.model.sums
 
     def failing_sums(microbatch):
         nonlocal num_calls
@@ -196,7 +196,7 @@ def fail_inside_a_step(config, failing_rank, at_microbatch):
             raise RuntimeError("lightning struck")
         return sums(microbatch)
 
-    recipe.sums = failing_sums
+    recipe.model.sums = failing_sums
     recipe.train()
 
 

@@ -27,6 +27,7 @@ from recipe_utils import parallel
 from recipe_utils.long_rows import exchange, shares
 from recipe_utils.models.attention import attend
 from recipe_utils.models.pipeline import microbatches as pipeline
+from recipe_utils.models.runner import Whole
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -118,22 +119,20 @@ def test_gradient_and_metrics_are_those_of_one_big_batch(rows, weights_folder, t
 
 def weights_normalized_by_microbatch(patches):
     """Normalizes weights of datasets over the targets of each microbatch, not of the update step."""
-    recipe = recipe_class()
-    sums = recipe.sums
+    sums = Whole.sums
 
     def sums_by_microbatch(self, m):
         number = m.counts.get("target_tokens", 0) or 1
         return sums(self, m) * (number / (m.counts.get("weights") or number))
 
-    patches.setattr(recipe, "sums", sums_by_microbatch)
+    patches.setattr(Whole, "sums", sums_by_microbatch)
     patches.setattr(UpdateStep, "scale", lambda self, _: self.dp_degree / self.totals["target_tokens"])
 
 
 def a_mean_of_means(patches):
-    recipe = recipe_class()
-    sums = recipe.sums
+    sums = Whole.sums
     patches.setattr(UpdateStep, "scale", lambda *_: 1 / 8)
-    patches.setattr(recipe, "sums", lambda self, m: sums(self, m) / max(m.counts["target_tokens"], 1))
+    patches.setattr(Whole, "sums", lambda self, m: sums(self, m) / max(m.counts["target_tokens"], 1))
 
 
 def scale_of_one_rank(patches):

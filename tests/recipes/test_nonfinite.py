@@ -28,8 +28,8 @@ def make_config(tiny_config):
 
 def everything(recipe):
     """Copies of all weights and of the optimizer's state on this rank."""
-    state = recipe.optimizer.state_dict()["state"]
-    tensors = [*recipe.model.parameters(), *(v for s in state.values() for v in s.values())]
+    state = recipe.stepper.optimizer.state_dict()["state"]
+    tensors = [*recipe.model.module.parameters(), *(v for s in state.values() for v in s.values())]
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return [tensor.detach().clone() for tensor in local]
 
@@ -57,8 +57,8 @@ def run_with_spoilt_steps(config, spoilt, factor, reads_late=False):
     try:
         with keep_messages(logging.WARNING) as warnings, set_up(config) as recipe:
             recipe.run.metrics.reads_late |= reads_late
-            sums, update = recipe.sums, recipe.update
-            recipe.sums, recipe.update = spoilt_sums, watched_update
+            sums, update = recipe.model.sums, recipe.update
+            recipe.model.sums, recipe.update = spoilt_sums, watched_update
             recipe.train()
     except RuntimeError as error:
         return str(error), warnings, changed

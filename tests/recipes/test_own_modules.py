@@ -17,12 +17,10 @@ from recipe_utils.checkpoint.own_modules import fresh_weights
 LOSS = {"_component_": "recipe_utils.losses.LinearCrossEntropyLoss"}
 UNTRAINED = {"_component_": "torch.optim.SGD", "lr": 0.0}
 CHANGES = {
-    '        build("optimizer"': '''        from recipe_utils.checkpoint.own_modules import with_own_modules
-
-        meta_model.value_head = torch.nn.Linear(32, 1, device="meta")
-        self.checkpointer = with_own_modules(self.checkpointer, meta_model, ["value_head"], run.seed)
-        build("optimizer"''',
-    "attach_loss(stage, loss_fn,": "attach_loss(stage, WithValues(loss_fn, stage.value_head),",
+    '        loss_fn = build("loss"': '''        built.meta_model.value_head = torch.nn.Linear(32, 1, device="meta")
+        built = built.with_own_modules("value_head")
+        loss_fn = build("loss"''',
+    "lambda stage: loss_fn": "lambda stage: WithValues(loss_fn, stage.value_head)",
     "\n\n@training.entry_point": '''
 
 class WithValues:

@@ -34,12 +34,12 @@ LOSSES = {
     "z-loss": {"loss": {"_component_": "z_loss_of_the_page.ZLoss", "weight": 0.02, "tokens_per_chunk": 7}},
 }
 ATTACHED = {
-    "balance": "loss_fn.watch(trained_model(self.model, self.pipeline, ranks.device), ranks)",
-    "noise": "Noise(run, self.model, alpha=5).attached",
+    "balance": 'loss_fn.watch(trained_model(self.model, "counts"), ranks)',
+    "noise": "Noise(self.run, self.model.module, alpha=5).attached",
 }
 CHANGES = {  # of both copies of the recipe; the z-loss needs none
     "import torch\n": "import torch\nfrom own_objectives import Noise\nfrom recipe_utils.models.frozen import trained_model\n",
-    "declared=declared\n": "declared=declared, shares_beginnings=False\n",
+    "declared=self.declared\n": "declared=self.declared, shares_beginnings=False\n",
 }
 WRONG = {
     "padding counted as real": (BalancedLoss, "real", lambda self, owners: owners == owners),

@@ -24,8 +24,8 @@ from recipe_runs import (
 )
 from torch.distributed.tensor import DTensor
 
-from recipe_utils import models
 from recipe_utils.checkpoint.tensors import parameters_by_name
+from recipe_utils.models import runner
 from recipe_utils.training import metrics
 from recipe_utils.training.parts import answers
 from recipe_utils.training.parts.protocol import Part
@@ -70,16 +70,16 @@ def in_full(tensors):
 def train(config, averages):
     """Returns metrics, and the full weights before the first and after each update step."""
     with with_parts(config, *[add_average] * averages) as made:
-        recorded, update = [in_full(parameters_by_name(made.model))], made.update
+        recorded, update = [in_full(parameters_by_name(made.model.module))], made.update
 
         def recording(step):
             updated = update(step)
-            recorded.append(in_full(parameters_by_name(made.model)))
+            recorded.append(in_full(parameters_by_name(made.model.module)))
             return updated
 
         made.update = recording
         made.train()
-        after_training = in_full(parameters_by_name(made.model))
+        after_training = in_full(parameters_by_name(made.model.module))
     assert all(torch.equal(after_training[name], weight) for name, weight in recorded[-1].items())
     return list(ListLogger.logged), recorded
 
@@ -140,7 +140,7 @@ def test_the_average_of_the_page_is_exported(tiny_config, tmp_path):
 def resumed_average(config):
     with with_parts(config, add_average) as made:
         listed = made.run.parts._listed["average"].part
-        return in_full(listed.average), listed.num_steps, in_full(parameters_by_name(made.model))
+        return in_full(listed.average), listed.num_steps, in_full(parameters_by_name(made.model.module))
 
 
 def train_and_return_average(config):
@@ -269,14 +269,14 @@ def test_groups_of_the_page_have_their_own_rates(tiny_config, tmp_path):
 
 def first_line_with_frozen_layer(config):
     """Returns the log line of the model with the first layer frozen by the recipe's ``prepare``."""
-    attend = models.attend_within_documents
+    attend = runner.attend_within_documents
 
     def freeze_and_attend(decoder, *args):
         decoder.layers[0].requires_grad_(False)
         attend(decoder, *args)
 
     with pytest.MonkeyPatch.context() as patches, keep_messages() as messages:
-        patches.setattr(models, "attend_within_documents", freeze_and_attend)
+        patches.setattr(runner, "attend_within_documents", freeze_and_attend)
         with with_parts(config):
             return next((text for text in messages if text.startswith("Model: ")), "")
 

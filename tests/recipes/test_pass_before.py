@@ -12,6 +12,7 @@ from gradient_rows import assert_steps, outputs_of_another_microbatch, run_row, 
 from recipe_runs import recipe_of_page, tiny_config
 
 from recipe_utils.models.frozen import FrozenModel
+from recipe_utils.models.runner import Whole
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.update_steps.step import Microbatch, Targets, UpdateStep
 
@@ -81,7 +82,7 @@ class Two(torch.nn.Module):
 
 def test_outputs_are_nested_as_the_loss_returns_them_and_none_is_infinite():
     microbatch = Microbatch({"tokens": torch.tensor([[1.0, 4.0]])}, Targets(*torch.zeros(2, 1)))
-    frozen = FrozenModel(Two(), None, torch.device("cpu"), name="two")
+    frozen = FrozenModel(Whole(Two(), torch.device("cpu")), name="two")
     with frozen.attached(UpdateStep(0, [microbatch], {}, 1)) as [attached]:
         assert attached.targets.outputs["two"]["logs"][1].tolist() == [[1.0, 2.0]]
     microbatch.inputs["tokens"][0, 0] = 0

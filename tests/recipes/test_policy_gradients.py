@@ -20,6 +20,7 @@ from recipe_runs import POLICY, recipe_class, run_recipe, tiny_config, with_adap
 from torch.torch_version import TorchVersion
 
 from recipe_utils.long_rows import shares
+from recipe_utils.models.runner import Whole
 from recipe_utils.policy import advantages, equal_groups
 from recipe_utils.policy.losses import PolicyLoss
 from recipe_utils.policy.round_start import RoundStart
@@ -253,9 +254,8 @@ def test_a_validation_leaves_the_largest_ratio_of_update_steps(weights_folder, t
 
 def a_mean_of_token_means(patches):
     patches.setattr(UpdateStep, "scale", lambda self, _: 1 / len(self.microbatches))
-    recipe = recipe_class(POLICY)
-    sums = recipe.sums
-    patches.setattr(recipe, "sums", lambda self, m: sums(self, m) / max(m.counts["answer_tokens"], 1))
+    sums = Whole.sums
+    patches.setattr(Whole, "sums", lambda self, m: sums(self, m) / max(m.counts["answer_tokens"], 1))
 
 
 def the_tokens_of_the_file(patches):
@@ -342,8 +342,7 @@ def a_group_counted_by_each_of_its_ranks(patches):
 
 def metrics_by_microbatch(patches):
     """As if clip fractions and other metrics were means over microbatches of their means."""
-    recipe = recipe_class(POLICY)
-    scale, sums = UpdateStep.scale, recipe.sums
+    scale, sums = UpdateStep.scale, Whole.sums
     patches.setattr(
         UpdateStep, "scale", lambda self, n: 1 / len(self.microbatches) if n == "measured" else scale(self, n)
     )
@@ -352,7 +351,7 @@ def metrics_by_microbatch(patches):
         loss, *others = sums(self, m)
         return torch.stack([loss, *(each / max(m.counts["measured"], 1) for each in others)])
 
-    patches.setattr(recipe, "sums", of_microbatch)
+    patches.setattr(Whole, "sums", of_microbatch)
 
 
 ONE = Row("one", "packed", "clipped", "tokens")

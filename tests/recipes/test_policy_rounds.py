@@ -142,8 +142,8 @@ def test_a_stop_while_it_samples_leaves_no_file(module_rounds, tmp_path):
     config = module_rounds(tmp_path, samples=True)
     config["sampler"]["batch_size"] = 1
     with keep_messages() as messages, set_up(config, RL) as made, pytest.MonkeyPatch.context() as patch:
-        call = made.model.forward
-        patch.setattr(made.model, "forward", lambda *args, **keys: (made.run.stop.set(), call(*args, **keys))[1])
+        call = made.model.module.forward
+        patch.setattr(made.model.module, "forward", lambda *args, **keys: (made.run.stop.set(), call(*args, **keys))[1])
         made.train()
     assert not file_in(tmp_path / "rounds", 1).exists()
     assert any("Stopped as requested before round 1; nothing was trained yet" in message for message in messages)

@@ -171,16 +171,16 @@ def losses_and_dtypes(config, recipe):
     """Returns losses, and dtypes of trained weights, their optimizer state, frozen weights and frozen models."""
     with set_up(config, recipe) as made:
         made.train()
-    optimizer = made.optimizer
+    optimizer = made.stepper.optimizer
     parts = optimizer.optim_map.values() if hasattr(optimizer, "optim_map") else [optimizer]
     states = [state for part in parts for state in part.state.values()]
     source = made.teacher._model if hasattr(made, "teacher") else getattr(made.attached, "__self__", None)
-    frozen = source.model if source else made.model
+    frozen = (source or made).model.module
     of = {
-        "trained": [p for p in made.model.parameters() if p.requires_grad],
-        "frozen": [p for p in made.model.parameters() if not p.requires_grad],
+        "trained": [p for p in made.model.module.parameters() if p.requires_grad],
+        "frozen": [p for p in made.model.module.parameters() if not p.requires_grad],
         "state": [v for state in states for k, v in state.items() if k != "step"],
-        "others": list(frozen.parameters()) if frozen is not made.model else [],
+        "others": list(frozen.parameters()) if frozen is not made.model.module else [],
     }
     dtypes = {name: {str(t.dtype) for t in tensors} for name, tensors in of.items()}
     return losses(ListLogger.logged), dtypes

@@ -113,7 +113,7 @@ def test_a_run_that_is_refused_leaves_an_earlier_one_s_checkpoints_where_they_ar
 def test_changed_arguments_of_the_optimizer_are_those_of_the_config(key, value, has_schedule, trained, resumed):
     config = resumed(has_schedule, optimizer={**ADAMW, key: value})
     with keep_messages() as messages, set_up(config) as made:
-        (group,) = made.optimizer.param_groups
+        (group,) = made.stepper.optimizer.param_groups
         if key == "lr" and has_schedule:
             assert group["lr"] < group["initial_lr"] == value
         else:

@@ -26,8 +26,8 @@ class BalancedLoss(LinearCrossEntropyLoss):
         """Returns the pass before the pass, which counts with the trained model."""
         self.trained, self.ranks = trained, ranks
         # Before the hook that takes the targets for the loss.
-        trained.model.register_forward_pre_hook(self.start, prepend=True, with_kwargs=True)
-        for module in trained.model.modules():
+        trained.model.module.register_forward_pre_hook(self.start, prepend=True, with_kwargs=True)
+        for module in trained.model.module.modules():
             if type(module).__name__.endswith("Router"):
                 module.register_forward_hook(self.keep)
                 self.num_layers += 1

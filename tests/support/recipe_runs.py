@@ -335,7 +335,7 @@ def run_recipe_recording_gradients(config, recipe=SFT):
     config = {**config, "dtype": "fp64", **recording}
     with set_up(config, recipe) as made:
         if recipe == DPO and "lora_rank" in config["model"]:
-            move(made.model)  # or it would be its own reference
+            move(made.model.module)  # or it would be its own reference
         return train_recording_gradients(made)
 
 
@@ -349,8 +349,8 @@ def move(model):
 def train_recording_gradients(made):
     """Trains a recipe that was set up; the full gradients of each update step, by parameter name."""
     tiny.RecordingSGD.recorded.clear()
-    names_by_id = {id(p): name for name, p in parameters_by_name(made.model).items()}
-    groups = made.optimizer.param_groups
+    names_by_id = {id(p): name for name, p in parameters_by_name(made.model.module).items()}
+    groups = made.stepper.optimizer.param_groups
     names = [names_by_id[id(p)] for group in groups for p in group["params"]]
     made.train()
     return [dict(zip(names, step, strict=True)) for step in tiny.RecordingSGD.recorded]

@@ -7,6 +7,7 @@ microbatches: on 4 ranks 27 % for the 8 microbatches of an update step, and 60 %
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,16 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.torch_version import TorchVersion
 
-from recipe_utils.models.pipeline.schedule import (
-    SCHEDULES,
-    PipelineSettings,
-    has_several_stages_per_rank,
-    num_microbatches_to_run,
-)
-from recipe_utils.models.pipeline.stages import Stages
+from recipe_utils.models.pipeline.schedule import SCHEDULES, has_several_stages_per_rank, num_microbatches_to_run
 from recipe_utils.optim.optimizer import trained_parameters, unwrapped
 from recipe_utils.parallel.fsdp import local, reshard
-from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.update_steps.step import Microbatch
 
@@ -41,8 +35,8 @@ class Pipeline:
     last backward, then FSDP2 reduces them; they are never scaled.
 
     Args:
-        stages: stages on this rank by index, wrapped and materialized. The last one returns sums over its microbatch,
-            [k] or, for k = 1, []; anything for :meth:`outputs`.
+        module: stages on this rank by name and index in the whole pipeline (``stage_2``), wrapped and materialized. The
+            last one returns sums over its microbatch, [k] or, for k = 1, []; anything for :meth:`outputs`.
         num_stages: stages of the whole pipeline.
         schedule: key of :data:`SCHEDULES`.
         embed_dim: width of the hidden states, which are of ``dtype``.
@@ -50,11 +44,14 @@ class Pipeline:
         output_is_tied: the first stage's embeddings and the last one's output each have a copy of one weight; the
             copies' gradients are summed.
         num_sums: k, also on ranks without the last stage; unused by :meth:`outputs`.
+        fingerprints: those of frozen weights.
     """
+
+    is_cut = True
 
     def __init__(
         self,
-        stages: Mapping[int, nn.Module],
+        module: nn.ModuleDict,
         *,
         num_stages: int,
         schedule: str,
@@ -64,7 +61,11 @@ class Pipeline:
         group: dist.ProcessGroup,
         output_is_tied: bool = False,
         num_sums: int = 1,
+        fingerprints: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self.module: nn.Module = module
+        self.fingerprints = fingerprints
+        stages = {int(name.removeprefix("stage_")): stage for name, stage in module.items()}
         hidden = torch.zeros(1, 1, embed_dim, dtype=dtype, device=device)
         self._stages = [_Stage(stage, index, num_stages, hidden, group) for index, stage in stages.items()]
         # NCCL creates a communicator at a group's first call, which blocks for all ranks. In 1F1B that would be a
@@ -76,12 +77,12 @@ class Pipeline:
         names: list[Any] = [None] * dist.get_world_size(group)
         trained = chain.from_iterable(map(trained_parameters, stages.values()))
         dist.all_gather_object(names, [*map(unwrapped, trained)], group)
-        self.trained_names = [*dict.fromkeys(chain(*names))]
+        self.trained_names: Sequence[str] = [*dict.fromkeys(chain(*names))]
         """Names of the trained parameters of all stages, in the order of ranks."""
         self._num_ranks = dist.get_world_size(group)
-        self._num_sums = num_sums
+        self.num_sums = num_sums
         self._shape = schedule, self._num_ranks, num_stages
-        self._device = device
+        self.device = device
         self._schedules: dict[tuple[int, bool], Any] = {}
         self._tied_group = _group_of_first_and_last(group) if output_is_tied else None
         ends = [stage for stage in self._stages if output_is_tied and (stage.is_first or stage.is_last)]
@@ -103,7 +104,7 @@ class Pipeline:
 
         Raises PipelineError if a stage or the objective fails on this rank; the other ranks' receives fail or time out.
         """
-        totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
+        totals = torch.zeros(self.num_sums, dtype=torch.float64, device=self.device)
 
         def begin_backward(_: int, output: Tensor) -> Tensor:
             # A clone, because zero-bubble schedules detach it in place, which is an error for a view.
@@ -120,7 +121,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Returns the sums [k] of :meth:`forward_backward`, without gradients."""
-        totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
+        totals = torch.zeros(self.num_sums, dtype=torch.float64, device=self.device)
         self._run(microbatches, lambda _, output: self._add_sums(totals, output), has_backward=False)
         return totals * self._num_ranks
 
@@ -137,6 +138,12 @@ class Pipeline:
         num_missing = num_microbatches_to_run(num_wanted, *self._shape) - num_wanted
         self._run([*microbatches, *[microbatches[0]] * num_missing], outputs.__setitem__, has_backward=False)
         return {index: output for index, output in outputs.items() if index < num_wanted}
+
+    def norms_over_stages(self, norms: Tensor) -> Tensor:
+        """Returns norms [n] of the gradients of all stages, from those of this rank's."""
+        of_stages = [torch.empty_like(norms) for _ in range(self._num_ranks)]
+        dist.all_gather(of_stages, norms, group=self.group)
+        return torch.linalg.vector_norm(torch.stack(of_stages), dim=0)
 
     def _add_sums(self, totals: Tensor, output: Tensor) -> Tensor:
         sums = output.reshape(-1)
@@ -316,28 +323,3 @@ def _group_of_first_and_last(group: dist.ProcessGroup) -> dist.ProcessGroup | No
     ends = sorted({(ranks[0], ranks[-1]) for ranks in pipelines})
     ends_of_this_pipeline, _ = dist.new_subgroups_by_enumeration([list(pair) for pair in ends])
     return ends_of_this_pipeline if isinstance(ends_of_this_pipeline, dist.ProcessGroup) else None
-
-
-def build_pipeline(
-    model: nn.Module, settings: PipelineSettings, dtype: torch.dtype, ranks: Ranks, num_sums: int = 1
-) -> Pipeline | None:
-    """Returns the pipeline of a materialized model of :func:`.build_stages`; None if it has no stages.
-
-    ``dtype`` is that of hidden states, ``num_sums`` the number of the loss module's sums.
-    """
-    if not isinstance(model, Stages):
-        return None
-    group = ranks.pp_group
-    assert group is not None
-    # Stages are called by their index in the whole pipeline, of which this rank has some.
-    return Pipeline(
-        {int(name.removeprefix("stage_")): stage for name, stage in model.items()},
-        num_stages=model.num_stages,
-        schedule=settings.pipeline_parallel_schedule,
-        embed_dim=model.embed_dim,
-        dtype=dtype,
-        device=ranks.device,
-        group=group,
-        output_is_tied=model.output_is_tied,
-        num_sums=num_sums,
-    )

@@ -36,8 +36,8 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from recipe_utils.files import write_atomically
 from recipe_utils.long_rows.exchange import Exchange
-from recipe_utils.models.double_precision import DoublePrecision
 from recipe_utils.models.transformers.decoder import Decoder, PackingCheck, build, layers_of
+from recipe_utils.models.transformers.double_precision import DoublePrecision
 from recipe_utils.models.transformers.masks import NEEDS, Axes, Setting
 from recipe_utils.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.text.limits import Kernel, PackedAttention

@@ -18,7 +18,7 @@ update steps without the two evaluations. A checkpoint contains the average of e
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from recipe_utils.update_steps.step import UpdateStep
 Metric = float | Tensor
 
 
-class Part(Protocol):
+class Part:
     """Part of a training. A class that names it as its base implements only the methods that it needs.
 
     All ranks call the methods together.

@@ -10,35 +10,40 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recipe_utils.models.frozen import Attached
-from recipe_utils.models.pipeline.microbatches import Pipeline
+from recipe_utils.models.runner import Runner
 from recipe_utils.parallel.process_group import gather_objects
-from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.training.log import best_of
 from recipe_utils.training.parts.protocol import Part
+from recipe_utils.training.parts.sample_losses import DatasetLosses
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
-from recipe_utils.update_steps.step import Microbatch, UpdateStep
+from recipe_utils.update_steps.step import UpdateStep
 
 
 class Validation(Part):
     """Validation metrics of a training. Exports the best model and ends the training early, if configured.
 
-    ``validate`` returns metrics [] by name, equal on all ranks. The best model is that of the first metric in
+    ``validate`` returns metrics [] by name, equal on all ranks; ``by_dataset`` adds the losses of named datasets. The best model is that of the first metric in
     :attr:`.Reported.validation`.
     """
 
-    def __init__(self, run: Run, validate: Callable[[], Mapping[str, Tensor | float]]) -> None:
-        self._run, self._validate = run, validate
+    def __init__(
+        self,
+        run: Run,
+        validate: Callable[[], Mapping[str, Tensor | float]],
+        by_dataset: DatasetLosses | None = None,
+    ) -> None:
+        self._run, self._validate, self._by_dataset = run, validate, by_dataset
         self._state: dict[str, float] = {}
 
     def after(self, step: UpdateStep) -> Mapping[str, float]:
         """Returns the metrics."""
         run = self._run
         with run.parts.weights():
-            values = {name: float(value) for name, value in self._validate().items()}
+            values = {name: float(value) for name, value in self._measured().items()}
         best_by = next(filter(values.__contains__, run.metrics.reported.validation), None)
         if run.global_step == 0:
             listed = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
@@ -47,6 +52,13 @@ class Validation(Part):
             # One rank decides for all, which export and end together.
             self._compare(best_by, gather_objects(values[best_by], run.ranks.cpu_group)[0])
         return values
+
+    def _measured(self) -> dict[str, Tensor | float]:
+        """Returns the recipe's metrics, and the mean loss of each named dataset."""
+        if self._by_dataset is None:
+            return {**self._validate()}
+        self._by_dataset.start(validates=True)
+        return {**self._validate(), **self._by_dataset.means()}
 
     def _compare(self, name: str, value: float) -> None:
         """Compares a validation with the best one before."""
@@ -80,32 +92,20 @@ class Validation(Part):
 
 
 @torch.no_grad()
-def sum_over(
-    loader: UpdateStepLoader,
-    model: nn.Module,
-    sums: Callable[[Microbatch], Tensor],
-    num_sums: int,
-    pipeline: Pipeline | None,
-    device: torch.device,
-    attached: Attached,
-) -> tuple[Tensor, Counter[str]]:
-    """Returns this rank's sums over a loader in fp64, and its totals over all ranks.
+def sum_over(loader: UpdateStepLoader | None, model: Runner, attached: Attached) -> tuple[Tensor, Counter[str]]:
+    """Returns this rank's sums [k] of a model over a loader in fp64, and its totals over all ranks.
 
-    ``sums`` maps a microbatch to its ``num_sums`` sums; with a ``pipeline`` they are those of its last stage.
-    ``attached`` is the recipe's.
+    ``loader`` is that of ``dataset_val``, and ``attached`` the recipe's.
     """
+    assert loader is not None, "run_val_every_n_steps needs dataset_val, which the settings have checked"
     # Without dropout; the recipe continues in training mode.
-    model.eval()
-    of_all = torch.zeros(num_sums, dtype=torch.float64, device=device)
+    model.module.eval()
+    of_all = torch.zeros(model.num_sums, dtype=torch.float64, device=model.device)
     totals: Counter[str] = Counter()
     with loader.epoch(0) as steps:
         for step in steps:
             with attached(step) as microbatches:
-                if pipeline is not None:
-                    of_all += pipeline.forward(microbatches)
-                else:
-                    for microbatch in to_device_ahead(microbatches, device):
-                        of_all += sums(microbatch)
+                of_all += model.forward(microbatches)
             totals.update(step.totals)
-    model.train()
+    model.module.train()
     return of_all, totals

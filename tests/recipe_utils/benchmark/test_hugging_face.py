@@ -8,7 +8,7 @@ from torchtune import config as torchtune_config
 from recipe_utils.benchmark.baselines.hugging_face import load_model
 from recipe_utils.benchmark.baselines.trl_sft import make_trainer
 from recipe_utils.benchmark.token_audit import samples_in_order
-from recipe_utils.models.double_precision import DoublePrecision
+from recipe_utils.models.transformers.double_precision import DoublePrecision
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tie_word_embeddings": False, "num_kv_heads": 4}])

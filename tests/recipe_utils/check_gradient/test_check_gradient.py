@@ -25,9 +25,9 @@ PACKED = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
 TEXTS = {"model": tiny.DEEP_UNTIED_MODEL, **STEP_OF_16, **PACKED}
 DISTILLATION = {"_component_": "recipe_utils.distillation.LinearDistillationLoss", "temperature": 2.0}
 GROUPS = {"norms", "attention", "MLP", "embeddings", "output"}
-SCALE = "step.scale(self.divisor)"
-FORWARD = "self.model(**microbatch.inputs, targets=microbatch.targets)"
-LEAK = "{k: v for k, v in microbatch.inputs.items() if k != 'document_lengths'}"
+SCALE = "step.scale(self.declared.divisor)"
+FORWARD = "self.model.sums(microbatch)"
+LEAK = "replace(microbatch, inputs={k: v for k, v in microbatch.inputs.items() if k != 'document_lengths'})"
 HIDDEN_LOSS = "## 4. A term of the loss"
 
 
@@ -143,11 +143,11 @@ TWICE = """class Twice(UpdateStepLoader):
 
 
 class FullFinetuneRecipe:"""
-MODEL = "        # ---- Model: each"
+MODEL = "        # Model: it ends"
 MUTANTS = {  # recipe, its lines -> wrong ones, and the problem beside groups of parameters
     "scale 2 % off": (SFT, {SCALE: f"0.98 * {SCALE}"}, "sum 1 is multiplied by 0.98 / "),
-    "loss is logged by another scale": (SFT, {"scaled[0].backward": "scaled[0].mul(0.98).backward"}, "sum 1 is multiplied by 0.98 / "),
-    "documents leak": (SFT, {FORWARD: FORWARD.replace("microbatch.inputs", LEAK)}, ""),
+    "loss is logged by another scale": (SFT, {"return scaled[0]": "return 0.98 * scaled[0]"}, "sum 1 is multiplied by 0.98 / "),
+    "documents leak": (SFT, {FORWARD: FORWARD.replace("microbatch", LEAK, 1), "import torch\n": "from dataclasses import replace\n\nimport torch\n"}, ""),
     "a microbatch left out": (SFT, {"mark_last(microbatches)": "mark_last(microbatches[1:])"}, "15 of 16 samples have a backward"),
     "counted twice": (SFT, {"class FullFinetuneRecipe:": TWICE, MODEL: f"        self.loader = Twice(**vars(self.loader))\n{MODEL}",
         "import torch\n": "from dataclasses import replace\n\nimport torch\nfrom recipe_utils.update_steps.loader import UpdateStepLoader\n"},
@@ -177,20 +177,16 @@ def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_k
 
 KL = "## 11. A pass before the pass"
 OF_ADAPTERS = {  # the frozen model is the trained one without its adapters
-    """        start = frozen_copy(
-            "start", meta_model, LinearLogProbs(), self.checkpointer, settings.model, ranks, collator.longest_row, groups
-        )
-""": """        start = trained_model(self.model, self.pipeline, ranks.device, lambda: disable_adapter(self.model))
-        start.name = "start"
+    """        start = models.frozen_copy("start", meta_model, log_probs, built.checkpointer, settings.model, ranks, rows)
+""": """        start = models.trained_model(self.model, "start", lambda: disable_adapter(self.model.module))
 """,
-    "import frozen_copy\n": "import trained_model\nfrom torchtune.modules.peft import disable_adapter\n",
+    "\nfrom recipe_utils.losses import LinearLogProbs\n": "\nfrom torchtune.modules.peft import disable_adapter\nfrom recipe_utils.losses import LinearLogProbs\n",
     "        log_ratio = ": """        if "start" not in targets.outputs:
             return log_probs
         log_ratio = """,
-    "losses.attach_loss(stage, loss_fn, splits_backward, compiles, num_sums=len(self.names))": "losses.attach_loss(stage, loss_fn)",
 }  # fmt: skip
 ITSELF = {  # the outputs are those of the weights that are trained
-    **OF_ADAPTERS, ", lambda: disable_adapter(self.model))": ")", "from torchtune.modules.peft import disable_adapter\n": "",
+    **OF_ADAPTERS, ", lambda: disable_adapter(self.model.module))": ")", "from torchtune.modules.peft import disable_adapter\n": "",
 }  # fmt: skip
 
 

@@ -26,11 +26,11 @@ def logits_of(folder):
 def read(config):
     """Returns all weights and buffers after a recipe's setup, and logits, on a rank of several."""
     with set_up(config) as made:
-        made.model.eval()
-        tensors = dict([*made.model.named_parameters(), *made.model.named_buffers()])
+        made.model.module.eval()
+        tensors = dict([*made.model.module.named_parameters(), *made.model.module.named_buffers()])
         full = {n: getattr(t, "full_tensor", lambda t=t: t)().detach() for n, t in tensors.items()}
         with torch.no_grad():
-            return {n: t.numpy() for n, t in full.items()}, made.model(TOKENS).numpy()
+            return {n: t.numpy() for n, t in full.items()}, made.model.module(TOKENS).numpy()
 
 
 @pytest.mark.parametrize("model_type", [*map(slow, ("gemma3_text", "llama4_text", "llama4")), "gemma3", "qwen3_moe"])
@@ -88,7 +88,7 @@ def test_an_export_is_the_folder_that_came_in_with_other_weights(model_type, ext
     assert bool(loading["unexpected_keys"]) == (model_type == "llama4" or "layers.4" in "".join(extra))
     again = {**config, "output_dir": str(tmp_path / "again"), **keys_of_folder(exported)}
     with set_up(again) as made, torch.no_grad():
-        torch.testing.assert_close(made.model.eval()(TOKENS), logits_of(exported))
+        torch.testing.assert_close(made.model.module.eval()(TOKENS), logits_of(exported))
 
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -100,7 +100,7 @@ def test_transformers_4_reads_the_logits_of_the_trained_model(scaling, tiny_conf
     keys = save_published(tmp_path / "in", "qwen3", rope_scaling=scaling)
     with set_up(tiny_config(**keys, max_steps_per_epoch=1)) as made:
         made.train()
-        expected = made.model.eval()(TOKENS).detach()
+        expected = made.model.module.eval()(TOKENS).detach()
     exported = tmp_path / "out" / "epoch_0"
     base, described = (json.loads((each / "config.json").read_text()) for each in (tmp_path / "in", exported))
     assert described == base | {"torch_dtype": "float32"}

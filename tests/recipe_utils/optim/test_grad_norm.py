@@ -1,5 +1,6 @@
 """Gradients are clipped by their total norm, with any sharding."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from recipe_utils.models.pipeline.microbatches import Pipeline
+from recipe_utils.models.runner import Whole
 from recipe_utils.optim.grad_norm import clip_grad_norm_, grad_norms
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import ParallelDims, build_mesh, join_ranks
@@ -18,6 +21,10 @@ from recipe_utils.parallel.settings import RankSettings
 
 CPU = torch.device("cpu")
 ZERO = torch.zeros(1)
+
+
+def whole(model):
+    return Whole(model, CPU)
 
 
 def model_with_gradients(scale=1.0, dtype=torch.float32, size=1):
@@ -45,7 +52,7 @@ def norm_in_float64(grads):
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e6, float("inf")])
 def test_plain_gradients_are_clipped_as_torch_clips_them(max_norm):
     ours, theirs = model_with_gradients(), model_with_gradients()
-    norm = clip_grad_norm_(ours, max_norm)
+    norm = clip_grad_norm_(whole(ours), max_norm)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), max_norm))
     assert_same_gradients(ours, theirs)
 
@@ -55,7 +62,7 @@ def test_plain_gradients_are_clipped_as_torch_clips_them(max_norm):
 def test_without_a_limit_the_norm_is_torch_s_bit_for_bit_and_gradients_are_unchanged(scale, dtype):
     measured = model_with_gradients(scale, dtype)
     expected = nn.utils.get_total_norm(gradients(measured))
-    torch.testing.assert_close(clip_grad_norm_(measured), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(clip_grad_norm_(whole(measured)), expected, rtol=0, atol=0, equal_nan=True)
     assert_same_gradients(measured, model_with_gradients(scale, dtype))
 
 
@@ -64,7 +71,7 @@ def test_the_norm_of_bf16_gradients_has_the_digits_of_fp32():
     expected = norm_in_float64(gradients(model))
     of_torch = nn.utils.get_total_norm(gradients(model)).item()
     assert abs(of_torch - expected) > 1e-4 * expected
-    norm = clip_grad_norm_(model, 1.0)
+    norm = clip_grad_norm_(whole(model), 1.0)
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(expected, rel=1e-6)
     assert {grad.dtype for grad in gradients(model)} == {torch.bfloat16}
@@ -72,7 +79,7 @@ def test_the_norm_of_bf16_gradients_has_the_digits_of_fp32():
 
 
 def test_without_gradients_there_is_no_norm():
-    assert clip_grad_norm_(nn.Linear(2, 2), 1.0) is None
+    assert clip_grad_norm_(whole(nn.Linear(2, 2)), 1.0) is None
 
 
 # ---- On two ranks -------------------------------------------------------------------------------
@@ -97,13 +104,13 @@ def sharded_and_plain(dtype):
 
 def clip_on_two_ranks():
     plain, sharded = sharded_and_plain(torch.float32)
-    norms = [clip_grad_norm_(model, 0.01).item() for model in (plain, sharded)]
+    norms = [clip_grad_norm_(whole(model), 0.01).item() for model in (plain, sharded)]
     pairs = list(zip(gradients(plain), gradients(sharded), strict=True))
     distance = max((p - s.full_tensor()).abs().max().item() for p, s in pairs)
     largest = max(p.abs().max().item() for p, _ in pairs)
     _, bf16 = sharded_and_plain(torch.bfloat16)
     expected = norm_in_float64([grad.full_tensor() for grad in gradients(bf16)])
-    in_bf16 = clip_grad_norm_(bf16).item(), expected
+    in_bf16 = clip_grad_norm_(whole(bf16)).item(), expected
     return norms, distance / largest, in_bf16, clip_stages()
 
 
@@ -115,12 +122,15 @@ def clip_stages():
     stage["shared"].grad = torch.tensor([12.0, 0.0])
     copies = {id(stage["shared"])} if dist.get_rank() == 1 else set()
     names = ["own", "shared", "of the second rank"]
-    pipeline = SimpleNamespace(group=ranks.pp_group, tied_copies=copies, trained_names=names)
+    over_stages = partial(Pipeline.norms_over_stages, SimpleNamespace(group=ranks.pp_group, _num_ranks=2))
+    stages = SimpleNamespace(
+        module=stage, is_cut=True, tied_copies=copies, trained_names=names, norms_over_stages=over_stages
+    )
     if dist.get_rank() == 1:
         stage["of the second rank"] = nn.Parameter(torch.zeros(1))
         stage["of the second rank"].grad = torch.zeros(1)
-    by_name = {name: norm.item() for name, norm in grad_norms(stage, str, pipeline).items()}
-    norm = clip_grad_norm_(stage, 1.0, pipeline)
+    by_name = {name: norm.item() for name, norm in grad_norms(stages, str).items()}
+    norm = clip_grad_norm_(stages, 1.0)
     return norm.item(), stage["own"].grad.tolist(), stage["shared"].grad.tolist(), by_name
 
 
@@ -167,11 +177,13 @@ def test_the_gradients_of_each_name_are_measured_and_clipped_by_their_own_norm()
     model, expected = model_of_layers(), model_of_layers()
     layers = model["stage_0"]["layers"]
     layers["a"] = torch.compile(checkpoint_wrapper(layers["a"]))  # names are those within wrappers
-    norms = {name: norm.item() for name, norm in grad_norms(model, part_of).items()}
+    norms = {name: norm.item() for name, norm in grad_norms(whole(model), part_of).items()}
     parts = {name: expected["stage_0"].get_submodule(name) for name in norms}
     assert list(parts) == ["layers.a", "layers.b", "output", "unused"]
     assert norms == pytest.approx({name: norm_in_float64(gradients(part) or [ZERO]) for name, part in parts.items()})
-    assert clip_grad_norm_(model, 1.0, name_of=part_of).item() == pytest.approx(norm_in_float64(gradients(expected)))
+    assert clip_grad_norm_(whole(model), 1.0, name_of=part_of).item() == pytest.approx(
+        norm_in_float64(gradients(expected))
+    )
     for part in parts.values():
         nn.utils.clip_grad_norm_(part.parameters(), 1.0)
     assert_same_gradients(model, expected)
@@ -180,11 +192,11 @@ def test_the_gradients_of_each_name_are_measured_and_clipped_by_their_own_norm()
 
 def test_norms_of_nothing_are_refused_with_names_of_parameters():
     with pytest.raises(ValueError, match=r"none of the 8 trained parameters, which are called layers\.a\.weight, l"):
-        grad_norms(model_of_layers(), lambda name: "norm" if name.startswith("layer.0.") else None)
+        grad_norms(whole(model_of_layers()), lambda name: "norm" if name.startswith("layer.0.") else None)
     with pytest.raises(ValueError, match="no parameter has a gradient; measure norms before zero_grad"):
-        grad_norms(nn.Linear(2, 2), str)
+        grad_norms(whole(nn.Linear(2, 2)), str)
 
 
 def test_norms_do_not_wait_for_the_device():
     with FakeTensorMode():  # its tensors have no values to wait for
-        assert len(grad_norms(model_of_layers(), part_of)) == 4
+        assert len(grad_norms(whole(model_of_layers()), part_of)) == 4

@@ -69,7 +69,7 @@ def make_pipeline(schedule, num_stages, make_stage=CountingStage, num_sums=3):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     stages = {i: make_stage(i, num_stages) for i in range(rank, num_stages, num_ranks)}
     pipeline = Pipeline(
-        stages,
+        nn.ModuleDict({f"stage_{i}": stage for i, stage in stages.items()}),
         num_stages=num_stages,
         schedule=schedule,
         embed_dim=DIM,

@@ -152,7 +152,7 @@ def test_an_export_computes_the_trained_model_s_logits_merged_and_with_peft(mode
     with torch.enable_grad(), set_up(config) as made:
         made.train()
     tokens = torch.randint(tiny.VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(1))
-    own = made.model(tokens)
+    own = made.model.module(tokens)
     folder = Path(config["output_dir"], "epoch_0")
     assert not list(folder.glob("adapter_*"))  # transformers would apply them to the merged model
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
@@ -192,7 +192,7 @@ def test_layers_that_text_does_not_train_have_no_adapters(model_type, targets, t
     assert len(others) == (model_type != "llama4")  # whose tower is not built
     adapted = peft.PeftModel.from_pretrained(base, folder).eval()
     with torch.no_grad():
-        found = made.model.eval()(tokens)
+        found = made.model.module.eval()(tokens)
         torch.testing.assert_close(found, adapted(input_ids=tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -203,7 +203,7 @@ def test_adapters_start_as_they_were_trained(config_of, tmp_path):
     name = "epoch_0/adapter/adapter_model.safetensors"
     exported = {**given, "adapter_checkpoint": name}
     with set_up({**config, "checkpointer": exported}) as made:
-        found = made.model.state_dict()
+        found = made.model.module.state_dict()
     for key, tensor in load_file(tmp_path / "out" / name).items():
         assert torch.equal(found[ours(key)], tensor)
 
