@@ -77,7 +77,7 @@ class DINOv3Recipe:
         build("checkpointer", dinov3.check_normalization, built.checkpointer, transform)
 
         # Data: crops of images, and whole ones for the k-NN classifier.
-        groups = settings.data, settings.views, settings.objective, models.num_to_run(settings.pipeline, ranks)
+        groups = settings.data, settings.views, settings.objective, built.num_to_run
         self.loader, self.neighbors = dinov3.build_image_loaders(cfg, transform, built.meta_model, ranks, *groups)
         settings.schedules.warn_if_longer_than(settings.run.epochs * self.loader.order.num_steps(0))
         self.samples_per_rank = -(-settings.data.samples_per_update_step(ranks.dp_degree) // ranks.dp_degree)
@@ -91,8 +91,6 @@ class DINOv3Recipe:
         training.add_usual_parts(built, self.model, self.stepper, self.validate, self.loader, None)
         saved, exported = self.teacher.beside(self.model.module), self.teacher.model
         training.resume_run(built, self.model, self.stepper, self.loader, saved=saved, exported=exported)
-
-    # ---- Objective and update -------------------------------------------------------------------
 
     def objective(self, scaled: Tensor) -> Tensor:
         """Returns what is differentiated, [], of scaled ``SUMS`` [7]: the first."""
@@ -154,8 +152,6 @@ class DINOv3Recipe:
         """Returns the k-NN accuracy on ``dataset_val`` with the teacher's states."""
         assert self.neighbors is not None
         return {"knn_accuracy": self.neighbors.accuracy(self.teacher.states_of)}
-
-    # ---- Training loop --------------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""

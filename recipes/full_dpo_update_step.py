@@ -8,7 +8,6 @@ weight for any split. Packed rows compute a common prefix of both answers once.
 
 import sys
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from omegaconf import DictConfig
@@ -19,7 +18,7 @@ from torch.profiler import record_function
 from recipe_utils import check_version, data, models, optim, parallel, preference, training
 from recipe_utils.parallel import gradient_sync, to_device_ahead
 from recipe_utils.preference import METRICS
-from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, read_settings
+from recipe_utils.settings import STRICT, Component, Problem, read_settings
 from recipe_utils.update_steps import DataSettings, UpdateStep, mark_last
 
 RECIPE_NAME = "full_dpo_update_step"
@@ -64,15 +63,13 @@ class FullDPORecipe:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks = self.settings, self.ranks
         built = training.build_components(cfg, settings, self.run)  # tokenizer, meta_model, both checkpointers
-        loss_fn = build("loss", preference.make_preference_loss, partial(instantiate, cfg.loss))
-        pair_loss = preference.PreferenceLoss(loss_fn, settings.objective.tokens_per_chunk)
+        pair_loss = preference.build_loss(cfg, settings.objective.tokens_per_chunk)
 
         # Data: the collator makes rows that this model can compute.
         datasets = data.load_datasets(cfg, built.tokenizer, check=preference.check_is_pair)
         limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, None, settings.model.packed_attention)
         collator = preference.pair_collator(settings.data, built.tokenizer, limits, settings.pairs.prefix_sharing)
-        num_to_run = models.num_to_run(settings.pipeline, ranks)
-        self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, num_to_run)
+        self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, built.num_to_run)
 
         # Model: it ends in the loss. Its reference, its optimizer, what training does beside update steps, and resume.
         rows = models.rows_of(limits, collator.longest_row, ranks)
@@ -85,8 +82,6 @@ class FullDPORecipe:
         )
         training.resume_run(built, self.model, self.stepper, self.loader, reference.fingerprints)
         reference.precompute(settings.run.epochs, self.loader, self.val_loader)
-
-    # ---- Objective and update -------------------------------------------------------------------
 
     def objective(self, scaled: Tensor) -> Tensor:
         """Returns what is differentiated, [], of METRICS [8] over their counts."""
@@ -131,8 +126,6 @@ class FullDPORecipe:
         if self.settings.objective.sft_loss_weight == 0:
             del found["preference_loss"], found["sft_loss"]
         return {f"{prefix}{name}": value for name, value in found.items()}
-
-    # ---- Training loop --------------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""

@@ -79,8 +79,7 @@ class FullFinetuneRecipe:
         collator = data.text_collator(
             settings.data, built.tokenizer, loss_fn.ignore_index, limits, has_trees, declared=self.declared
         )
-        num_to_run = models.num_to_run(settings.pipeline, ranks)
-        self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, num_to_run)
+        self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, built.num_to_run)
 
         # Model: it ends in the loss. Its optimizer, what training does beside update steps, and resume.
         rows = models.rows_of(limits, collator.longest_row, ranks, settings.data.max_ranks_per_row)
@@ -91,8 +90,6 @@ class FullFinetuneRecipe:
         self.stepper = training.build_stepper(built, self.model)
         training.add_usual_parts(built, self.model, self.stepper, self.validate, self.loader, self.val_loader, loss_fn)
         training.resume_run(built, self.model, self.stepper, self.loader)
-
-    # ---- Objective and update -------------------------------------------------------------------
 
     def objective(self, scaled: Tensor) -> Tensor:
         """Returns what is differentiated, [], of a microbatch's scaled sums [k]: the first, the weighted cross-entropy."""
@@ -126,8 +123,6 @@ class FullFinetuneRecipe:
         sums, totals = training.sum_over(self.val_loader, self.model, self.attached)
         metrics = {f"val_{name}": value for name, value in zip(self.declared.sums, sums, strict=True)}
         return parallel.means_over_ranks(metrics, totals, self.declared.divisor, self.ranks.dp_degree)
-
-    # ---- Training loop --------------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""

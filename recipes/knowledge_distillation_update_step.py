@@ -16,10 +16,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
 
-from recipe_utils import check_version, data, distillation, losses, models, optim, parallel, text, training
+from recipe_utils import check_version, data, distillation, models, optim, parallel, text, training
 from recipe_utils.distillation import SUMS
 from recipe_utils.parallel import gradient_sync, to_device_ahead
-from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, read_settings
+from recipe_utils.settings import STRICT, Component, Problem, read_settings
 from recipe_utils.update_steps import DataSettings, UpdateStep, mark_last
 
 RECIPE_NAME = "knowledge_distillation_update_step"
@@ -51,8 +51,7 @@ class Settings:
         """Yields keys that exclude each other."""
         yield from training.problems_between(self)
         yield from self.data.problems_of_long_rows(self.ranks)
-        components = {"teacher_model": self.teacher_model, "teacher_checkpointer": self.teacher_checkpointer}
-        yield from self.teacher.problems_of_teacher(components)
+        yield from self.teacher.problems_of_teacher(self.teacher_model, self.teacher_checkpointer)
         yield from training.problems_with_sample_losses(self.data, self.loss)
 
 
@@ -69,19 +68,15 @@ class KDRecipe:
         settings, ranks, kd_ratio = self.settings, self.ranks, self.settings.teacher.kd_ratio
         self.metrics = SUMS if kd_ratio > 0 else SUMS[:1]  # those of fine-tuning
         built = training.build_components(cfg, settings, self.run)  # tokenizer, meta_model, checkpointer
-        loss_fn = build("loss", losses.build_loss, cfg.loss)
-        kd_loss_fn = build("kd_loss", instantiate, cfg.get("kd_loss"))
+        loss_fn = distillation.build_loss(cfg, kd_ratio)
         meta_teacher = distillation.build_teacher_on_meta(settings.teacher, built)
-        if kd_ratio > 0:
-            loss_fn = build("", distillation.make_distillation_loss, loss_fn, kd_loss_fn, kd_ratio)
 
         # Data: the collator makes rows that both models can compute.
         datasets = data.load_datasets(cfg, built.tokenizer)
         kernel, has_trees = settings.model.packed_attention, any(map(text.makes_trees, datasets))
         limits = models.limits_of(built.meta_model, ranks.device, teacher=meta_teacher.model, packed_attention=kernel)
         collator = data.text_collator(settings.data, built.tokenizer, loss_fn.ignore_index, limits, has_trees)
-        num_to_run = models.num_to_run(settings.pipeline, ranks)
-        self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, num_to_run)
+        self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, built.num_to_run)
 
         # Model: it ends in the loss. Its teacher, its optimizer, what training does beside update steps, and resume.
         rows = models.rows_of(limits, collator.longest_row, ranks, settings.data.max_ranks_per_row)
@@ -91,8 +86,6 @@ class KDRecipe:
         self.stepper = training.build_stepper(built, self.model)
         training.add_usual_parts(built, self.model, self.stepper, self.validate, self.loader, self.val_loader, loss_fn)
         training.resume_run(built, self.model, self.stepper, self.loader, self.teacher.fingerprints)
-
-    # ---- Objective and update -------------------------------------------------------------------
 
     def objective(self, scaled: Tensor) -> Tensor:
         """Returns what is differentiated, [], of scaled sums of ``self.metrics``: the first."""
@@ -134,8 +127,6 @@ class KDRecipe:
         if self.settings.teacher.kd_ratio == 1:
             del found["ce_loss"]
         return {f"{prefix}{name}": value for name, value in found.items()}
-
-    # ---- Training loop --------------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""

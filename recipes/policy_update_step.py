@@ -74,9 +74,8 @@ class PolicyRecipe:
         datasets = data.load_datasets(cfg, built.tokenizer)
         limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, None, settings.model.packed_attention)
         collator = policy.group_collator(settings.data, built.tokenizer, limits, datasets, loss_fn, self.declared)
-        num_to_run = models.num_to_run(settings.pipeline, ranks)
         computed = policy.without_equal_groups(datasets, loss_fn)
-        self.loader, self.val_loader = data.build_loaders(*computed, collator, settings.data, ranks, num_to_run)
+        self.loader, self.val_loader = data.build_loaders(*computed, collator, settings.data, ranks, built.num_to_run)
 
         # Model: it ends in the loss. Its passes before the pass, its optimizer, what training does besides, and resume.
         rows = models.rows_of(limits, collator.longest_row, ranks, settings.data.max_ranks_per_row)
@@ -89,8 +88,6 @@ class PolicyRecipe:
         run.parts.add("round_start", start)
         training.add_usual_parts(built, self.model, self.stepper, self.validate, self.loader, self.val_loader, loss_fn)
         training.resume_run(built, self.model, self.stepper, self.loader, reference.fingerprints)
-
-    # ---- Objective and update -------------------------------------------------------------------
 
     def objective(self, scaled: Tensor) -> Tensor:
         """Returns what is differentiated, [], of a microbatch's scaled sums [k]: the first, all weighted terms."""
@@ -131,8 +128,6 @@ class PolicyRecipe:
         metrics = {f"val_{name}": value for name, value in zip(self.declared.sums, sums, strict=True)}
         counts = {**dict.fromkeys(metrics, "measured"), "val_loss": self.declared.divisor}
         return {**rewards, **parallel.means_over_ranks(metrics, totals, counts, self.ranks.dp_degree)}
-
-    # ---- Training loop --------------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""

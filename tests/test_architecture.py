@@ -170,11 +170,21 @@ def test_the_core_is_small():
     assert num_lines <= 370
 
 
-def test_a_recipe_is_on_the_first_screen():
-    """Its import statements have at most 20 lines."""
+def test_a_recipe_is_read_at_a_glance():
+    """It has at most 150 lines (190 of images, with two models), of which imports are 20 and ``setup`` 30."""
     for path in (ROOT / "recipes").glob("*_update_step.py"):
-        imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-        assert sum(node.end_lineno - node.lineno + 1 for node in imports) <= 20, path
+        tree = ast.parse(path.read_text())
+        imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        setups = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "setup"]
+        num_imports, num_setup = (sum(n.end_lineno - n.lineno + 1 for n in nodes) for nodes in (imports, setups))
+        assert num_imports <= 20, path
+        assert num_setup <= 30, path
+        assert len(path.read_text().splitlines()) <= (190 if path.stem.startswith("dinov3") else 150), path
+
+
+def test_a_model_and_its_pipeline_are_one_value():
+    for module, path in MODULES.items():
+        assert not re.search(r"pipeline: \w*(Pipeline|OverStages) \| None", path.read_text()), module
 
 
 def test_few_files_import_torchtune():

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import loss as stock
 
+from recipe_utils.losses.attach import build_loss as build_cross_entropy
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.losses.divergences import Kind, LinearDistillationLoss
-from recipe_utils.torchtune_names import IGNORE_INDEX
+from recipe_utils.settings.problems import build
+from recipe_utils.torchtune_names import IGNORE_INDEX, instantiate
 from recipe_utils.training.log import Reported
 
 STUDENT = Reported(metrics=("loss", "teacher_agreement"))
@@ -21,6 +24,13 @@ _STOCK: dict[type, Kind] = {
     stock.SymmetricKLWithChunkedOutputLoss: "symmetric",
 }
 _STOCK_CROSS_ENTROPIES = (nn.CrossEntropyLoss, stock.CEWithChunkedOutputLoss, LinearCrossEntropyLoss)
+
+
+def build_loss(cfg: DictConfig, kd_ratio: float) -> Any:
+    """Builds ``loss`` and, with a ``kd_ratio`` above 0, ``kd_loss``, which are one loss then. Raises ConfigError."""
+    loss_fn = build("loss", build_cross_entropy, cfg.loss)
+    kd_loss_fn = build("kd_loss", instantiate, cfg.get("kd_loss"))
+    return build("", make_distillation_loss, loss_fn, kd_loss_fn, kd_ratio) if kd_ratio > 0 else loss_fn
 
 
 def make_distillation_loss(loss_fn: Any, kd_loss_fn: Any | None, kd_ratio: float) -> LinearDistillationLoss:

@@ -53,9 +53,9 @@ class TeacherSettings:
 
     unused: ClassVar = dict.fromkeys(("tensor_parallel_dim", "optimizer_in_bwd"), "not with a teacher")
 
-    def problems_of_teacher(self, components: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yields missing ``components`` of a teacher, by key."""
-        for key, component in components.items():
+    def problems_of_teacher(self, teacher_model: Any, teacher_checkpointer: Any) -> Iterator[Problem]:
+        """Yields missing components of a teacher."""
+        for key, component in {"teacher_model": teacher_model, TEACHER: teacher_checkpointer}.items():
             if self.kd_ratio > 0 and component is None:
                 yield Problem(key, "it is missing; set it to a component (_component_: ...), or kd_ratio=0")
 

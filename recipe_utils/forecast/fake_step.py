@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.data.collators import text_collator
-from recipe_utils.distillation.losses import make_distillation_loss
+from recipe_utils.distillation.losses import build_loss as build_distillation_loss
 from recipe_utils.distillation.teacher import TeacherSettings
 from recipe_utils.forecast.live_bytes import LiveBytes
-from recipe_utils.losses.attach import HiddenAtTargets, build_loss
+from recipe_utils.losses.attach import HiddenAtTargets
 from recipe_utils.losses.divergences import TeacherHidden
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.adapters.lora import find_adapters
@@ -35,7 +35,8 @@ from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.policy.losses import PolicyLoss, TemperedLogProbs
 from recipe_utils.policy.round_start import returning_log_probs
-from recipe_utils.preference.losses import PreferenceLoss, PreferenceSettings, make_preference_loss
+from recipe_utils.preference.losses import PreferenceSettings
+from recipe_utils.preference.losses import build_loss as build_pair_loss
 from recipe_utils.preference.pairs import PairSettings, pair_collator
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import RowCollator
@@ -90,15 +91,12 @@ class FakeTraining:
             raise ConfigError("model: images beside text have no forecast; set a decoder")
         modules, frozen_loss = settings.model.without_gradients(), None
         if self._is_of_pairs:
-            pair_loss = build("loss", make_preference_loss, partial(instantiate, cfg.loss))
-            loss_fn: Any = PreferenceLoss(pair_loss, settings.objective.tokens_per_chunk)
-            frozen_loss = loss_fn if getattr(pair_loss, "needs_reference", True) else None
+            loss_fn: Any = build_pair_loss(cfg, settings.objective.tokens_per_chunk)
+            frozen_loss = loss_fn if getattr(loss_fn.loss_fn, "needs_reference", True) else None
         else:
-            loss_fn = build("loss", build_loss, cfg.loss)
+            loss_fn = build_distillation_loss(cfg, settings.teacher.kd_ratio if self._has_teacher else 0)
             frozen_loss = TemperedLogProbs() if getattr(loss_fn, "has_kl", False) else None
         if self._has_teacher:
-            divergence = build("kd_loss", instantiate, cfg.get("kd_loss"))
-            loss_fn = build("", make_distillation_loss, loss_fn, divergence, settings.teacher.kd_ratio)
             modules = settings.model.without_gradients(
                 dtype=settings.teacher.teacher_dtype or settings.model.dtype,
                 custom_sharded_layers=settings.teacher.teacher_custom_sharded_layers,

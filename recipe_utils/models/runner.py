@@ -24,6 +24,7 @@ from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import Stages, has_output, local_stages
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.optim.optimizer import trained_parameters, unwrapped
+from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.parallel.to_device import to_device_ahead
 from recipe_utils.settings.problems import ConfigError, Problem
@@ -138,6 +139,7 @@ def build_modules(
     ValueError or ConfigError if the model cannot be built as configured.
     """
     model = build_stages(meta_model, pipeline, ranks)
+    problem = ""
     # Each stage is changed, then parallelized: wrappers and shards come last.
     for stage in local_stages(model):
         if rows is not None:
@@ -145,11 +147,12 @@ def build_modules(
         if has_output(stage):
             loss_fn = loss_of(stage)
             if pipeline.splits_backward and not getattr(loss_fn, "splits_backward", True):
-                text = f"{type(loss_fn).__name__} has no backward in two parts; set it to 1F1B or Interleaved1F1B"
-                schedule = pipeline.pipeline_parallel_schedule
-                raise ConfigError(Problem("pipeline_parallel_schedule", text, schedule))
+                problem = f"{type(loss_fn).__name__} has no backward in two parts; set it to 1F1B or Interleaved1F1B"
             attach_loss(stage, loss_fn, pipeline.splits_backward, settings.compile)
         parallelize(stage, settings, ranks)
+    # On all ranks, of which one has the loss.
+    if pipeline.splits_backward and (text := max(gather_objects(problem, ranks.cpu_group))):
+        raise ConfigError(Problem("pipeline_parallel_schedule", text, pipeline.pipeline_parallel_schedule))
     return model
 
 

@@ -4,11 +4,10 @@ from recipe_utils.preference.losses import PAIRS as PAIRS
 from recipe_utils.preference.losses import IPOLoss as IPOLoss
 from recipe_utils.preference.losses import NormalizedDPOLoss as NormalizedDPOLoss
 from recipe_utils.preference.losses import ORPOLoss as ORPOLoss
-from recipe_utils.preference.losses import PreferenceLoss as PreferenceLoss
 from recipe_utils.preference.losses import PreferenceSettings as PreferenceSettings
 from recipe_utils.preference.losses import RobustDPOLoss as RobustDPOLoss
 from recipe_utils.preference.losses import SimPOLoss as SimPOLoss
-from recipe_utils.preference.losses import make_preference_loss as make_preference_loss
+from recipe_utils.preference.losses import build_loss as build_loss
 from recipe_utils.preference.pairs import PairSettings as PairSettings
 from recipe_utils.preference.pairs import check_is_pair as check_is_pair
 from recipe_utils.preference.pairs import pair_collator as pair_collator

@@ -7,10 +7,12 @@ define the inputs: ``normalizes_length = True`` (means over an answer's targets 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from omegaconf import DictConfig
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
@@ -19,6 +21,8 @@ from torchtune.rlhf.loss import DPOLoss
 from recipe_utils.losses.chunks import OutputLayer, Record
 from recipe_utils.losses.log_probs import LinearLogProbs
 from recipe_utils.settings.keys import STRICT, Count
+from recipe_utils.settings.problems import build
+from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.log import Reported
 from recipe_utils.update_steps.step import Targets
 
@@ -190,6 +194,12 @@ class PreferenceLoss(nn.Module):
         margins = chosen - rejected
         wins = (margins > 0).double()
         return torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]]).sum(1)
+
+
+def build_loss(cfg: DictConfig, tokens_per_chunk: int) -> "PreferenceLoss":
+    """Builds ``loss``, which takes log-probabilities of answers, as the loss module of a model. Raises ConfigError."""
+    loss_fn = build("loss", make_preference_loss, partial(instantiate, cfg.loss))
+    return PreferenceLoss(loss_fn, tokens_per_chunk)
 
 
 def make_preference_loss(make: Callable[[], Any]) -> Any:

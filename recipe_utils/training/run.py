@@ -216,7 +216,8 @@ class Run:
         if self.global_step == 1 and settings.saves_checkpoints:
             self.checkpointing.check()  # before more than one update step is lost
         if self.global_step % (settings.log_every_n_steps or 1) == 0:
-            metrics = {"grad_norm": grad_norm, **more, **of_parts}
+            left_out = step.totals["skipped_samples"]
+            metrics = {"grad_norm": grad_norm, "num_left_out": left_out, **more, **of_parts}
             self.metrics.hold(self.state, step, sums, guard, metrics, settings.log_peak_memory_stats)
 
         # Ranks have clocks and signals of their own: what follows is what they have agreed on.

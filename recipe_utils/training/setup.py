@@ -24,6 +24,7 @@ from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.distribute import small_model
 from recipe_utils.models.frozen import reference_checkpointer
 from recipe_utils.models.pipeline.microbatches import Pipeline
+from recipe_utils.models.pipeline.schedule import num_to_run
 from recipe_utils.models.runner import Rows, Runner, Whole, build_modules, build_runner
 from recipe_utils.models.weights import load_model
 from recipe_utils.optim.optimizer import check_optimizer
@@ -55,6 +56,11 @@ class Built:
     checkpointer: Any
     ref_checkpointer: Any
     """That of a reference: of ``ref_checkpointer``, or the trained model's."""
+
+    @property
+    def num_to_run(self) -> Callable[[int], int] | None:
+        """Maps microbatches of the data to those that the schedule of pipeline stages runs; None without stages."""
+        return num_to_run(self.settings.pipeline, self.run.ranks)
 
     def with_own_modules(self, *names: str) -> "Built":
         """Returns components whose checkpointer also loads and exports modules that were added to ``meta_model``."""

@@ -1,4 +1,4 @@
-"""A pass before the pass of a recipe's own, the KL to the start of "Writing a recipe", is exact in every layout."""
+"""Passes before the pass of "Writing a recipe", of the start and of the trained model, are exact in every layout."""
 
 from functools import cache
 
@@ -32,17 +32,28 @@ def cross_entropy_with_kl(model, start, samples):
     return {"loss": sums[0] / sums[2], "kl": (sums[1] / sums[2]).detach()}
 
 
+def focal(model, _, samples):
+    logits, labels = map(torch.cat, zip(*[targets_of(model, sample) for sample in samples], strict=True))
+    log_probs = logits.log_softmax(-1)[range(len(labels)), labels]
+    weights = (1 - log_probs.exp()).square().detach()
+    return {"loss": -(weights * log_probs).sum() / weights.sum()}
+
+
+SECTIONS = {"## 11. A pass before the pass": cross_entropy_with_kl, "## 14. A pass of the trained model": focal}
+KL, FOCAL = SECTIONS
+
+
 @cache
-def expected_steps():
+def expected_steps(section):
     """Returns gradients and metrics of each update step, and metrics of the validation after it."""
-    found = []
+    found, objective = [], SECTIONS[section]
     with tiny.float64_throughout():
         models = model, _ = [tiny.tiny_model(tiny.DEEP_UNTIED_MODEL).double() for _ in range(2)]
         optimizer = torch.optim.SGD(model.parameters(), lr=SGD["lr"])
         for samples in steps_of(samples_of(DATA)):
-            metrics, gradients = metrics_and_gradients(cross_entropy_with_kl, models, samples)
+            metrics, gradients = metrics_and_gradients(objective, models, samples)
             optimizer.step()
-            held_out = cross_entropy_with_kl(*models, samples_of(HELD_OUT))
+            held_out = objective(*models, samples_of(HELD_OUT))
             found.append((gradients, metrics, {f"val_{name}": value.item() for name, value in held_out.items()}))
     return found
 
@@ -53,22 +64,27 @@ def zeros(patches):
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes", "mutate"),
+    ("section", "layout", "changes", "mutate"),
     [
-        ("one", PACKED, None),
-        ("fsdp-2", {"microbatching": "least_padding"}, None),
-        ("fsdp-2", {**PACKED, **spanning(2)}, None),
-        ("pp-2", PACKED, None),
-        ("one", PACKED, zeros),
-        ("one", PACKED, outputs_of_another_microbatch),
+        (KL, "one", PACKED, None),
+        (KL, "fsdp-2", {"microbatching": "least_padding"}, None),
+        (KL, "fsdp-2", {**PACKED, **spanning(2)}, None),
+        (KL, "pp-2", PACKED, None),
+        (KL, "one", PACKED, zeros),
+        (KL, "one", PACKED, outputs_of_another_microbatch),
+        (FOCAL, "fsdp-2", {"microbatching": "least_padding"}, None),
+        (FOCAL, "pp-2", PACKED, None),
+        (FOCAL, "one", PACKED, outputs_of_another_microbatch),
     ],
 )
-def test_a_kl_to_the_start_is_exact_unless_its_outputs_are_wrong(layout, changes, mutate, weights_folder, tmp_path):
+def test_the_page_s_pass_is_exact_unless_its_outputs_are_wrong(
+    section, layout, changes, mutate, weights_folder, tmp_path
+):
     world_size, dims = LAYOUTS[layout]
     config = tiny_config(weights_folder, output_dir=str(tmp_path), optimizer=SGD, **KEYS, **dims, **changes)
-    recipe = recipe_of_page(tmp_path, "## 11. A pass before the pass")
+    recipe = recipe_of_page(tmp_path, section)
     ranks = run_distributed(run_row, world_size, config, recipe, False, mutate)
-    steps = expected_steps()
+    steps = expected_steps(section)
     assert_steps(ranks, [(metrics, gradients) for gradients, metrics, _ in steps], mutate)
     of_validation = [metrics for metrics in ranks[0][1] if "val_loss" in metrics][-len(steps) :]
     for (*_, expected), metrics in zip(steps, of_validation, strict=True):

@@ -7,7 +7,9 @@ import tiny
 from distributed_runs import run_distributed
 from recipe_runs import (
     STOCK_LOSS,
+    changed_recipe,
     exported_model,
+    recipe_of_page,
     refusal,
     run_recipe,
     run_recipe_keeping_warnings,
@@ -124,3 +126,25 @@ def test_impossible_pipelines_are_refused_with_what_to_set_instead(tiny_config):
     for texts in run_distributed(refusals, 2, configs):
         for (_, expected), text in zip(BAD.values(), texts, strict=True):
             assert expected in text
+
+
+def test_an_edit_of_the_objective_counts_in_stages_too(tiny_config, tmp_path):
+    config = curve_config(
+        tiny_config, tiny.DEEP_MODEL, max_steps_per_epoch=2, run_val_every_n_steps=None, dataset_val=None
+    )
+    recipe = changed_recipe(tmp_path, {"return scaled[0]": "return 3.0 * scaled[0]"})
+    plain, *edited = (
+        run_distributed(run_recipe, size, {**config, "pipeline_parallel_dim": size}, *args)[0]
+        for size, args in ((1, ()), (1, (recipe,)), (2, (recipe,)))
+    )
+    norms = [[metrics["grad_norm"] for metrics in logged] for logged in (plain, *edited)]
+    assert norms[1] == pytest.approx(norms[2], rel=1e-9)
+    assert norms[1][0] == pytest.approx(3 * norms[0][0], rel=1e-9)
+
+
+def test_a_loss_without_a_backward_in_parts_is_refused_in_setup(tiny_config, tmp_path):
+    recipe = recipe_of_page(tmp_path, "## 14. A pass of the trained model")
+    schedule = {"pipeline_parallel_schedule": "InterleavedZeroBubble", "global_batch_size": 8}
+    config = tiny_config(model=tiny.DEEP_MODEL, gradient_accumulation_steps=..., **PP_2, **schedule)
+    for text in run_distributed(refusal, 2, config, recipe):
+        assert "InterleavedZeroBubble: FocalLoss has no backward in two parts; set it to 1F1B" in text
