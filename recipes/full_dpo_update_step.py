@@ -48,7 +48,6 @@ class Settings:
         """Yields keys that exclude each other."""
         yield from training.problems_between(self)
         yield from self.pairs.problems_of_pairs(self.data)
-        yield from self.pipeline.problems_with_split_backward()
 
 
 class FullDPORecipe:
@@ -74,7 +73,7 @@ class FullDPORecipe:
         # Model: it ends in the loss. Its reference, its optimizer, what training does beside update steps, and resume.
         rows = models.rows_of(limits, collator.longest_row, ranks)
         self.model = training.build_model(built, self.loader, rows, lambda stage: pair_loss, METRICS)
-        reference = preference.build_reference(settings, built, self.model, pair_loss, rows)
+        reference = preference.build_reference(settings.reference, settings.pairs, built, self.model, pair_loss, rows)
         self.attached = reference.attached  # a pass before the pass
         self.stepper = training.build_stepper(built, self.model)
         training.add_usual_parts(

@@ -101,7 +101,7 @@ class FullFinetuneRecipe:
         Returns this rank's part of the sums by name, whose means over ranks are means per target [nats], and the
         gradient norm before clipping, None with ``optimizer_in_bwd``.
         """
-        # dp_degree / weights of the targets on all ranks: FSDP2 averages gradients over data-parallel ranks.
+        # dp_degree / weights of the targets on all ranks, which were summed before this: FSDP2 averages gradients.
         scale = step.scale(self.declared.divisor)
         metrics = torch.zeros(len(self.declared.sums), dtype=torch.float64, device=self.ranks.device)
         with self.attached(step) as microbatches:
@@ -126,6 +126,7 @@ class FullFinetuneRecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
+        # A thread of the loader plans update steps on the CPU and sums their counts over all ranks, some steps ahead.
         for step in self.run.steps(self.loader, self.declared.divisor):
             metrics, grad_norm = self.update(step)
             self.run.finish(step, metrics, grad_norm)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -35,7 +35,6 @@ from recipe_utils.settings.keys import STRICT
 from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
-from recipe_utils.training.settings import RecipeSettings
 from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.step import Microbatch, UpdateStep
@@ -49,20 +48,6 @@ class PolicySettings:
 
     reference: Literal["live", "offload"] = "live"
     """``live`` or ``offload``: reference of a KL term or of ``advantage: teacher``, unless the file has its log-probabilities."""
-
-
-class Reference(NamedTuple):
-    """Pass that attaches the reference's log-probabilities, and its fingerprints for a resume."""
-
-    attached: Attached = nothing_attached
-    fingerprints: Mapping[str, str] = {}
-
-
-class SettingsWithReference(RecipeSettings, Protocol):
-    """Settings of a policy with a reference."""
-
-    @property
-    def reference(self) -> PolicySettings: ...  # noqa: D102
 
 
 class RoundStart(Part):
@@ -108,23 +93,23 @@ class RoundStart(Part):
 
 
 def build_reference(
-    settings: SettingsWithReference,
+    settings: PolicySettings,
     built: Built,
     policy: Runner,
     loss_fn: PolicyLoss,
     rows: Rows,
     datasets: Iterable[Any],
-) -> Reference:
-    """Returns the reference of a policy; see :func:`.needs_reference`.
+) -> tuple[Attached, Mapping[str, str]]:
+    """Returns the pass that attaches log-probabilities of a reference, and its fingerprints; see :func:`.needs_reference`.
 
     With adapters it is what training starts from; otherwise a copy of the model with the weights of
     ``built.ref_checkpointer``. Raises ConfigError if they do not fit.
     """
     if not needs_reference(loss_fn, *datasets):
-        return Reference()
-    ranks = built.run.ranks
-    offloads = settings.reference.reference == "offload"
-    if (same := start_of_adapters(policy, "reference", settings.components.checkpointer)) is not None:
+        return nothing_attached, {}
+    ranks, modules = built.run.ranks, built.settings.model
+    offloads = settings.reference == "offload"
+    if (same := start_of_adapters(policy, "reference", built.cfg.checkpointer)) is not None:
         if offloads:
             text = "reference=offload: not used, it shares its base with the trained model"
             log_rank_zero(text, logging.WARNING)
@@ -132,12 +117,12 @@ def build_reference(
     else:
         log_probs = TemperedLogProbs(loss_fn.tokens_per_chunk, loss_fn.num_output_chunks)
         model = frozen_copy(
-            *("reference", built.meta_model, log_probs, built.ref_checkpointer, settings.model, ranks, rows),
+            *("reference", built.meta_model, log_probs, built.ref_checkpointer, modules, ranks, rows),
             # FSDP2's own offload requires the weights on the CPU.
-            is_offloaded=offloads and not settings.model.offloads_to_cpu(ranks.device),
+            is_offloaded=offloads and not modules.offloads_to_cpu(ranks.device),
             keys=(_KEY, _KEY),
         )
-    return Reference(model.attached, model.fingerprints)
+    return model.attached, model.fingerprints
 
 
 def returning_log_probs(model: FrozenModel, loss_fn: PolicyLoss) -> FrozenModel:

@@ -140,19 +140,14 @@ def rollout_dataset(
     return RoundsDataset(path, groups_per_round, advantage, read)
 
 
-def rounds_of(dataset: Any) -> RoundsDataset | None:
-    """Returns the rounds that a dataset reads, or whose samples it transforms; None if there are none."""
-    candidates = (dataset, getattr(dataset, "dataset", None))
-    return next((each for each in candidates if isinstance(each, RoundsDataset)), None)
-
-
 def add_rounds(
     built: Built, dataset: Any, settings: RoundSettings, sampler: ModelSampler | None, model: Runner
 ) -> None:
-    """Adds the part that opens the file of each round, if ``dataset`` reads rounds."""
-    if (rounds := rounds_of(dataset)) is not None:
-        part = Rounds(built.run, rounds, settings, sampler, model.module, built.tokenizer)
-        built.run.parts.add("rounds", part)
+    """Adds the part that opens the file of each round, if ``dataset`` reads rounds, or transforms their samples."""
+    for rounds in (dataset, getattr(dataset, "dataset", None)):
+        if isinstance(rounds, RoundsDataset):
+            part = Rounds(built.run, rounds, settings, sampler, model.module, built.tokenizer)
+            built.run.parts.add("rounds", part)
 
 
 class Rounds(Part):

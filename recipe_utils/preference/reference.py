@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic.dataclasses import dataclass
@@ -34,7 +34,6 @@ from recipe_utils.preference.pairs import PairSettings, layout_of
 from recipe_utils.settings.keys import STRICT, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, problems_with_folder
 from recipe_utils.torchtune_names import log_rank_zero
-from recipe_utils.training.settings import RecipeSettings
 from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.order import Order
@@ -121,17 +120,13 @@ class Reference(NamedTuple):
             self.cache.precompute(num_epochs, *loaders)
 
 
-class SettingsOfPairs(RecipeSettings, Protocol):
-    """Settings of a recipe for pairs."""
-
-    @property
-    def reference(self) -> ReferenceSettings: ...  # noqa: D102
-    @property
-    def pairs(self) -> PairSettings: ...  # noqa: D102
-
-
 def build_reference(
-    settings: SettingsOfPairs, built: Built, policy: Runner, pair_loss: PreferenceLoss, rows: Rows
+    settings: ReferenceSettings,
+    pairs: PairSettings,
+    built: Built,
+    policy: Runner,
+    pair_loss: PreferenceLoss,
+    rows: Rows,
 ) -> Reference:
     """Returns the reference of a policy.
 
@@ -139,12 +134,12 @@ def build_reference(
     that ends in ``pair_loss``, with the weights of ``built.ref_checkpointer``; none if the loss needs none. Raises
     ConfigError if the weights do not fit the model.
     """
-    how, warn = settings.reference.reference, partial(log_rank_zero, level=logging.WARNING)
+    how, warn = settings.reference, partial(log_rank_zero, level=logging.WARNING)
     if not getattr(pair_loss.loss_fn, "needs_reference", True):
         if how != "live":
             warn(f"reference={how}: not used, because the loss needs none")
         return Reference()
-    ranks, modules = built.run.ranks, settings.model
+    ranks, modules = built.run.ranks, built.settings.model
     meta_model, checkpointer = built.meta_model, built.ref_checkpointer
     build = partial(
         frozen_copy,
@@ -155,7 +150,7 @@ def build_reference(
         explain=_explain,
     )
     given: Mapping[str, str] = {}
-    if (same := start_of_adapters(policy, "reference", settings.components.checkpointer)) is not None:
+    if (same := start_of_adapters(policy, "reference", built.cfg.checkpointer)) is not None:
         if how == "offload":
             warn("reference=offload: not used, it shares its base with the trained model")
         given, build = same.fingerprints, partial(replace, same, explain=_explain)
@@ -165,8 +160,8 @@ def build_reference(
     # A cache is used by trainings of which everything that log-probabilities depend on is equal.
     _, fingerprints = load_frozen(checkpointer, _KEY, meta_model if same is None else None, ranks)
     context: dict[str, Any] = {
-        "model": settings.components.model,
-        "layout": layout_of(settings.data, settings.pairs.prefix_sharing),
+        "model": built.settings.components.model,
+        "layout": layout_of(built.settings.data, pairs.prefix_sharing),
         **given,
         "weights": fingerprints[_KEY],
         "dtype": str(modules.torch_dtype),
@@ -175,7 +170,7 @@ def build_reference(
     }
     if transformers_decoder(meta_model) is not None:
         context["config"] = meta_model.model.config.to_json_string()
-    folder = settings.reference.reference_cache_dir or settings.run.output_dir / "reference"
+    folder = settings.reference_cache_dir or built.settings.run.output_dir / "reference"
     cached = ReferenceCache(folder, context, ranks.cpu_group)
     log_rank_zero(f"{folder}: log-probabilities of {len(cached)} pairs")
     reference = CachedReference(cached, build, ranks)

@@ -144,7 +144,6 @@ REFUSED = {
     (DPO, "loss={_component_: recipe_utils.preference.IPOLoss, tau: -1.0}"): "loss.tau=-1.0: it must be above 0",
     (DPO, "dataset={_component_: tiny.tiny_dataset, num_samples: 8}"): "its samples have labels, tokens instead of chosen_input_ids",
     (DPO, "prefix_sharing=True microbatching=least_padding"): "prefix_sharing=True: microbatching=least_padding gives each",
-    (DPO, "pipeline_parallel_dim=2 pipeline_parallel_schedule=InterleavedZeroBubble"): "Bubble: this loss has no",
     (DPO, "sft_loss_weight=.inf"): "sft_loss_weight=inf: it must be",
     (DPO, "reference_cache_dir=/tmp/nowhere"): "=/tmp/nowhere: it has no effect with reference=live; set reference to cached",
     (DPO, "reference=cached reference_cache_dir=/proc/nowhere"): "=/proc/nowhere: it cannot be written to",

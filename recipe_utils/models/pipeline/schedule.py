@@ -73,12 +73,6 @@ class PipelineSettings:
             raise ConfigError(Problem("pipeline_parallel_split_points", text, split_points))
         return num_stages
 
-    def problems_with_split_backward(self) -> Iterator[Problem]:
-        """Yields the problem of a loss whose backward cannot be split into inputs and weights."""
-        if self.splits_backward:
-            text = "this loss has no backward in two parts; set it to 1F1B or Interleaved1F1B"
-            yield Problem("pipeline_parallel_schedule", text, self.pipeline_parallel_schedule)
-
 
 def num_to_run(pipeline: PipelineSettings, ranks: Ranks) -> Callable[[int], int] | None:
     """Returns a function from microbatches of the data to those that the schedule runs; None without stages."""
