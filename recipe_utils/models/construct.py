@@ -6,7 +6,7 @@ A decoder of 4 layers over 2 ranks, with ``pipeline_parallel_dim=2``:
     meta_model.layers[0].requires_grad_(False)                a recipe's own changes
     model = build_stages(meta_model, settings, ranks)         rank 0: embeddings, layers 0 and 1; rank 1: layers 2 and
                                                               3, norm, output layer and modules that were added
-    for stage in local_stages(model):                         attend_within_documents, attach_loss, parallelize
+    attend_within_documents, attach_loss, parallelize         each stage; with the line before, runner.build_modules
     load_model(model, ...)                                    memory, and this rank's shards of the weights
 
 Without a pipeline the model is one stage, a copy of ``meta_model``.
