@@ -220,7 +220,7 @@ def pair_collator(
     max_seq_len, end_ids = getattr(tokenizer, "max_seq_len", None), end_ids_of(tokenizer)
     reader = PairReader(IGNORE_INDEX, limits, max_seq_len=max_seq_len, end_ids=end_ids, shares=shares)
     trees = ("prefix_sharing=True", "set prefix_sharing=False") if shares else None
-    return RowCollator(settings.microbatches(), reader, tokenizer.pad_id, trees)
+    return RowCollator(settings, reader, tokenizer.pad_id, trees)
 
 
 def layout_of(settings: DataSettings, prefix_sharing: bool | None) -> str:

@@ -1,4 +1,4 @@
-from recipe_utils.plans.microbatching import Microbatching as Microbatching
+from recipe_utils.plans.microbatching import MicrobatchSettings as MicrobatchSettings
 from recipe_utils.text.collator import RowCollator as RowCollator
 from recipe_utils.text.conversations.datasets import ConversationDataset as ConversationDataset
 from recipe_utils.text.conversations.datasets import TextPiecesDataset as TextPiecesDataset
