@@ -40,8 +40,8 @@ def tokenize_conversation(
     if fraction := next((weight for weight in conversation.weights if weight not in (0, 1)), None):
         raise SampleError(f"weight={fraction:g}: the losses of pairs and rollouts take no weights; set it to 0 or 1")
     if hasattr(tokenizer, "template_variables"):  # a FolderTokenizer, which needs the library transformers
-        tokens, owners = tokenizer.tokenize(conversation)
-        return tokens.tolist(), owners < 0
+        tokens, turns = tokenizer.tokenize(conversation)
+        return tokens.tolist(), turns < 0
     if conversation.tools:
         raise SampleError("torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer")
     messages = []
