@@ -11,7 +11,7 @@ CORE = {
     "losses": "chunks cross_entropy log_probs",
     "parallel": "*",
     "plans": "*",
-    "text": "collator documents limits reader rows samples trees",
+    "text": "collator documents limits reader row_tensors samples trees",
     "update_steps": "*",
 }
 """Files of the core by package: all but config keys and commands, or some."""

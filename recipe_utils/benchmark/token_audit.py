@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from recipe_utils.preference.pairs import num_shared_tokens
-from recipe_utils.text.datasets import load_dataset
+from recipe_utils.text.mixture import load_dataset
 from recipe_utils.text.reader import TextReader
 from recipe_utils.update_steps.permutation import epoch_permutation
 from recipe_utils.update_steps.samples import Sample

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.data.collators import text_collator
-from recipe_utils.distillation.losses import make_distillation_loss
+from recipe_utils.distillation.distillation_loss import make_distillation_loss
 from recipe_utils.distillation.teacher import TeacherSettings
 from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.losses.attach import HiddenAtTargets, attach_loss, build_loss
@@ -34,9 +34,9 @@ from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, sin
 from recipe_utils.parallel.fsdp import gradient_sync, local
 from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
-from recipe_utils.policy.losses import PolicyLoss, TemperedLogProbs
+from recipe_utils.policy.policy_losses import PolicyLoss, TemperedLogProbs
 from recipe_utils.policy.round_start import returning_log_probs
-from recipe_utils.preference.losses import PreferenceLoss, PreferenceSettings, make_preference_loss
+from recipe_utils.preference.pair_losses import PreferenceLoss, PreferenceSettings, make_preference_loss
 from recipe_utils.preference.pairs import PairSettings, pair_collator
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import RowCollator

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.policy.equal_groups import WithoutEqualGroups
-from recipe_utils.policy.losses import PolicyLoss
+from recipe_utils.policy.policy_losses import PolicyLoss
 from recipe_utils.settings.problems import Problem
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.log import Reported

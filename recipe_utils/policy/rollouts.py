@@ -25,10 +25,10 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from recipe_utils.policy.advantages import OF_REWARDS
-from recipe_utils.policy.rows import Answer, answers_of, is_group, read_row
-from recipe_utils.policy.schema import Rollout
+from recipe_utils.policy.rollout_keys import Rollout
+from recipe_utils.policy.rollout_rows import Answer, answers_of, is_group, read_row
+from recipe_utils.text.conversations.file_rows import name_unread, name_unread_of_first
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.rows import name_unread, name_unread_of_first
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import SampleError
 
@@ -38,7 +38,7 @@ _COLUMNS = {"logprobs": "logprobs", "ref_logprobs": "ref_logprobs", "temperature
 
 
 class RolloutDataset(Dataset[dict[str, Any]]):
-    """Groups of rollouts in a file, in the forms of :mod:`recipe_utils.policy.schema`.
+    """Groups of rollouts in a file, in the forms of :mod:`recipe_utils.policy.rollout_keys`.
 
     Args:
         tokenizer: tokenizes rows of texts; rows may contain token ids. Its ``max_seq_len`` bounds rollouts.

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from recipe_utils.preference.rows import SIDES
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
@@ -28,6 +27,7 @@ from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_keys, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
 
+SIDES = ("chosen", "rejected")
 IGNORE_INDEX = -100
 """Label of positions without a target in torchtune's preference datasets."""
 

@@ -14,7 +14,7 @@ from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.documents import length_of
 from recipe_utils.text.limits import RowBounds
 from recipe_utils.text.reader import KNOWN_KEYS, TextReader
-from recipe_utils.text.rows import CollateFn, collated, packed, padded
+from recipe_utils.text.row_tensors import CollateFn, collated, packed, padded
 from recipe_utils.text.samples import TextSample
 from recipe_utils.text.trees import apart, share_beginnings, split_trees
 from recipe_utils.torchtune_names import log_rank_zero
@@ -142,7 +142,7 @@ class RowCollator(Collator):
         return [self._row(samples)]
 
     def _row(self, samples: Sequence[TextSample]) -> Microbatch:
-        """Lays samples out, see :mod:`recipe_utils.text.rows`."""
+        """Lays samples out, see :mod:`recipe_utils.text.row_tensors`."""
         if self.settings.is_packed or (samples[0].is_row and self.reader.limits.merges_rows):
             # A packed dataset's own padding is removed.
             whole = [sample.without_padding() for sample in samples]

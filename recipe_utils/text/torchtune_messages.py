@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from torchtune.data import ChosenRejectedToMessages, Message, OpenAIToMessages, ShareGPTToMessages
 
-from recipe_utils.text.conversations.messages import Conversation, content_as_text, read_tools
-from recipe_utils.text.conversations.rows import (
+from recipe_utils.text.conversations.file_rows import (
     after_system,
     answers_of,
     check_repeated,
@@ -20,6 +19,7 @@ from recipe_utils.text.conversations.rows import (
     read_row,
     turns_before,
 )
+from recipe_utils.text.conversations.messages import Conversation, content_as_text, read_tools
 from recipe_utils.text.conversations.schema import CALLS, MEDIA, ROLES, THINKING, Turn
 from recipe_utils.update_steps.samples import SampleError
 

@@ -9,7 +9,7 @@ from recipe_runs import slow
 
 from recipe_utils import models
 from recipe_utils.models import frozen
-from recipe_utils.preference import losses as preference
+from recipe_utils.preference import pair_losses as preference
 from recipe_utils.preference import pairs
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.documents import Documents, length_of

@@ -21,7 +21,7 @@ from torch.torch_version import TorchVersion
 
 from recipe_utils.long_rows import shares
 from recipe_utils.policy import advantages, equal_groups
-from recipe_utils.policy.losses import PolicyLoss
+from recipe_utils.policy.policy_losses import PolicyLoss
 from recipe_utils.policy.round_start import RoundStart
 from recipe_utils.text.reader import TextReader
 from recipe_utils.update_steps.step import UpdateStep

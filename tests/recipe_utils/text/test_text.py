@@ -17,7 +17,7 @@ from recipe_utils.data.collators import text_collator
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.text.limits import ModelLimits, PackedAttention
 from recipe_utils.text.reader import TextReader, check_sample
-from recipe_utils.text.rows import collated, padded
+from recipe_utils.text.row_tensors import collated, padded
 from recipe_utils.update_steps.objective import Declaration
 from recipe_utils.update_steps.samples import SampleError
 from recipe_utils.update_steps.settings import DataSettings

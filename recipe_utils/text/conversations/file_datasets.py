@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from recipe_utils.text.conversations.file_rows import Texts, conversation_of, name_unread, name_unread_of_first
 from recipe_utils.text.conversations.files import temporary_file
 from recipe_utils.text.conversations.messages import Conversation
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.rows import Texts, conversation_of, name_unread, name_unread_of_first
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.torchtune_names import IGNORE_INDEX, log_rank_zero

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from recipe_utils.policy.schema import Rollout
+from recipe_utils.policy.rollout_keys import Rollout
+from recipe_utils.text.conversations.file_rows import turns_of
 from recipe_utils.text.conversations.messages import Conversation, read_tools
-from recipe_utils.text.conversations.rows import turns_of
 from recipe_utils.text.conversations.schema import shown
 from recipe_utils.text.torchtune_messages import tokenize_conversation
 from recipe_utils.update_steps.samples import SampleError, whole_numbers
