@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.policy.equal_groups import WithoutEqualGroups
 from recipe_utils.policy.policy_losses import PolicyLoss
+from recipe_utils.policy.rollouts import WithoutEqualGroups
 from recipe_utils.settings.problems import Problem
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.log import Reported

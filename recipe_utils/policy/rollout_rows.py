@@ -55,7 +55,7 @@ class Answer:
         return int(self.mask.sum())
 
 
-def read_row(row: Any) -> Rollout:
+def read_rollout(row: Any) -> Rollout:
     """Returns the keys of a row; raises SampleError for a row that is no object, and for content that would be lost."""
     if not isinstance(row, Mapping):
         raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
@@ -70,7 +70,7 @@ def is_group(keys: Rollout) -> bool:
     )
 
 
-def answers_of(keys: Rollout, tokenizer: Any, truncates: bool = False) -> list[Answer]:
+def answers_of_rollout(keys: Rollout, tokenizer: Any, truncates: bool = False) -> list[Answer]:
     """Returns the answers of a row: one, or those of a group.
 
     Answers of more than ``tokenizer.max_seq_len`` tokens are cut at their end if ``truncates``; the prompt never is. Raises

@@ -23,13 +23,12 @@ from recipe_utils.text.documents import Document, tree
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.text.reader import TextReader, check_all_taken, check_sample, end_ids_of
 from recipe_utils.text.samples import FIRST, TextSample
+from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.order import StepIndex
-from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_keys, whole_numbers
+from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_has, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
 
 SIDES = ("chosen", "rejected")
-IGNORE_INDEX = -100
-"""Label of positions without a target in torchtune's preference datasets."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -131,7 +130,7 @@ class PairReader(TextReader):
         pair: dict[str, np.ndarray] = {}
         for side in SIDES:
             keys = (f"{side}_input_ids", f"{side}_labels")
-            check_keys(sample, keys, name)
+            check_has(sample, keys, name)
             tokens, labels = (whole_numbers(sample, key, name) for key in keys)
             check_sample({"tokens": tokens, "labels": labels}, f"{name}, {side}", IGNORE_INDEX, self.limits)
             check_all_taken({key: sample[key] for key in sample if not key.startswith(SIDES)}, tokens, labels, name)
