@@ -36,7 +36,7 @@ from recipe_utils.benchmark.baselines.start import write_fresh_adapters
 from recipe_utils.benchmark.baselines.worker import write_spec
 from recipe_utils.benchmark.flops import product_rate
 from recipe_utils.benchmark.interleave import BaselineDiedError, Processes, RankReport
-from recipe_utils.benchmark.lineup import Baseline, line_up, load_base_config, merge
+from recipe_utils.benchmark.lineup import Baseline, line_up, load_base_config, merged_with
 from recipe_utils.cli.registry import RECIPES, config_path
 from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.parallel.ranks import resolve_device
@@ -112,7 +112,7 @@ class BenchmarkTokensPerSecond:
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = settings = read_settings(cfg, Settings)
         given = settings.update_step_config
-        base = merge(OmegaConf.create() if given is None else load_base_config(given), settings.overrides or {})
+        base = merged_with(OmegaConf.create() if given is None else load_base_config(given), settings.overrides or {})
         self.device = resolve_device(base.get("device"))
         counts = settings.nproc_per_node, settings.num_steps
         self.baselines, self.missing = line_up(

@@ -40,7 +40,7 @@ class Settings:
     data: DataSettings  # batch_size (pairs), global_batch_size, microbatching, num_workers, ...
     ranks: parallel.RankSettings  # device, data_parallel_shard_dim, tensor_parallel_dim, ...
     loss: Component
-    """torchtune's ``DPOLoss`` or ``RSOLoss``, one of ``recipe_utils.preference.losses``, or yours."""
+    """torchtune's ``DPOLoss`` or ``RSOLoss``, a loss of ``recipe_utils.preference``, or yours."""
     ref_checkpointer: Component | None = None
     """Loads the reference's weights; null uses ``checkpointer``, also when training resumes."""
 

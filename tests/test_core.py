@@ -11,7 +11,7 @@ CORE = {
     "losses": "chunks cross_entropy log_probs",
     "parallel": "*",
     "plans": "*",
-    "text": "collator documents limits reader rows samples trees",
+    "text": "collator documents limits reader row_tensors samples trees",
     "update_steps": "*",
 }
 """Files of the core by package: all but config keys and commands, or some."""
@@ -21,10 +21,10 @@ LOOP = """
 import torch
 from recipe_utils.losses import LinearCrossEntropyLoss
 from recipe_utils.parallel import gradient_sync, join_ranks, to_device_ahead
-from recipe_utils.text import Microbatching, RowCollator
+from recipe_utils.text import MicrobatchSettings, RowCollator
 from recipe_utils.update_steps import CheckedDataset, RowBudget, ShuffledOrder, UpdateStepLoader, mark_last
 
-ranks, collator = join_ranks(), RowCollator(Microbatching("packed", max_tokens=8))
+ranks, collator = join_ranks(), RowCollator(MicrobatchSettings("packed", max_tokens_per_microbatch=8))
 dataset = CheckedDataset([{"tokens": [1, 2, 3], "labels": [-100, 2, 3]}] * 8, "dataset", collator.prepare)
 loader = UpdateStepLoader(dataset, ShuffledOrder(8, 4), RowBudget(collator), ranks, ranks.prefetch_group, num_workers=1)
 embeddings, output, loss_fn = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4, bias=False), LinearCrossEntropyLoss()

@@ -139,7 +139,7 @@ def load_base_config(name_or_path: str) -> DictConfig:
     return loaded
 
 
-def merge(base: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
+def merged_with(base: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
     """Merges overrides into a copy of ``base``. Components replace the whole value."""
     merged = base.copy()
     for key, value in overrides.items():
@@ -158,7 +158,7 @@ def first_line(error: Exception) -> str:
 def _problems_with_base(base: DictConfig, recipe: str, output_dir: Path) -> Iterator[Problem]:
     """Yields wrong keys, and keys that other trainers do not support."""
     try:
-        yield from check_keys(merge(base, {"output_dir": str(output_dir)}), settings_of(recipe))[1]
+        yield from check_keys(merged_with(base, {"output_dir": str(output_dir)}), settings_of(recipe))[1]
     except (ValueError, OSError, OmegaConfBaseException) as error:
         yield from ConfigError(first_line(error)).problems
     for key, (supported, text) in _SUPPORTED.items():
@@ -185,7 +185,7 @@ def _resolve(
     recipe_file, settings = _recipe_of(entry, recipe)
     foreign = OWN_KEYS.get(kind, set())
     recipe_overrides = {key: value for key, value in overrides.items() if key not in foreign}
-    merged = merge(base, {**recipe_overrides, "output_dir": str(output_dir)})
+    merged = merged_with(base, {**recipe_overrides, "output_dir": str(output_dir)})
     # Only keys of this entry: it may have replaced the reference to a key of the base config.
     if problems := [problem for problem in check_keys(merged, settings)[1] if problem.root in overrides]:
         raise ConfigError(*problems)
@@ -199,7 +199,7 @@ def _resolve(
 
     # Everything that would differ between the trainers, or that one of them requires, is set.
     fixed = {**_FIXED, "output_dir": str(output_dir), "profiler": overrides.get("profiler")}
-    config = merge(merge(base, overrides), fixed)
+    config = merged_with(merged_with(base, overrides), fixed)
     config.pop("dataset_val", None)
     for key, value in {**_DEFAULTS, "device": resolve_device(None).type}.items():
         config.setdefault(key, value)

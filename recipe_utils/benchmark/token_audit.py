@@ -11,12 +11,11 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from recipe_utils.preference.pairs import num_shared_tokens
-from recipe_utils.text.datasets import load_dataset
+from recipe_utils.text.mixture import load_dataset
 from recipe_utils.text.reader import TextReader
+from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.permutation import epoch_permutation
 from recipe_utils.update_steps.samples import Sample
-
-IGNORE_INDEX = -100
 
 
 def samples_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> list[Sample]:

@@ -5,7 +5,7 @@ from typing import Any
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
-from recipe_utils.text.limits import NO_LIMITS, ModelLimits
+from recipe_utils.text.limits import NO_LIMITS, ModelLimits, RowBounds
 from recipe_utils.text.reader import TextReader, end_ids_of
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.objective import NOTHING_DECLARED, Declaration
@@ -46,20 +46,13 @@ def text_collator(
         text = "sequences that share a beginning need rows of documents; set microbatching=packed"
         text += ", or dataset.split_turns=True"
         raise ConfigError(Problem("microbatching", text, settings.microbatching))
-    max_tokens, is_alone = settings.max_tokens_per_microbatch, settings.max_ranks_per_row == 1
-    max_seq_len = getattr(tokenizer, "max_seq_len", None)
+    is_alone = settings.max_ranks_per_row == 1
+    bounds = RowBounds(settings, limits, getattr(tokenizer, "max_seq_len", None))
     if declared.of_samples and not is_alone:
         text = (
             f"the loss takes values of samples ({', '.join(declared.of_samples)}), which a share of a row does not have"
         )
         raise ConfigError(Problem("max_ranks_per_row", f"{text}; remove it", settings.max_ranks_per_row))
-    most_positions = None
-    if has_trees and not settings.is_packed:
-        most_positions = 1  # a tree of each sequence
-    elif has_trees:
-        # Trees are cut when they are read, before the budget of their update step is known.
-        longest = settings.batch_size * (max_seq_len or limits.max_seq_len)
-        most_positions = (longest if max_tokens == "auto" else max_tokens or longest) * settings.max_ranks_per_row
     # The reader checks samples in workers; it has no tokenizer.
     reader = TextReader(
         ignore_index,
@@ -67,19 +60,17 @@ def text_collator(
         declared.columns,
         declared.of_samples,
         tuple(name for name in declared.totals if name in {*declared.columns, *declared.of_samples}),
-        max_seq_len,
+        bounds.max_seq_len,
         end_ids_of(tokenizer),
-        most_positions,
+        bounds.of_tree if has_trees else None,
         splits=is_alone,  # else ranks would wait for another row
-        spans=None if is_alone or max_tokens == "auto" else max_tokens or 0,
+        spans=None if is_alone or settings.is_searched else bounds.max_tokens or 0,
         keeps_types=not settings.collate_fn.startswith("torchtune."),
         has_own_positions=settings.collate_fn == DataSettings.collate_fn,
     )
     shares = settings.is_packed and is_alone and shares_beginnings and limits.shares_beginnings
     collate_fn = None if reader.has_own_positions else component_at(settings.collate_fn)
-    collator = RowCollator(
-        settings.microbatches(), reader, tokenizer.pad_id, trees if has_trees else None, shares, collate_fn
-    )
+    collator = RowCollator(settings, reader, tokenizer.pad_id, trees if has_trees else None, shares, collate_fn)
     if declared.divisor not in collator.counts:
         names = ", ".join(collator.counts)
         raise ConfigError(f"loss: its divisor {declared.divisor} is no count; set it to a column, or one of {names}")

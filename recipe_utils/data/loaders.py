@@ -15,8 +15,7 @@ from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError, Problem, build, naming
 from recipe_utils.text.collator import RowCollator
-from recipe_utils.text.datasets import load_dataset
-from recipe_utils.text.mixture import Mixture, MixtureOrder
+from recipe_utils.text.mixture import Mixture, MixtureOrder, load_dataset
 from recipe_utils.torchtune_names import instantiate, log_rank_zero
 from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
 from recipe_utils.update_steps.objective import Collator
@@ -60,14 +59,14 @@ def build_loaders(
 
     ``num_to_run`` is that of a pipeline's schedule. Raises ConfigError for problems of both datasets.
     """
-    budget = SearchedBudget(collator) if collator.microbatching.is_searched else RowBudget(collator)
+    budget = SearchedBudget(collator) if settings.is_searched else RowBudget(collator)
     loader = build_loader(dataset, budget, settings, ranks, "dataset", num_to_run)
     if dataset_val is None:
         return loader, None
     # Validation takes the budget that training has found so far; it searches for none.
-    follow = (lambda: budget.tokens) if collator.microbatching.is_searched else None
+    follow = (lambda: budget.tokens) if settings.is_searched else None
     settings_val = settings.of_validation()
-    budget_val = RowBudget(replace(collator, microbatching=settings_val.microbatches()), follow)
+    budget_val = RowBudget(replace(collator, settings=settings_val), follow)
     return loader, build_loader(dataset_val, budget_val, settings_val, ranks, "dataset_val", num_to_run)
 
 

@@ -88,8 +88,8 @@ class SearchedBudget(RowBudget):
     def __init__(self, collator: RowCollator) -> None:
         # With few lengths, kernels are compiled for each: budgets double.
         self._num_digits = 1 if collator.has_few_lengths else NUM_DIGITS
-        assert collator.max_tokens is not None
-        self.search = TokenBudget(collator.max_tokens, self._num_digits)
+        assert collator.bounds.max_tokens is not None
+        self.search = TokenBudget(collator.bounds.max_tokens, self._num_digits)
         super().__init__(collator, lambda: self.search.proposal)
 
     def restart(self, tokens: int) -> None:
@@ -101,10 +101,10 @@ class SearchedBudget(RowBudget):
 def advice_for(budget: RowBudget, tokens: int) -> str:
     """Returns what to set after a row of ``tokens`` positions did not fit; 0 tokens for inputs without rows."""
     collator = budget.collator()
-    if not isinstance(collator, RowCollator) or not collator.microbatching.plans_by_tokens:
+    if not isinstance(collator, RowCollator) or not collator.settings.plans_by_tokens:
         return f"set {'microbatching=packed, or ' * bool(tokens)}a smaller batch_size"
     # A row above its bound is one sample, which no smaller bound makes shorter.
-    bound: float | None = collator.max_tokens
+    bound: float | None = collator.bounds.max_tokens
     if isinstance(budget, SearchedBudget):
         bound = budget.search.largest
     elif bound is not None:
@@ -112,5 +112,5 @@ def advice_for(budget: RowBudget, tokens: int) -> str:
         bound = -(-bound // multiple) * multiple  # rows are padded
     if bound is not None and tokens > bound:
         return _OF_ONE_SAMPLE
-    safe = collator.with_budget(int(_SAFE * tokens)).max_tokens
+    safe = collator.with_budget(int(_SAFE * tokens)).bounds.max_tokens
     return f"set max_tokens_per_microbatch={safe}, with which a resume has the same losses"

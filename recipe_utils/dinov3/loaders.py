@@ -22,7 +22,7 @@ from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import build, naming
-from recipe_utils.text.datasets import load_dataset
+from recipe_utils.text.mixture import load_dataset
 from recipe_utils.torchtune_names import MODEL_KEY
 from recipe_utils.training.log import Reported
 from recipe_utils.training.setup import Built

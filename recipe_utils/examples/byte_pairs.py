@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tokenizers.trainers import BpeTrainer
 from torchtune.models.llama3._tokenizer import CL100K_PATTERN
 
-Ranks = dict[bytes, int]
+TokenRanks = dict[bytes, int]
 """Token bytes -> id; of two pairs of neighbors the one with the lower id is merged first."""
 
 BEGIN, END, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_byte_pairs(texts: Iterable[str], num_tokens: int) -> Ranks:
+def train_byte_pairs(texts: Iterable[str], num_tokens: int) -> TokenRanks:
     """Learns ``num_tokens`` tokens, including those of the 256 single bytes."""
     tokenizer = Tokenizer(models.BPE())
     # Must be that of the encoding, or learned tokens would not occur.
@@ -42,7 +42,7 @@ def train_byte_pairs(texts: Iterable[str], num_tokens: int) -> Ranks:
     return {bytes(byte_of[char] for char in token): rank for token, rank in vocab}
 
 
-def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[str, str]:
+def hugging_face_files(ranks: TokenRanks, special_tokens: Mapping[str, int]) -> dict[str, str]:
     """Returns the files of transformers' ``AutoTokenizer``, content by name.
 
     Its ids are BEGIN and those of torchtune, unless the text contains the name of a special token, which transformers

@@ -11,7 +11,7 @@ from recipe_utils.examples.question_answers import check_split, split_of
 from recipe_utils.examples.stdlib_code import code_pairs
 from recipe_utils.examples.stdlib_docs import docstring_pairs, docstring_tokenizer
 from recipe_utils.files import write_atomically
-from recipe_utils.text.conversations.datasets import ConversationDataset
+from recipe_utils.text.conversations.file_datasets import ConversationDataset
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 
 # As Qwen3's: the thinking before the last user's message is not rendered.

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.data.collators import text_collator
-from recipe_utils.distillation.losses import build_loss as build_distillation_loss
+from recipe_utils.distillation.distillation_loss import build_loss as build_distillation_loss
 from recipe_utils.distillation.teacher import TeacherSettings
 from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.losses.attach import HiddenAtTargets
@@ -33,10 +33,10 @@ from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, sin
 from recipe_utils.parallel.fsdp import gradient_sync, local
 from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
-from recipe_utils.policy.losses import PolicyLoss, TemperedLogProbs
+from recipe_utils.policy.policy_losses import PolicyLoss, TemperedLogProbs
 from recipe_utils.policy.round_start import returning_log_probs
-from recipe_utils.preference.losses import PreferenceSettings
-from recipe_utils.preference.losses import build_loss as build_pair_loss
+from recipe_utils.preference.pair_losses import PreferenceSettings
+from recipe_utils.preference.pair_losses import build_loss as build_pair_loss
 from recipe_utils.preference.pairs import PairSettings, pair_collator
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import RowCollator
@@ -51,7 +51,7 @@ def row_of(collator: RowCollator, size: int, length: int) -> Microbatch:
 
     Eight longer ones fill a packed row, in the same bytes. All tokens are targets, of pairs those not shared.
     """
-    if collator.microbatching.is_packed:
+    if collator.settings.is_packed:
         length = max(length, min(size // 8, collator.reader.limits.max_seq_len))
     tokens, is_target = np.arange(length) % 7, np.arange(length) >= length // 2
     sample = {"tokens": tokens, "labels": tokens, **dict.fromkeys(collator.reader.columns, is_target * 1.0)}

@@ -18,13 +18,13 @@ PADDING = "#e4e4e4"
 SQUARE = 18
 """Side of a token [px]."""
 
-Row = list[int | None]
+DrawnRow = list[int | None]
 """Sample of each position of a row, None for padding."""
 
 
-def padded_rows(lengths: Sequence[int], num_ranks: int, batch_size: int) -> list[list[Row]]:
+def padded_rows(lengths: Sequence[int], num_ranks: int, batch_size: int) -> list[list[DrawnRow]]:
     """Returns the rows of each rank as the stock recipes make them: samples as they come, dealt to the ranks."""
-    ranks: list[list[Row]] = []
+    ranks: list[list[DrawnRow]] = []
     for rank in range(num_ranks):
         samples = range(rank, len(lengths), num_ranks)
         (plan,) = plan_in_order([lengths[sample] for sample in samples], batch_size=batch_size)
@@ -36,7 +36,7 @@ def padded_rows(lengths: Sequence[int], num_ranks: int, batch_size: int) -> list
     return ranks
 
 
-def packed_rows(lengths: Sequence[int], num_ranks: int, batch_size: int) -> list[list[Row]]:
+def packed_rows(lengths: Sequence[int], num_ranks: int, batch_size: int) -> list[list[DrawnRow]]:
     """Returns the rows of each rank with ``microbatching: packed``."""
     plan = plan_packed(lengths, num_ranks, batch_size=batch_size, cost=MicrobatchCost())
     return [[[sample for sample in row for _ in range(lengths[sample])] for row in rows] for rows in plan]

@@ -32,7 +32,7 @@ class _Sample(NamedTuple):
 
 
 @dataclass
-class _Row:
+class _OpenRow:
     round: int
     num_ranks: int
     space: int
@@ -99,21 +99,21 @@ def plan_packed(
         num_rounds += 1
 
 
-def _opened(long: Sequence[_Sample], num_ranks: int, max_tokens: int, num_rounds: int) -> list[_Row]:
+def _opened(long: Sequence[_Sample], num_ranks: int, max_tokens: int, num_rounds: int) -> list[_OpenRow]:
     """Returns rows that use every rank in at least ``num_rounds`` rounds: one per long sample, and empty ones."""
     num_free = [num_ranks] * num_rounds
-    rows: list[_Row] = []
+    rows: list[_OpenRow] = []
     for sample in long:
         index = next((i for i, free in enumerate(num_free) if free >= sample.num_ranks), len(num_free))
         if index == len(num_free):
             num_free.append(num_ranks)
         num_free[index] -= sample.num_ranks
-        rows.append(_Row(index, sample.num_ranks, sample.num_ranks * max_tokens))
+        rows.append(_OpenRow(index, sample.num_ranks, sample.num_ranks * max_tokens))
         rows[-1].add(sample)
-    return rows + [_Row(index, 1, max_tokens) for index, free in enumerate(num_free) for _ in range(free)]
+    return rows + [_OpenRow(index, 1, max_tokens) for index, free in enumerate(num_free) for _ in range(free)]
 
 
-def _fill(row: _Row, samples: list[_Sample]) -> None:
+def _fill(row: _OpenRow, samples: list[_Sample]) -> None:
     """Moves the longest sample that fits, given longest first, to a row until none does."""
     index = 0
     while index < len(samples):
@@ -123,7 +123,7 @@ def _fill(row: _Row, samples: list[_Sample]) -> None:
             index = bisect_left(samples, -row.space, index, key=lambda sample: -sample.length)
 
 
-def _filled(rows: Sequence[_Row], short: Sequence[_Sample]) -> list[_Row] | None:
+def _filled(rows: Sequence[_OpenRow], short: Sequence[_Sample]) -> list[_OpenRow] | None:
     """Returns the rows with short samples, given longest first; without empty ones. None if one fits in no row."""
     # A round lasts as long as its long sample, so its other rows are filled up to that first.
     costs_before = dict[int, float]()
@@ -152,7 +152,7 @@ def _filled(rows: Sequence[_Row], short: Sequence[_Sample]) -> list[_Row] | None
     return [row for row in rows if row.positions]
 
 
-def _dealt(rows: Sequence[_Row], num_ranks: int) -> list[Microbatches]:
+def _dealt(rows: Sequence[_OpenRow], num_ranks: int) -> list[Microbatches]:
     """Returns the microbatches of each rank: in each round, the costliest row where the load is least."""
     single = [row for row in rows if row.num_ranks == 1]
     single.sort(key=lambda row: (-row.cost, row.positions))

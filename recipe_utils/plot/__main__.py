@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from recipe_utils.text.datasets import load_dataset
+from recipe_utils.text.mixture import load_dataset
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.log import METRICS_FILE, read_metrics
 from recipe_utils.training.parts.sample_losses import DATASETS, FILE, report_of

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from recipe_utils.data.collators import text_collator
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.policy.equal_groups import WithoutEqualGroups
-from recipe_utils.policy.losses import PolicyLoss
+from recipe_utils.policy.policy_losses import PolicyLoss
+from recipe_utils.policy.rollouts import WithoutEqualGroups
 from recipe_utils.settings.problems import Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.limits import ModelLimits

@@ -17,34 +17,65 @@ so that whatever divides the loss is known before the first forward, over all ra
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from recipe_utils.policy.advantages import OF_REWARDS
-from recipe_utils.policy.rows import Answer, answers_of, is_group, read_row
-from recipe_utils.policy.schema import Rollout
+from recipe_utils.policy.rollout_keys import Rollout
+from recipe_utils.policy.rollout_rows import Answer, answers_of_rollout, is_group, read_rollout
+from recipe_utils.text.conversations.file_rows import name_unread, name_unread_of_first
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.rows import name_unread, name_unread_of_first
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import SampleError
 
+# ---- Advantages of a group's answers, from their rewards -------------------------------------------
+
+# Rewards 1, 0, 0, 0 have the mean 0.25 and the standard deviation 0.5. The advantages of the first answer and of the others
+# are 0.75 and -0.25 (``mean``), 1.5 and -0.5 (``mean_std``), 1 and -0.33 (``leave_one_out``).
+
+_EPSILON = 1e-6
+"""Added to the standard deviation, as in verl; TRL adds 1e-4."""
+
+
+def mean(rewards: np.ndarray) -> np.ndarray:
+    """Returns rewards [m] minus their mean (Dr. GRPO, arXiv:2503.20783)."""
+    from_first = rewards - rewards[0]  # exactly 0 if all are equal; the mean of three times 0.1 is not 0.1
+    return from_first - from_first.mean()
+
+
+def mean_std(rewards: np.ndarray) -> np.ndarray:
+    """Returns the same over their standard deviation, with m - 1 (GRPO, arXiv:2402.03300)."""
+    return mean(rewards) / (rewards.std(ddof=1) + _EPSILON)
+
+
+def leave_one_out(rewards: np.ndarray) -> np.ndarray:
+    """Returns each reward minus the mean of the others (RLOO, arXiv:2402.14740)."""
+    return mean(rewards) * len(rewards) / (len(rewards) - 1)
+
+
+OF_REWARDS: dict[str, Callable[[np.ndarray], np.ndarray]]
+OF_REWARDS = {"mean": mean, "mean_std": mean_std, "leave_one_out": leave_one_out}
+"""Name in configs -> function of a group's rewards."""
 ADVANTAGES = ("given", *OF_REWARDS, "teacher")
+
+
+# ---- Datasets --------------------------------------------------------------------------------------
+
 _COLUMNS = {"logprobs": "logprobs", "ref_logprobs": "ref_logprobs", "temperature": "temperatures"}
 """Key of rows -> column."""
 
 
 class RolloutDataset(Dataset[dict[str, Any]]):
-    """Groups of rollouts in a file, in the forms of :mod:`recipe_utils.policy.schema`.
+    """Groups of rollouts in a file, in the forms of :mod:`recipe_utils.policy.rollout_keys`.
 
     Args:
         tokenizer: tokenizes rows of texts; rows may contain token ids. Its ``max_seq_len`` bounds rollouts.
         path: file or files of rows, see :class:`.PathRows`. Rows of a group may be anywhere in them.
         advantage: ``given`` by the file; or computed from the rewards of a group: ``mean``, ``mean_std``,
-            ``leave_one_out``, see :mod:`recipe_utils.policy.advantages`; or ``teacher``: per token, log-probability of the
+            ``leave_one_out``, see :data:`OF_REWARDS`; or ``teacher``: per token, log-probability of the
             reference minus that of the sampler (on-policy distillation).
         group_size: number of answers that each group must have; null allows any.
         truncates_answers: cuts answers of too long rollouts at their end; otherwise they are bad samples.
@@ -71,7 +102,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         self._groups = [*_groups_of(self._rows)]
         self.has = fields_of_first(self._rows)
         """Fields that the first row has, and all others must have: ``logprobs``, ``reward``, ..."""
-        name_unread_of_first(self, self._rows, lambda index: self._unread(read_row(self._rows[index])))
+        name_unread_of_first(self, self._rows, lambda index: self._unread(read_rollout(self._rows[index])))
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -81,10 +112,10 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         rows, answers, unread = self._groups[index], list[Answer](), list[str]()
         for row in rows:
             with self._rows.naming(row):
-                keys = read_row(self._rows[row])
+                keys = read_rollout(self._rows[row])
                 unread += self._unread(keys)
                 self._check_like_first(keys)
-                answers += answers_of(keys, self._tokenizer, self._truncates)
+                answers += answers_of_rollout(keys, self._tokenizer, self._truncates)
         # What the group lacks as a whole is an error of its first row.
         with self._rows.naming(rows[0]):
             sequences = [*self._sequences_of(answers)]
@@ -157,7 +188,7 @@ def fields_of_first(rows: PathRows) -> frozenset[str]:
     """Returns the fields of the first row that can be read."""
     for index in range(len(rows)):
         with suppress(Exception):  # any: raised again with the sample
-            return frozenset(read_row(rows[index]).used)
+            return frozenset(read_rollout(rows[index]).used)
     return frozenset()
 
 
@@ -179,7 +210,7 @@ def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
     for index in range(len(rows)):
         try:
             row: Mapping[str, Any] = rows[index]
-            if index == 0 and is_group(read_row(row)):
+            if index == 0 and is_group(read_rollout(row)):
                 yield from ([each] for each in range(len(rows)))
                 return
             step, group, rollout = (
@@ -208,3 +239,43 @@ def _reward_of(parts: Sequence[Answer]) -> float:
         )
     (reward,) = rewards
     return np.nan if reward is None else reward
+
+
+# ---- Groups without advantages, which cost no forward and stay in what the loss is divided by ------
+
+_SUMMED = ("answers", "groups", "rewards", "equal_groups")
+
+
+class WithoutEqualGroups(Dataset[Any]):
+    """Rollouts of ``dataset``, of which groups whose advantages are all 0 become one short sequence.
+
+    Four answers of 100 tokens each with rewards 1, 1, 1, 1 have no gradient. One sequence of two tokens takes their place.
+    Beside its only target, which has the advantage 0, are the 400 tokens, the 4 answers and the group, so that the other
+    groups of the update step weigh what they would weigh beside all 400 tokens. Exact for losses whose terms all have the
+    advantage as a factor: without a KL term.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns the sample; a group without advantages as one short sequence."""
+        sample = self.dataset[index]
+        sequences = sample.get("sequences", ()) if isinstance(sample, Mapping) else ()
+        if not sequences or any(np.any(s.get(key, 0)) for s in sequences for key in ("advantages", "teacher")):
+            return sample
+        return {"sequences": [_standing_for(sequences)]}
+
+
+def _standing_for(sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a sequence of two tokens with one target, beside which are the sums of all."""
+    first = sequences[0]
+    num_trained = sum(int((np.asarray(s["labels"])[1:] != IGNORE_INDEX).sum()) for s in sequences)
+    sums = {name: float(sum(np.sum(s[name]) for s in sequences)) for name in _SUMMED if name in first}
+    nothing = {name: 0.0 for name in first if name not in ("tokens", "labels", "temperatures", *sums)}
+    beside = {**nothing, **sums, "answer_tokens": num_trained, "measured": 0.0}
+    tokens = first["tokens"][:2]
+    return {"tokens": tokens, "labels": [IGNORE_INDEX, tokens[1]], **{name: [0.0, x] for name, x in beside.items()}}

@@ -29,8 +29,8 @@ from recipe_utils.models.frozen import (
 from recipe_utils.models.runner import Rows, Runner
 from recipe_utils.models.weights import with_weights
 from recipe_utils.parallel.fsdp import local
-from recipe_utils.policy.losses import PolicyLoss, TemperedLogProbs
 from recipe_utils.policy.objective import needs_reference, needs_start
+from recipe_utils.policy.policy_losses import PolicyLoss, TemperedLogProbs
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.training.parts.protocol import Part

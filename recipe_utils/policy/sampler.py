@@ -23,8 +23,8 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.text.conversations.file_rows import turns_of
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.rows import turns_of
 from recipe_utils.training.parts.answers import end_tokens, text_of, tokens_of
 from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.permutation import epoch_permutation, seed_of

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from recipe_utils.preference.rows import SIDES
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
@@ -24,12 +23,12 @@ from recipe_utils.text.documents import Document, tree
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.text.reader import TextReader, check_all_taken, check_sample, end_ids_of
 from recipe_utils.text.samples import FIRST, TextSample
+from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.order import StepIndex
-from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_keys, whole_numbers
+from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_has, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
 
-IGNORE_INDEX = -100
-"""Label of positions without a target in torchtune's preference datasets."""
+SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -131,7 +130,7 @@ class PairReader(TextReader):
         pair: dict[str, np.ndarray] = {}
         for side in SIDES:
             keys = (f"{side}_input_ids", f"{side}_labels")
-            check_keys(sample, keys, name)
+            check_has(sample, keys, name)
             tokens, labels = (whole_numbers(sample, key, name) for key in keys)
             check_sample({"tokens": tokens, "labels": labels}, f"{name}, {side}", IGNORE_INDEX, self.limits)
             check_all_taken({key: sample[key] for key in sample if not key.startswith(SIDES)}, tokens, labels, name)
@@ -220,7 +219,7 @@ def pair_collator(
     max_seq_len, end_ids = getattr(tokenizer, "max_seq_len", None), end_ids_of(tokenizer)
     reader = PairReader(IGNORE_INDEX, limits, max_seq_len=max_seq_len, end_ids=end_ids, shares=shares)
     trees = ("prefix_sharing=True", "set prefix_sharing=False") if shares else None
-    return RowCollator(settings.microbatches(), reader, tokenizer.pad_id, trees)
+    return RowCollator(settings, reader, tokenizer.pad_id, trees)
 
 
 def layout_of(settings: DataSettings, prefix_sharing: bool | None) -> str:

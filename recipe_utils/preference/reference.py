@@ -29,7 +29,7 @@ from recipe_utils.models.transformers import transformers_decoder
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.preference.cache import LogProbs, Pairs, ReferenceCache
-from recipe_utils.preference.losses import PreferenceLoss
+from recipe_utils.preference.pair_losses import PreferenceLoss
 from recipe_utils.preference.pairs import PairSettings, layout_of
 from recipe_utils.settings.keys import STRICT, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, problems_with_folder

@@ -23,16 +23,14 @@ from recipe_utils.cli.registry import config_path
 from recipe_utils.data.collators import text_collator
 from recipe_utils.data.dataset_weights import problems_with_list
 from recipe_utils.data.loaders import build_order, build_own_order
-from recipe_utils.preference.pairs import PairSettings, check_is_pair, pair_collator
-from recipe_utils.preference.rows import SIDES
+from recipe_utils.preference.pairs import SIDES, PairSettings, check_is_pair, pair_collator
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import groups_of, keys_of
 from recipe_utils.settings.problems import ConfigError, build
 from recipe_utils.settings.read import check_keys, read_settings
-from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.documents import chains
 from recipe_utils.text.limits import NO_LIMITS
-from recipe_utils.text.mixture import MixtureOrder
+from recipe_utils.text.mixture import MixtureOrder, load_dataset
 from recipe_utils.text.trees import makes_trees
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.command import entry_point

@@ -9,11 +9,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from recipe_utils.plans.microbatching import MOST_TOKENS, Microbatching
+from recipe_utils.plans.microbatching import MicrobatchSettings
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.documents import length_of
+from recipe_utils.text.limits import RowBounds
 from recipe_utils.text.reader import KNOWN_KEYS, TextReader
-from recipe_utils.text.rows import CollateFn, collated, packed, padded
+from recipe_utils.text.row_tensors import CollateFn, collated, packed, padded
 from recipe_utils.text.samples import TextSample
 from recipe_utils.text.trees import apart, share_beginnings, split_trees
 from recipe_utils.torchtune_names import log_rank_zero
@@ -28,7 +29,8 @@ class RowCollator(Collator):
     Raises ConfigError if the model does not support ``microbatching: packed``, or rows of trees.
     """
 
-    microbatching: Microbatching
+    settings: MicrobatchSettings
+    """Config keys of the plan."""
     reader: TextReader = field(default_factory=TextReader)
     pad_id: int = 0
     """Token of padding."""
@@ -38,51 +40,44 @@ class RowCollator(Collator):
     """Samples of a packed row that begin with the same tokens may become one tree."""
     collate_fn: CollateFn | None = None
     """Pads the samples of a microbatch, as torchtune's do; None for rows of the samples' documents."""
+    budget: int | None = None
+    """Positions per microbatch in place of ``max_tokens_per_microbatch``, as a search finds them."""
     layout: Layout = field(init=False)
+    bounds: RowBounds = field(init=False)
 
     def __post_init__(self) -> None:
+        reader = self.reader
+        bounds = RowBounds(self.settings, reader.limits, reader.max_seq_len, reader.num_rows, self.budget)
+        object.__setattr__(self, "bounds", bounds)
         object.__setattr__(self, "layout", self._layout())
 
     def _layout(self) -> Layout:
         """Returns the plan of this budget, and what the lengths of packed rows are multiples of."""
-        microbatching, reader, bound = self.microbatching, self.reader, self.max_tokens
+        settings, reader, bound = self.settings, self.reader, self.bounds.of_microbatch
         limits, max_seq_len = reader.limits, reader.max_seq_len
         if (max_seq_len or 0) > limits.max_seq_len:
             text = f"longer samples than {limits.limits_length} max_seq_len={limits.max_seq_len} fail"
             text += f"; set it to {limits.max_seq_len} to truncate them"
             raise ConfigError(Problem("tokenizer.max_seq_len", text, max_seq_len))
-        # Without a budget, as many positions as `batch_size` samples of the longest length have.
-        if bound is None and max_seq_len is not None:
-            bound = reader.num_rows * microbatching.batch_size * max_seq_len
-        if not microbatching.is_packed:
-            return Layout(microbatching.make_plan(bound, limits.cost, reader.num_rows), microbatching.moves_samples)
-        multiple = limits.multiple_of_packed_rows(bound, self.trees, microbatching.max_ranks_per_row)
-        if reader.most_positions is not None:
-            bound = self.max_tokens or microbatching.batch_size * (max_seq_len or limits.max_seq_len)
-        plan = microbatching.make_plan(bound, limits.cost, fills_rows=multiple != limits.row_multiple)
-        return Layout(plan, microbatching.moves_samples, row_multiple=multiple)
+        if not settings.is_packed:
+            return Layout(settings.make_plan(bound, limits.cost, reader.num_rows), settings.moves_samples)
+        multiple = limits.multiple_of_packed_rows(bound, self.trees, settings.max_ranks_per_row)
+        if bound is None and reader.most_positions is not None:
+            bound = settings.batch_size * limits.max_seq_len
+        plan = settings.make_plan(bound, limits.cost, fills_rows=multiple != limits.row_multiple)
+        return Layout(plan, settings.moves_samples, row_multiple=multiple)
 
     # ---- Budget -----------------------------------------------------------------------------------
 
     @property
-    def max_tokens(self) -> int | None:
-        """Returns the most positions of a microbatch; None if their number of samples bounds them."""
-        return self.microbatching.max_tokens
-
-    @property
     def longest_row(self) -> int:
         """Returns an upper bound of a row, padding included, also in validation and with any budget [positions]."""
-        microbatching, limits = self.microbatching, self.reader.limits
-        # A row longer than the budget is one sample, padded to a multiple below the budget.
-        most_tokens = 2 * MOST_TOKENS if microbatching.is_searched else self.max_tokens
-        most_samples = self.reader.num_rows * max(microbatching.batch_size, microbatching.batch_size_val or 0)
-        longest = (most_tokens or 0) + most_samples * limits.max_seq_len + (limits.row_multiple or 0)
-        return max(longest, (self.reader.most_positions or 0) + (self.layout.row_multiple or 0))
+        return max(self.bounds.of_row, (self.reader.most_positions or 0) + (self.layout.row_multiple or 0))
 
     @property
     def has_few_lengths(self) -> bool:
         """Returns True if packed rows have few lengths, for which kernels are compiled."""
-        return self.microbatching.is_packed and self.layout.row_multiple != self.reader.limits.row_multiple
+        return self.settings.is_packed and self.layout.row_multiple != self.reader.limits.row_multiple
 
     def with_budget(self, max_tokens: int) -> Self:
         """Returns a collator of microbatches of at most ``max_tokens``, including padding of packed rows.
@@ -91,17 +86,17 @@ class RowCollator(Collator):
         """
         step = self.reader.limits.row_multiple or 1
         for bound in (max_tokens, *range(max_tokens // step * step, 0, -step)):
-            other = replace(self, microbatching=replace(self.microbatching, max_tokens=bound))
+            other = replace(self, budget=bound)
             if bound % (other.layout.row_multiple or 1) == 0:
                 return other
-        return replace(self, microbatching=replace(self.microbatching, max_tokens=max_tokens))
+        return replace(self, budget=max_tokens)
 
     # ---- Samples ----------------------------------------------------------------------------------
 
     @property
     def counts(self) -> Sequence[str]:  # type: ignore[override]
         """Names of counts; also samples in rows of several ranks, and tokens of trees that are not computed again."""
-        spanning = ("spanning_samples",) if self.microbatching.max_ranks_per_row > 1 else ()
+        spanning = ("spanning_samples",) if self.settings.max_ranks_per_row > 1 else ()
         shared = ("shared_tokens",) if self.shares or self.reader.most_positions is not None else ()
         return tuple(dict.fromkeys((*self.reader.counts, *spanning, *shared)))
 
@@ -116,12 +111,12 @@ class RowCollator(Collator):
 
     def remarks(self, sample: TextSample | None = None) -> Iterator[str]:
         """Yields doubts about a sample; without one, a warning about samples longer than a microbatch."""
-        longest, num_rows, bound = self.reader.max_seq_len, self.reader.num_rows, self.max_tokens
-        most = self.microbatching.max_ranks_per_row
+        longest, num_rows, bound = self.reader.max_seq_len, self.reader.num_rows, self.bounds.max_tokens
+        most = self.settings.max_ranks_per_row
         if sample is not None:
             yield from self.reader.remarks(sample)
         elif (
-            not self.microbatching.is_searched
+            not self.settings.is_searched
             and bound is not None
             and (longest is None or most * bound < num_rows * longest)
         ):
@@ -134,21 +129,21 @@ class RowCollator(Collator):
 
     def length(self, sample: TextSample) -> int:
         """Returns the positions of a sample in a packed row; if padded, those of its longest row."""
-        if self.microbatching.is_packed or len(sample.documents) == 1 or sample.is_row:
+        if self.settings.is_packed or len(sample.documents) == 1 or sample.is_row:
             return len(sample.tokens)
         return max(map(length_of, sample.documents))
 
     def collate(self, samples: Sequence[TextSample]) -> list[Microbatch]:
         """Makes a microbatch of at least one sample, or one of each tree that a sample was cut into."""
-        if self.microbatching.is_packed or not self.reader.keeps_types:
+        if self.settings.is_packed or not self.reader.keeps_types:
             _warn_once(", ".join(sorted(map(str, self._unknown_keys(samples[0])))))
-        if self.microbatching.is_packed and len(samples) == 1 and len(samples[0].num_shared) > 1:
+        if self.settings.is_packed and len(samples) == 1 and len(samples[0].num_shared) > 1:
             return [self._row([tree]) for tree in split_trees(samples[0])]
         return [self._row(samples)]
 
     def _row(self, samples: Sequence[TextSample]) -> Microbatch:
-        """Lays samples out, see :mod:`recipe_utils.text.rows`."""
-        if self.microbatching.is_packed or (samples[0].is_row and self.reader.limits.merges_rows):
+        """Lays samples out, see :mod:`recipe_utils.text.row_tensors`."""
+        if self.settings.is_packed or (samples[0].is_row and self.reader.limits.merges_rows):
             # A packed dataset's own padding is removed.
             whole = [sample.without_padding() for sample in samples]
             share = partial(share_beginnings, ignore_index=self.reader.ignore_index) if self.shares else apart
@@ -165,7 +160,7 @@ class RowCollator(Collator):
         other samples (images, rows of a packed dataset) keep their shape.
         """
         # Fewest tokens are cheapest; what a model needs beside tokens belongs to all of them.
-        keeps_shape = not self.microbatching.is_packed and (sample.is_row or self._unknown_keys(sample))
+        keeps_shape = not self.settings.is_packed and (sample.is_row or self._unknown_keys(sample))
         num_kept = len(sample.tokens) if keeps_shape else 1
         labels = np.full(num_kept, self.reader.ignore_index)
         own = {"labels": labels.tolist()}  # for a user's collate_fn

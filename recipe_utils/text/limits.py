@@ -1,4 +1,4 @@
-"""Samples and packed rows that a model computes."""
+"""Samples and packed rows that a model computes, and how long rows may be."""
 
 import math
 import sys
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from recipe_utils.plans.cost import MicrobatchCost
+from recipe_utils.plans.microbatching import FIRST_TOKENS, MOST_TOKENS, MicrobatchSettings
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.documents import Documents
 from recipe_utils.torchtune_names import log_once
@@ -141,3 +142,51 @@ class ModelLimits(NamedTuple):
 
 NO_LIMITS = ModelLimits()
 """Limits of samples without a model."""
+
+
+class RowBounds(NamedTuple):
+    """Lengths of rows, by config keys, the limits of models, and the tokenizer.
+
+    ``batch_size=4`` of at most 512 tokens are microbatches of at most 2,048 positions, and with
+    ``max_tokens_per_microbatch=1000`` of 1,000, or one longer sample.
+    """
+
+    settings: MicrobatchSettings
+    limits: ModelLimits = NO_LIMITS
+    max_seq_len: int | None = None
+    """Tokens to which samples are truncated; None if they are not."""
+    num_rows: int = 1
+    """Rows of a sample if padded."""
+    budget: int | None = None
+    """Positions per microbatch in place of ``max_tokens_per_microbatch``, as a search finds them."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Returns the most positions of a microbatch by key; None if their number of samples bounds them."""
+        if self.budget is None and self.settings.max_tokens_per_microbatch != "auto":
+            return self.settings.max_tokens_per_microbatch
+        return FIRST_TOKENS if self.budget is None else self.budget
+
+    @property
+    def of_microbatch(self) -> int | None:
+        """Returns the most positions of a microbatch of several samples; None if they are not known before its samples."""
+        if self.max_tokens is None and self.max_seq_len is not None:
+            return self.num_rows * self.settings.batch_size * self.max_seq_len
+        return self.max_tokens
+
+    @property
+    def of_tree(self) -> int:
+        """Returns the most positions of a tree; they are cut when read, before the budget of their update step is known."""
+        if not self.settings.is_packed:
+            return 1  # a tree of each sequence
+        tokens = None if self.settings.is_searched else self.of_microbatch
+        longest = self.settings.batch_size * (self.max_seq_len or self.limits.max_seq_len)
+        return (tokens or longest) * self.settings.max_ranks_per_row
+
+    @property
+    def of_row(self) -> int:
+        """Returns an upper bound of any row but a tree, padding included, also in validation and with any budget."""
+        # A row longer than the budget is one sample, padded to a multiple below the budget.
+        most_tokens = 2 * MOST_TOKENS if self.settings.is_searched else self.max_tokens or 0
+        most_samples = self.num_rows * max(self.settings.batch_size, self.settings.batch_size_val or 0)
+        return most_tokens + most_samples * self.limits.max_seq_len + (self.limits.row_multiple or 0)

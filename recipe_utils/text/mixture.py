@@ -1,4 +1,4 @@
-"""Mixtures of datasets whose shares are exact in every update step.
+"""Datasets of a config, and mixtures whose shares are exact in every update step.
 
 Example: with weights of 7 and 3 an update step of 4 samples owes the datasets 2.8 and 1.2. The whole parts, 2 and 1,
 leave one sample, which goes to the dataset that is owed most; what remains is carried. Five update steps contain 3 + 1,
@@ -6,8 +6,10 @@ leave one sample, which goes to the dataset that is owed most; what remains is c
 are the same on any layout and after a resume.
 """
 
+import logging
+import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm
@@ -15,13 +17,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune.datasets import ConcatDataset
 
-from recipe_utils.settings.components import split_entry
+import recipe_utils.text.torchtune_messages  # noqa: F401  corrects torchtune
+from recipe_utils.settings.components import may_mean_subset, split_entry
 from recipe_utils.settings.problems import Problem
+from recipe_utils.torchtune_names import instantiate, log_rank_zero
 from recipe_utils.update_steps.order import Order
 from recipe_utils.update_steps.permutation import NUM_IN_MEMORY, epoch_permutation, seed_of
-from recipe_utils.update_steps.samples import NO_DATASET
+from recipe_utils.update_steps.samples import NO_DATASET, unread
 from recipe_utils.update_steps.step import Targets
 
 _STEPS_PER_STATE = 64
@@ -197,3 +202,63 @@ def entries_of(datasets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns each dataset's ``weight``, ``loss_weight`` and ``name``, by default its component's."""
     names = [str(dataset.get("_component_")).rpartition(".")[2] for dataset in datasets]
     return [{"name": n, **split_entry(dataset)[1]} for n, dataset in zip(names, datasets, strict=True)]
+
+
+# ---- Datasets of a config ------------------------------------------------------------------------
+
+
+def load_dataset(
+    cfg: DictConfig | ListConfig, tokenizer: Any = None, check: Callable[[Any], None] | None = None
+) -> Any:
+    """Instantiates a dataset from a component, or from a list of components.
+
+    A list with names or weights is a :class:`.Mixture`; others are concatenated. ``tokenizer`` is the positional argument
+    of each. ``check`` raises ValueError if the first sample is of a wrong kind.
+    """
+    given = () if tokenizer is None else (tokenizer,)
+    if not isinstance(cfg, ListConfig):
+        dataset = _instantiate(cfg, *given)
+    else:
+        configs: Any = OmegaConf.to_container(cfg, resolve=True)
+        components, mixture_keys = zip(*map(split_entry, configs), strict=True)
+        for name in (each["name"] for each in configs if may_mean_subset(each)):
+            text = f"name={name} is the name of a dataset in the log; set subset={name} for a subset of the hub"
+            log_rank_zero(text, logging.WARNING)
+        datasets = [_instantiate(OmegaConf.create(component), *given) for component in components]
+        dataset = Mixture(datasets, entries_of(configs)) if any(mixture_keys) else ConcatDataset(datasets)
+    if check is not None:
+        try:
+            sample = unread(dataset)[0]
+        except Exception:  # an empty dataset or a bad sample is reported when it is loaded
+            return dataset
+        check(sample)
+    return dataset
+
+
+def _instantiate(cfg: DictConfig, *given: Any) -> Any:
+    """Builds a dataset; raises ValueError with the files if the library ``datasets`` cannot read them."""
+    try:
+        dataset = instantiate(cfg, *given)
+    except Exception as error:
+        if isinstance(error, OSError):
+            missing = str(error.filename)
+            for name in (str(key) for key, value in cfg.items() if str(value) == missing):
+                raise ValueError(f"{name}={missing}: {os.strerror(error.errno or 0)}") from None
+        # Other errors, such as of a wrong argument, are reported as they are.
+        is_of_datasets = type(error).__module__.partition(".")[0] == "datasets"
+        if not is_of_datasets and not isinstance(error, StopIteration):
+            raise
+        # The library's own message names neither file nor reason; those are in the errors that caused it.
+        causes = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+            causes.append(cause)  # type: ignore[arg-type]
+        reason = "; ".join(dict.fromkeys(str(cause) for cause in causes[1:] if str(cause))) or "it is empty"
+        raise ValueError(f"{cfg.get('data_files') or cfg.get('source')} cannot be read: {reason}") from error
+    try:
+        len(dataset)
+    except TypeError:
+        raise ValueError(
+            f"a {type(getattr(dataset, '_data', dataset)).__name__} has no length; set it to a map-style dataset "
+            "(streaming=False: files are memory-mapped, not loaded), because a shuffle buffer cannot be resumed exactly"
+        ) from None
+    return dataset

@@ -16,7 +16,7 @@ from recipe_utils.update_steps.samples import (
     SampleError,
     SkippedSampleError,
     UnusedError,
-    check_keys,
+    check_has,
     whole_numbers,
 )
 
@@ -183,7 +183,7 @@ def _with_documents(sample: TextSample, ignore_index: int) -> TextSample:
 
 def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimits) -> tuple[np.ndarray, np.ndarray]:
     """Returns tokens and labels, [n] int64 each. Raises SampleError if there are none, too many, or unknown ids."""
-    check_keys(sample, ("tokens", "labels"), name)
+    check_has(sample, ("tokens", "labels"), name)
     tokens, labels = (whole_numbers(sample, key, name) for key in ("tokens", "labels"))
     # One label for each token, and no more tokens than the model takes.
     num_tokens, num_labels = len(tokens), len(labels)

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from torchtune.data import ChosenRejectedToMessages, Message, OpenAIToMessages, ShareGPTToMessages
 
-from recipe_utils.text.conversations.messages import Conversation, content_as_text, read_tools
-from recipe_utils.text.conversations.rows import (
+from recipe_utils.text.conversations.file_rows import (
     after_system,
     answers_of,
     check_repeated,
@@ -20,6 +19,7 @@ from recipe_utils.text.conversations.rows import (
     read_row,
     turns_before,
 )
+from recipe_utils.text.conversations.messages import Conversation, content_as_text, read_tools
 from recipe_utils.text.conversations.schema import CALLS, MEDIA, ROLES, THINKING, Turn
 from recipe_utils.update_steps.samples import SampleError
 
@@ -40,8 +40,8 @@ def tokenize_conversation(
     if fraction := next((weight for weight in conversation.weights if weight not in (0, 1)), None):
         raise SampleError(f"weight={fraction:g}: the losses of pairs and rollouts take no weights; set it to 0 or 1")
     if hasattr(tokenizer, "template_variables"):  # a FolderTokenizer, which needs the library transformers
-        tokens, owners = tokenizer.tokenize(conversation)
-        return tokens.tolist(), owners < 0
+        tokens, turns = tokenizer.tokenize(conversation)
+        return tokens.tolist(), turns < 0
     if conversation.tools:
         raise SampleError("torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer")
     messages = []

@@ -47,7 +47,7 @@ _NUM_NAMED = 20
 """Maximum number of skipped samples that are logged."""
 
 
-def check_keys(sample: Any, keys: Sequence[str], name: str) -> None:
+def check_has(sample: Any, keys: Sequence[str], name: str) -> None:
     """Raises a SampleError unless ``sample`` is a mapping with all keys."""
     if not isinstance(sample, Mapping):
         raise SampleError(f"{name}: it is a {type(sample).__name__}, not a mapping with {', '.join(keys)}")

@@ -10,14 +10,14 @@ from pydantic.dataclasses import dataclass
 
 from recipe_utils.parallel.process_group import local_world_size_from_env
 from recipe_utils.parallel.settings import RankSettings
-from recipe_utils.plans.microbatching import FIRST_TOKENS, Microbatching, PlanName
+from recipe_utils.plans.microbatching import MicrobatchSettings, PlanName
 from recipe_utils.settings.components import MadeWith, component_at
 from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith
 from recipe_utils.settings.problems import ConfigError, Problem
 
 
 @dataclass(frozen=True, config=STRICT)
-class DataSettings:
+class DataSettings(MicrobatchSettings):
     """Samples of an update step and their microbatches."""
 
     batch_size: Count = 1
@@ -64,16 +64,6 @@ class DataSettings:
     datasets have."""
     collate_fn: str = "torchtune.data.padded_collate_sft"
     """Function that pads the samples of a microbatch; not with ``packed``."""
-
-    @property
-    def plans_by_tokens(self) -> bool:
-        """Returns True if the samples of an update step are regrouped by length."""
-        return self.microbatching != "in_order"
-
-    @property
-    def is_packed(self) -> bool:
-        """Returns True if samples are concatenated to rows."""
-        return self.microbatching == "packed"
 
     def problems(self) -> Iterator[Problem]:
         """Yields contradictions between the keys."""
@@ -168,19 +158,6 @@ class DataSettings:
                 "command line removes that one)"
             )
         raise ConfigError(Problem("global_batch_size", text, total))
-
-    def microbatches(self) -> Microbatching:
-        """Returns the plan of ``microbatching``, with its limits."""
-        max_tokens = self.max_tokens_per_microbatch
-        return Microbatching(
-            self.microbatching,
-            self.batch_size,
-            FIRST_TOKENS if max_tokens == "auto" else max_tokens,
-            self.max_ranks_per_row,
-            self.balance_over_ranks is not False,
-            self.batch_size_val,
-            is_searched=max_tokens == "auto",
-        )
 
     def of_validation(self) -> "DataSettings":
         """Returns settings for all samples in dataset order, ``batch_size_val`` on each rank at a time."""

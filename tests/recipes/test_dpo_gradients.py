@@ -8,7 +8,7 @@ from gradient_rows import CACHED, OFFLOADED, RECOMPUTED, Row, assert_exact, erro
 from recipe_runs import slow
 
 from recipe_utils.models import frozen, runner
-from recipe_utils.preference import losses as preference
+from recipe_utils.preference import pair_losses as preference
 from recipe_utils.preference import pairs
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.documents import Documents, length_of

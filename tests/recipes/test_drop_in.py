@@ -20,13 +20,13 @@ from torchtune._recipe_registry import get_all_recipes
 from torchtune.models.convert_weights import tune_to_meta
 
 from recipe_utils.cli.registry import config_path
-from recipe_utils.distillation.losses import make_distillation_loss
+from recipe_utils.distillation.distillation_loss import make_distillation_loss
 from recipe_utils.losses.attach import HiddenAtTargets, attach_loss
 from recipe_utils.losses.log_probs import LinearLogProbs
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.sizes import num_outputs, vocab_size_and_max_seq_len
-from recipe_utils.preference.losses import make_preference_loss
+from recipe_utils.preference.pair_losses import make_preference_loss
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.settings.read import read_settings

@@ -21,8 +21,8 @@ from torch.torch_version import TorchVersion
 
 from recipe_utils.long_rows import shares
 from recipe_utils.models.runner import Whole
-from recipe_utils.policy import advantages, equal_groups
-from recipe_utils.policy.losses import PolicyLoss
+from recipe_utils.policy import rollouts
+from recipe_utils.policy.policy_losses import PolicyLoss
 from recipe_utils.policy.round_start import RoundStart
 from recipe_utils.text.reader import TextReader
 from recipe_utils.update_steps.step import UpdateStep
@@ -312,12 +312,12 @@ def log_probs_moved_by_one(patches):
 
 
 def equal_groups_left_out(patches):
-    standing_for = equal_groups._standing_for
-    patches.setattr(equal_groups, "_standing_for", lambda found: {**standing_for(found), "answer_tokens": [0.0, 0.0]})
+    standing_for = rollouts._standing_for
+    patches.setattr(rollouts, "_standing_for", lambda found: {**standing_for(found), "answer_tokens": [0.0, 0.0]})
 
 
 def a_deviation_of_the_population(patches):
-    patches.setitem(advantages.OF_REWARDS, "mean_std", lambda r: (r - r.mean()) / (r.std() + 1e-6))
+    patches.setitem(rollouts.OF_REWARDS, "mean_std", lambda r: (r - r.mean()) / (r.std() + 1e-6))
 
 
 def no_temperature(patches):

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "recipes" / "update_steps_in_your_loop.md"
 PER_STEP, NUM_SAMPLES = 12, 30
 SAMPLES = tiny.make_samples(NUM_SAMPLES)
 SIZES = {
-    "max_tokens=4096": "max_tokens=60",
+    "microbatch=4096": "microbatch=60",
     "global_batch_size=64": f"global_batch_size={PER_STEP}",
     "range(3)": "range(1)",
 }

@@ -132,7 +132,7 @@ def preferred(kind, loss, sft_loss_weight=0.0, formula=None):
     return Objective(DPO, big_batch.preference, ({**loss, **(formula or {})}, sft_loss_weight), keys)
 
 
-TORCHTUNE, OURS = "torchtune.rlhf.loss", "recipe_utils.preference.losses"
+TORCHTUNE, OURS = "torchtune.rlhf.loss", "recipe_utils.preference"
 DPO_LOSS = {"_component_": f"{TORCHTUNE}.DPOLoss", "beta": 0.3}
 OBJECTIVES = {
     "ce": Objective(SFT, cross_entropy, (), STEP_OF_16),

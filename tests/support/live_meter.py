@@ -7,7 +7,7 @@ import torch
 
 from recipe_utils.data.meter import METERS, Measured
 from recipe_utils.forecast.live_bytes import LiveBytes
-from recipe_utils.update_steps import settings
+from recipe_utils.text import limits as text_limits
 
 FIRST_TOKENS = 16
 
@@ -36,5 +36,5 @@ def pretended(*limits, total_bytes=1):
     made.total_bytes = total_bytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(METERS, "cpu", lambda device: made)
-        patch.setattr(settings, "FIRST_TOKENS", FIRST_TOKENS)
+        patch.setattr(text_limits, "FIRST_TOKENS", FIRST_TOKENS)
         yield made

@@ -30,7 +30,7 @@ from torchtune.modules.model_fusion import DeepFusionModel, FusionLayer
 from torchtune.modules.peft import LoRALinear, get_adapter_params, set_trainable_params
 
 from recipe_utils.text.reader import TextReader
-from recipe_utils.text.rows import packed
+from recipe_utils.text.row_tensors import packed
 from recipe_utils.text.trees import apart
 from recipe_utils.update_steps.order import StepIndex
 

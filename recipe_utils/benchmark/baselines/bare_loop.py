@@ -41,8 +41,9 @@ from torchtune.utils import get_device
 
 from recipe_utils.benchmark.baselines.start import load_start
 from recipe_utils.benchmark.interleave import LossLogger
-from recipe_utils.benchmark.token_audit import IGNORE_INDEX, samples_in_order
+from recipe_utils.benchmark.token_audit import samples_in_order
 from recipe_utils.optim.optimizer import make_schedule
+from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import Sample
 
 
@@ -75,7 +76,7 @@ def train_text(config: DictConfig) -> None:
         logger.log("loss", torch.stack(losses).sum().item(), number)
 
 
-class Row(NamedTuple):
+class BareRow(NamedTuple):
     """Concatenated samples of t tokens with n targets."""
 
     lengths: list[int]  # of each sample
@@ -85,7 +86,7 @@ class Row(NamedTuple):
     labels: Tensor  # [n]
 
 
-def pack(samples: Sequence[Sample]) -> Row:
+def pack(samples: Sequence[Sample]) -> BareRow:
     """Concatenates samples with ``tokens`` and ``labels``."""
     lengths = [len(sample["tokens"]) for sample in samples]
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -93,7 +94,7 @@ def pack(samples: Sequence[Sample]) -> Row:
     next_labels = torch.tensor([label for sample in samples for label in [*sample["labels"][1:], IGNORE_INDEX]])
     target_positions = (next_labels != IGNORE_INDEX).nonzero().squeeze(1)
     tokens = torch.tensor([token for sample in samples for token in sample["tokens"]])
-    return Row(lengths, tokens[None], positions[None], target_positions, next_labels[target_positions])
+    return BareRow(lengths, tokens[None], positions[None], target_positions, next_labels[target_positions])
 
 
 class BareModel:
@@ -115,7 +116,7 @@ class BareModel:
         self.model.max_seq_len = 2**31  # a row may be longer than a sample; positions restart
         self.model.unembed = lambda hidden: hidden  # the model returns hidden states, see loss_sum
 
-    def loss_sum(self, row: Row) -> Tensor:
+    def loss_sum(self, row: BareRow) -> Tensor:
         """Returns the summed cross-entropy of a row's targets [nats], [] in fp32."""
         self._lengths = row.lengths
         tokens, positions, target_positions, labels = (tensor.to(self._device) for tensor in row[1:])

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from recipe_utils.torchtune_names import log_rank_zero
-from recipe_utils.update_steps.samples import SampleError, check_keys
+from recipe_utils.update_steps.samples import SampleError, check_has
 
 _LUMA = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in a gray image (ITU-R BT.601, as in Pillow)."""
@@ -151,7 +151,7 @@ def checked_image(sample: Any, num_channels: int, with_label: bool = True) -> tu
     pair (image, label). Raises SampleError if the image, or a label that is returned, is not valid.
     """
     sample = _as_mapping(sample)
-    check_keys(sample, ("image",), "sample")
+    check_has(sample, ("image",), "sample")
     path = str(sample.get("name") or "")
     try:
         pixels = pixels_of(sample["image"], num_channels)

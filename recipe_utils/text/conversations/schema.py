@@ -164,7 +164,7 @@ class Call(Keys):
     )
 
 
-class Row(Keys):
+class FileRow(Keys):
     """A row of a file of conversations or pairs. Of the keys before an answer, those that repeat another are compared."""
 
     messages: Any = known_as("turns, as a list or its JSON text", "messages", "conversations", "conversation")
@@ -208,7 +208,7 @@ def table_of(keys_by_place: Mapping[str, type[Keys]]) -> str:
 
 def table() -> str:
     """Returns the table of conversations and pairs."""
-    return table_of({"row": Row, "turn": Turn, "call": Call})
+    return table_of({"row": FileRow, "turn": Turn, "call": Call})
 
 
 if __name__ == "__main__":

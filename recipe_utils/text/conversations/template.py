@@ -130,7 +130,7 @@ class ChatTemplate:
     def targets(
         self, conversation: Rendering, trains: Sequence[bool], encode: Callable[[str], Encoded]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of the first ``len(trains)`` messages, and the message whose target each is, or -1; int64 [n] each.
+        """Returns the tokens of the first ``len(trains)`` messages, and the turn whose target each is, or -1; int64 [n] each.
 
         An assistant's turn starts where the generation prompt ends, and ends after its last stop token. Other messages
         train as a whole. A token belongs to the message of its last character. Raises SampleError, with the turn, if the
@@ -139,8 +139,8 @@ class ChatTemplate:
         chat, text = conversation.chat[: len(trains)], conversation.text(len(trains))
         printed = self._printed(conversation, len(trains), text)
         tokens, ends = encode(text)
-        owners = np.full(len(tokens), -1)
-        turns: dict[int, range] = {}  # characters of the targets of a message
+        turns = np.full(len(tokens), -1)
+        spans: dict[int, range] = {}  # characters of the targets of a message
         # From characters to tokens; what a template prints behind the stop token is no target.
         for index, start, limit in self._turns(conversation, chat, trains, text, printed):
             first, last = np.searchsorted(ends, [start, limit], side="right")
@@ -153,13 +153,13 @@ class ChatTemplate:
                     remedy = "change chat_template.jinja, or add the token to eos_token_id in"
                     _refuse(chat, index, f"{problem}; {remedy} {self._path / 'generation_config.json'}")
             if first < last:
-                owners[first:last] = index
-                turns[index] = range(int(ends[first - 1]) if first else 0, int(ends[last - 1]))
+                turns[first:last] = index
+                spans[index] = range(int(ends[first - 1]) if first else 0, int(ends[last - 1]))
         # Which tokens are targets is known; now each value must be among its own turn's.
         exact = printed is not None
         found = self._changes(conversation, len(trains), text) if printed is None else printed
-        self._check(conversation, trains, text, turns, found, exact)
-        return tokens, owners
+        self._check(conversation, trains, text, spans, found, exact)
+        return tokens, turns
 
     def _turns(
         self, conversation: Rendering, chat: Chat, trains: Sequence[bool], text: str, printed: list[Printed] | None
@@ -341,14 +341,14 @@ class ChatTemplate:
         conversation: Rendering,
         trains: Sequence[bool],
         text: str,
-        turns: dict[int, range],
+        spans: dict[int, range],
         printed: list[Printed],
         exact: bool,
     ) -> None:
         """Raises SampleError unless each value is printed whole, and not among the targets of another turn."""
         chat = conversation.chat
-        order = sorted(turns, key=lambda index: turns[index].start)
-        starts = [turns[index].start for index in order]
+        order = sorted(spans, key=lambda index: spans[index].start)
+        starts = [spans[index].start for index in order]
         for leaf, begin, end in printed:
             index = leaf.message
             if end < 0:
@@ -357,12 +357,12 @@ class ChatTemplate:
                 # Turns whose targets contain it: of those that start before its end, only the last two can.
                 low = end - 1 if exact else begin
                 at = bisect_left(starts, end)
-                owners = {owner for owner in order[max(at - 2, 0) : at] if turns[owner].stop > low}
-                is_whole = index in owners and turns[index].start <= low and end <= turns[index].stop
-                if owners - {index} or (index in turns and not is_whole and not leaf.is_name):
+                around = {turn for turn in order[max(at - 2, 0) : at] if spans[turn].stop > low}
+                is_whole = index in around and spans[index].start <= low and end <= spans[index].stop
+                if around - {index} or (index in spans and not is_whole and not leaf.is_name):
                     problem = f"its {leaf.key} changes tokens or targets of other turns"
                     _refuse(chat, index, f"{problem}; change chat_template.jinja")
-                may_be_cut = index not in turns and chat[index]["role"] == "assistant"
+                may_be_cut = index not in spans and chat[index]["role"] == "assistant"
                 kind = f"the {leaf.key} of a message ({chat[index]['role']})"
                 is_known = may_be_cut or kind in self._inspected
                 if exact and not is_known and not _is_shown(leaf.value, text, begin, end):

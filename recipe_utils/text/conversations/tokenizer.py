@@ -201,8 +201,8 @@ class FolderTokenizer:
         # A training has the whole conversation, a generation its prompt.
         conversation = Conversation(chat, weights, read_tools(tools))
         if add_eos:
-            tokens, owners = self.tokenize(conversation)
-            return tokens.tolist(), (owners < 0).tolist()
+            tokens, turns = self.tokenize(conversation)
+            return tokens.tolist(), (turns < 0).tolist()
         if chat[-1]["role"] == "assistant" and not chat[-1].get("content"):
             conversation = replace(conversation, chat=chat[:-1])
         text = self._rendering(conversation).text(len(conversation.chat), True)
@@ -210,7 +210,7 @@ class FolderTokenizer:
         return prompt, [True] * len(prompt)
 
     def tokenize(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of a conversation, and the index of the message whose target each is, or -1; int64 [n] each.
+        """Returns the tokens of a conversation, and the index of the turn whose target each is, or -1; int64 [n] each.
 
         Raises SampleError, with the turn, if the template does not determine the targets.
         """
@@ -218,8 +218,8 @@ class FolderTokenizer:
         if self._train_on_last:
             answers = [i for i, message in enumerate(conversation.chat) if message["role"] == "assistant"]
             trains = [i in answers[-1:] for i in range(len(trains))]
-        tokens, owners = self._template.targets(self._rendering(conversation), trains, self._encoded)
-        return tokens[: self.max_seq_len], owners[: self.max_seq_len]
+        tokens, turns = self._template.targets(self._rendering(conversation), trains, self._encoded)
+        return tokens[: self.max_seq_len], turns[: self.max_seq_len]
 
     def tokenize_turns(
         self, conversation: Conversation, ends: Sequence[int]

@@ -9,7 +9,7 @@ from recipe_runs import tiny_config, tiny_dpo_config, tiny_kd_config
 from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark.interleave import LossLogger
-from recipe_utils.benchmark.lineup import line_up, load_base_config, merge
+from recipe_utils.benchmark.lineup import line_up, load_base_config, merged_with
 from recipe_utils.cli.registry import RECIPES as RECIPES_OF_PROJECT
 from recipe_utils.cli.registry import config_path, recipe_path
 from recipe_utils.settings.problems import ConfigError
@@ -34,7 +34,7 @@ def read(tmp_path):
         name, make = RECIPES[recipe]
         path = tmp_path / "base.yaml"
         path.write_text(yaml.safe_dump(make(tmp_path, **(base or {}))))
-        merged = merge(load_base_config(str(path)), overrides or {})
+        merged = merged_with(load_base_config(str(path)), overrides or {})
         return line_up(name, merged, baselines or {"ours": OURS}, tmp_path / "out", num_ranks, 3)
 
     return read
@@ -96,7 +96,7 @@ def test_baselines_of_one_model_start_from_the_same_adapters(read, tmp_path):
 
 def test_an_override_that_names_a_component_replaces_it_whole(tmp_path):
     base = OmegaConf.create(tiny_config(tmp_path))
-    merged = merge(base, {"optimizer": {"_component_": "torch.optim.SGD"}, "dataset": {"seed": 1}})
+    merged = merged_with(base, {"optimizer": {"_component_": "torch.optim.SGD"}, "dataset": {"seed": 1}})
     assert merged.optimizer == {"_component_": "torch.optim.SGD"}
     assert merged.dataset.num_samples == 32
     assert "seed" not in base.dataset
@@ -195,7 +195,7 @@ def test_an_unreadable_config_is_refused(tmp_path):
 def test_configs_of_the_benchmark_are_read(name, tmp_path):
     cfg = OmegaConf.load(config_path(name))
     base = load_base_config(cfg.update_step_config) if "update_step_config" in cfg else OmegaConf.create()
-    base = merge(base, {**OmegaConf.to_container(cfg.overrides), "device": "cpu"})
+    base = merged_with(base, {**OmegaConf.to_container(cfg.overrides), "device": "cpu"})
     recipe = cfg.get("update_step_recipe", "full_finetune_update_step")
     assert line_up(recipe, base, OmegaConf.to_container(cfg.baselines), tmp_path, 1, 3)[0]
 

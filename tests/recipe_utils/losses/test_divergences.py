@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torchtune.modules import loss as stock
 
-from recipe_utils.distillation.losses import make_distillation_loss
+from recipe_utils.distillation.distillation_loss import make_distillation_loss
 from recipe_utils.losses import divergences
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.losses.divergences import SUMS, LinearDistillationLoss, TeacherHidden

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.losses.log_probs import LinearLogProbs
-from recipe_utils.preference.losses import add_prefixes, sums_of_answers
+from recipe_utils.preference.pair_losses import add_prefixes, sums_of_answers
 from recipe_utils.update_steps.step import Targets
 
 pytestmark = pytest.mark.usefixtures("in_float64")

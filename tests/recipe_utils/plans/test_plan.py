@@ -164,7 +164,7 @@ def test_filling_rows_takes_no_time_that_grows_with_samples_times_rows():
 
     rest = Counted(packed._Sample(i, lengths[i], 1.0, 1) for i in samples)
     while rest:
-        packed._fill(packed._Row(0, 1, 8192), rest)
+        packed._fill(packed._OpenRow(0, 1, 8192), rest)
     assert Counted.num_reads < 40 * len(lengths)
 
 

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from recipe_utils.policy import PolicyLoss
-from recipe_utils.policy.losses import TemperedLogProbs
+from recipe_utils.policy.policy_losses import TemperedLogProbs
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.settings.read import read_settings

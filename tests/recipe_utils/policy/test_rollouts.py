@@ -11,8 +11,8 @@ from chats import CHATML, tokenizer_of
 
 from recipe_utils.cli.registry import recipe_path
 from recipe_utils.policy import rollout_dataset
-from recipe_utils.policy.equal_groups import WithoutEqualGroups
-from recipe_utils.policy.schema import Rollout
+from recipe_utils.policy.rollout_keys import Rollout
+from recipe_utils.policy.rollouts import WithoutEqualGroups
 from recipe_utils.text.conversations.schema import table_of
 from recipe_utils.update_steps.samples import SampleError
 

@@ -21,9 +21,8 @@ from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.settings.components import split_entry
-from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.mixture import Mixture, MixtureOrder, Shares
+from recipe_utils.text.mixture import Mixture, MixtureOrder, Shares, load_dataset
 from recipe_utils.update_steps.loader import RowBudget
 from recipe_utils.update_steps.settings import DataSettings
 

@@ -17,7 +17,7 @@ from recipe_utils.data.collators import text_collator
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.text.limits import ModelLimits, PackedAttention
 from recipe_utils.text.reader import TextReader, check_sample
-from recipe_utils.text.rows import collated, padded
+from recipe_utils.text.row_tensors import collated, padded
 from recipe_utils.update_steps.objective import Declaration
 from recipe_utils.update_steps.samples import SampleError
 from recipe_utils.update_steps.settings import DataSettings
@@ -264,10 +264,10 @@ def test_rows_of_another_bound_have_at_most_so_many_positions_with_padding(kerne
     collator = make_collator("packed", attentions=(attention,), row_multiple=row_multiple)
     for bound in range(64, 200):
         other = collator.with_budget(bound)
-        kept = other.max_tokens
+        kept = other.bounds.max_tokens
         assert bound - 48 < kept <= bound
         assert kept % other.layout.row_multiple == 0
-    assert collator.with_budget(7).max_tokens <= 7
+    assert collator.with_budget(7).bounds.max_tokens <= 7
 
 
 @pytest.mark.parametrize("name", ["least_padding", "packed"])
@@ -299,7 +299,7 @@ def test_validation_has_a_batch_size_of_its_own():
     """Three samples of 64 tokens per microbatch instead of two."""
     settings = DataSettings(batch_size=2, batch_size_val=3, microbatching="least_padding")
     training = text_collator(settings, tiny.tiny_tokenizer(), IGNORE, LIMITS)
-    validation = replace(training, microbatching=settings.of_validation().microbatches())
+    validation = replace(training, settings=settings.of_validation())
     assert [len(part) for part in training.layout.plan([64] * 6, 1)[0]] == [2, 2, 2]
     assert [len(part) for part in validation.layout.plan([64] * 6, 1)[0]] == [3, 3]
     assert training.longest_row == validation.longest_row

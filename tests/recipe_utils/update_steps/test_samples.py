@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from recipe_utils.data.inspect_samples import report_of
 from recipe_utils.examples.stdlib_docs import docstring_tokenizer
 from recipe_utils.plans.cost import MicrobatchCost
-from recipe_utils.text.datasets import load_dataset
 from recipe_utils.text.limits import ModelLimits
+from recipe_utils.text.mixture import load_dataset
 from recipe_utils.text.reader import TextReader, check_sample
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.samples import (

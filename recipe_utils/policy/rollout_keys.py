@@ -2,7 +2,7 @@
 
 Example: ``{"group_index": 3, "tokens": [1, 7, 9, 4, 2], "response_length": 2, "rollout_log_probs": [-0.1, -2.3], "reward": 1.0,
 "status": "completed"}``, as slime writes it, has the answer 4 2 to the prompt 1 7 9 in group 3; ``status`` is
-``finish_reason`` under another name. ``python -m recipe_utils.policy.schema`` prints the table of the page.
+``finish_reason`` under another name. ``python -m recipe_utils.policy.rollout_keys`` prints the table of the page.
 """
 
 from typing import Any, ClassVar

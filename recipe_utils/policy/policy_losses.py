@@ -104,7 +104,7 @@ class TemperedLogProbs(ChunkedLoss):
 
 
 class PolicyLoss(TemperedLogProbs):
-    """Policy gradients on given rollouts; see the table of :mod:`recipe_utils.policy.losses`.
+    """Policy gradients on given rollouts; see the table of :mod:`recipe_utils.policy.policy_losses`.
 
     Args:
         kind: ``clipped`` (GRPO, Dr. GRPO, DAPO), ``sequence`` (GSPO; parts of one rollout have a ratio each), ``cispo`` or

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
-from recipe_utils.preference.losses import (
+from recipe_utils.preference.pair_losses import (
     METRICS,
     IPOLoss,
     NormalizedDPOLoss,

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from recipe_utils.text.conversations.file_rows import Texts, conversation_of, name_unread, name_unread_of_first
 from recipe_utils.text.conversations.files import temporary_file
 from recipe_utils.text.conversations.messages import Conversation
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.rows import Texts, conversation_of, name_unread, name_unread_of_first
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.torchtune_names import IGNORE_INDEX, log_rank_zero
@@ -105,16 +105,16 @@ class ConversationDataset(Dataset[dict[str, Any]]):
                 text = "split_turns=shared keeps no weights of targets; set split_turns=True"
                 raise SampleError(f"weight={row.weights[is_fraction.index(True)]:g}: {text}")
             both = self._tokenizer.tokenize_turns(row, [end or len(row.chat) for end in _ends_of_turns(row)])
-            return {"sequences": [_sample(tokens, owners < 0) for tokens, owners in both]}
+            return {"sequences": [_sample(tokens, turns < 0) for tokens, turns in both]}
         # A sample of one turn trains that alone: its history is context.
         if end != _ALL:
             weights = [0.0] * (end - 1) + row.weights[end - 1 : end]
             row = replace(row, chat=row.chat[:end], weights=weights)
-        tokens, owners = self._tokenizer.tokenize(row)
-        sample = {"tokens": tokens.tolist(), "labels": np.where(owners < 0, IGNORE_INDEX, tokens).tolist()}
+        tokens, turns = self._tokenizer.tokenize(row)
+        sample = {"tokens": tokens.tolist(), "labels": np.where(turns < 0, IGNORE_INDEX, tokens).tolist()}
         if any(is_fraction[: len(row.chat)]):
             # A turn of weight 0 is trained only by tokenizer.train_on_last, which disregards it; -1 is no target.
-            sample["weights"] = np.array([*(weight or 1.0 for weight in row.weights), 1.0])[owners]
+            sample["weights"] = np.array([*(weight or 1.0 for weight in row.weights), 1.0])[turns]
         return sample
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from recipe_utils.policy.schema import Rollout
+from recipe_utils.policy.rollout_keys import Rollout
+from recipe_utils.text.conversations.file_rows import turns_of
 from recipe_utils.text.conversations.messages import Conversation, read_tools
-from recipe_utils.text.conversations.rows import turns_of
 from recipe_utils.text.conversations.schema import shown
 from recipe_utils.text.torchtune_messages import tokenize_conversation
 from recipe_utils.update_steps.samples import SampleError, whole_numbers
@@ -55,7 +55,7 @@ class Answer:
         return int(self.mask.sum())
 
 
-def read_row(row: Any) -> Rollout:
+def read_rollout(row: Any) -> Rollout:
     """Returns the keys of a row; raises SampleError for a row that is no object, and for content that would be lost."""
     if not isinstance(row, Mapping):
         raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
@@ -70,7 +70,7 @@ def is_group(keys: Rollout) -> bool:
     )
 
 
-def answers_of(keys: Rollout, tokenizer: Any, truncates: bool = False) -> list[Answer]:
+def answers_of_rollout(keys: Rollout, tokenizer: Any, truncates: bool = False) -> list[Answer]:
     """Returns the answers of a row: one, or those of a group.
 
     Answers of more than ``tokenizer.max_seq_len`` tokens are cut at their end if ``truncates``; the prompt never is. Raises

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools, read_turns
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.schema import Row, parsed, shown
+from recipe_utils.text.conversations.schema import FileRow, parsed, shown
 from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.update_steps.samples import SampleError
 
@@ -32,15 +32,15 @@ class Texts:
     """Keys of the row that are not read."""
 
 
-def read_row(row: Any, variable_names: Collection[str] = ()) -> tuple[Row, dict[str, Any]]:
+def read_row(row: Any, variable_names: Collection[str] = ()) -> tuple[FileRow, dict[str, Any]]:
     """Returns the keys of a row, and the values of those that the chat template reads as ``variable_names``.
 
     Raises SampleError for a row that is no object, and for content that would be lost.
     """
     if not isinstance(row, Mapping):
         raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
-    names = (row.keys() & {*variable_names}) - Row.names().keys()
-    keys = Row.of({key: value for key, value in row.items() if key not in names})
+    names = (row.keys() & {*variable_names}) - FileRow.names().keys()
+    keys = FileRow.of({key: value for key, value in row.items() if key not in names})
     variables = keys.chat_template_kwargs or {}
     if unknown := variables.keys() - {*variable_names}:
         text = "the chat template reads no such variable; correct its name"
@@ -73,7 +73,7 @@ def conversation_of(row: Any, variable_names: Collection[str] = ()) -> Conversat
     return Conversation(chat, weights, read_tools(keys.tools), variables, unread)
 
 
-def turns_before(keys: Row) -> dict[str, Turns]:
+def turns_before(keys: FileRow) -> dict[str, Turns]:
     """Returns the turns before the answer by the key that has them; the first are to be used, others to be compared."""
     used, sources = keys.used, {}
     if "messages" in used:
@@ -88,7 +88,7 @@ def turns_before(keys: Row) -> dict[str, Turns]:
     return sources
 
 
-def answers_of(keys: Row) -> dict[str, Turns]:
+def answers_of(keys: FileRow) -> dict[str, Turns]:
     """Returns the turns of each key with an answer, which may be a text, a turn, turns, or calls beside tools."""
     answers = {}
     for field in ("completion", "answer"):
@@ -158,9 +158,9 @@ def _are(value: Any, *names: str) -> bool:
     return are_mappings and bool(values) and all({*names} & each.keys() for each in values)
 
 
-def _refuse(row: Mapping[str, Any], keys: Row) -> NoReturn:
+def _refuse(row: Mapping[str, Any], keys: FileRow) -> NoReturn:
     """Raises SampleError for a row without a conversation, with what it is instead."""
-    for key, field in Row.names().items():
+    for key, field in FileRow.names().items():
         if field == "messages" and row.get(key) == []:
             raise SampleError(f"{key} is empty; remove the line")
     names = f"it has no messages (its keys: {', '.join(row)})"

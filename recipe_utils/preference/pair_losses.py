@@ -220,7 +220,7 @@ def make_preference_loss(make: Callable[[], Any]) -> Any:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ValueError(
             f"loss: {name} does not take log-probabilities of pairs ({reason}); set it to "
-            "torchtune.rlhf.loss.DPOLoss, or one of recipe_utils.preference.losses"
+            "torchtune.rlhf.loss.DPOLoss, or a loss of recipe_utils.preference"
         ) from error
     if shapes != [(5,)] * 3:
         raise ValueError(
