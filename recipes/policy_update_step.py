@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
 
-from recipe_utils import check_version, data, long_rows, losses, models, optim, parallel, policy, text, training
+from recipe_utils import check_version, data, losses, models, optim, parallel, policy, text, training
 from recipe_utils.parallel import gradient_sync, to_device_ahead
 from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, naming, read_settings
 from recipe_utils.update_steps import DataSettings, Microbatch, UpdateStep, declared_by, mark_last
@@ -60,7 +60,7 @@ class PolicyRecipe:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
-        self.ranks = parallel.join_ranks(self.settings.ranks)  # device, mesh, process groups, coordinates
+        self.ranks = self.settings.ranks.join()  # device, mesh, process groups, coordinates
         self.run = training.Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
@@ -96,7 +96,7 @@ class PolicyRecipe:
         self.loader, self.val_loader = data.build_loaders(*computed, collator, settings.data, ranks, num_to_run)
 
         # ---- Model: each pipeline stage is changed, then parallelized, then gets its weights
-        groups = long_rows.row_groups(ranks, settings.data.max_ranks_per_row)
+        groups = models.row_groups(ranks, settings.data.max_ranks_per_row)
         splits_backward, compiles = settings.pipeline.splits_backward, settings.model.compile
         with naming():
             self.model = models.build_stages(meta_model, settings.pipeline, ranks)

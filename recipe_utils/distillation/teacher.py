@@ -19,11 +19,11 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 
 from recipe_utils.checkpoint.load import TEACHER
-from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.losses.attach import HiddenAtTargets
 from recipe_utils.losses.divergences import TeacherHidden
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import find_adapters
+from recipe_utils.models.attention.exchange import RowGroups
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.frozen import Attached, frozen_copy, nothing_attached
 from recipe_utils.models.settings import ModelSettings

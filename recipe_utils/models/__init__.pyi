@@ -1,5 +1,6 @@
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters as speed_up_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents as attend_within_documents
+from recipe_utils.models.attention.exchange import row_groups as row_groups
 from recipe_utils.models.construct import build_on_meta as build_on_meta
 from recipe_utils.models.construct import build_stages as build_stages
 from recipe_utils.models.distribute import parallelize as parallelize

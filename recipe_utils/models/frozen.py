@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.attention.exchange import RowGroups
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.models.construct import build_stages
 from recipe_utils.models.distribute import parallelize

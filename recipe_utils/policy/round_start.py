@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.long_rows.exchange import RowGroups
+from recipe_utils.models.attention.exchange import RowGroups
 from recipe_utils.models.frozen import (
     Attached,
     FrozenModel,
