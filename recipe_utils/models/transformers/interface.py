@@ -1,4 +1,4 @@
-"""Interface of transformers' decoders, for code that does not import transformers, which takes seconds."""
+"""Decoders of transformers for code that does not import transformers, which takes seconds: what they compute."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -60,13 +60,15 @@ ErrorOn = Callable[[torch.device, Kernel], str | None]
 
 
 class DecoderOfTransformers(nn.Module):
-    """What :class:`.decoder.Decoder` implements."""
+    """A :class:`.decoder.Decoder`, and what it computes in packed rows."""
 
     model: Any
     """A ``PreTrainedModel``."""
     check: PackingCheck
     num_kv_heads: int
     error_on: ErrorOn | None
+    _base: str
+    """Attention of separate documents: ``sdpa`` or ``eager``."""
 
     @property
     @abstractmethod
@@ -79,20 +81,6 @@ class DecoderOfTransformers(nn.Module):
         """Returns True if the output layer shares its weight with the token embeddings."""
 
     @abstractmethod
-    def attend_within_documents(
-        self, attention: PackedAttention, max_row_length: int = 0, row_groups: RowGroups = MappingProxyType({})
-    ) -> None:
-        """Sets the kernels of packed rows, their greatest length, and the groups of ranks that compute one together."""
-
-    @abstractmethod
-    def attention_needs(self) -> AttentionNeeds:
-        """Returns what kernels of packed rows must support."""
-
-    @abstractmethod
-    def refused_layouts(self) -> dict[Layout, str]:
-        """Returns the layouts of packed rows that the model was not proved to compute, with the reasons."""
-
-    @abstractmethod
     def cut_to_stage(self, layers: range) -> None:
         """Removes all modules with weights but those of one pipeline stage, in place."""
 
@@ -103,3 +91,43 @@ class DecoderOfTransformers(nn.Module):
     @abstractmethod
     def fingerprint(self, folder: str | Path | None) -> str:
         """Returns the CRC-32 of what ``config.json`` describes. Raises ValueError if that in ``folder`` differs."""
+
+    def attend_within_documents(
+        self, attention: PackedAttention, max_row_length: int = 0, row_groups: RowGroups = MappingProxyType({})
+    ) -> None:
+        """Sets the kernels of packed rows, their greatest length, and the groups of ranks that compute one together."""
+        self.attention, self.row_groups = attention, dict(row_groups)
+        text: Any = self.model.config.get_text_config()
+        if hasattr(text, "max_seq_len"):  # MPT makes its bias of positions for as many
+            text.max_seq_len = max(text.max_seq_len, max_row_length)
+
+    def attention_needs(self) -> AttentionNeeds:
+        """Returns what kernels of packed rows must support."""
+        # The largest probability with which attention drops a key, under any name of transformers.
+        text = vars(self.model.config.get_text_config())
+        rates = [value for name, value in text.items() if "att" in name and "drop" in name]
+        return AttentionNeeds(
+            next(self.model.parameters()).dtype,
+            frozenset(self.check.head_dims),
+            float(max((rate for rate in rates if isinstance(rate, (int, float))), default=0.0)),
+            frozenset(self.check.attention_needs),
+            self.check.splits_attention,
+            has_flex=self.model._supports_flex_attn,
+            has_flash=self._base == "sdpa",
+        )
+
+    def refused_layouts(self) -> dict[Layout, str]:
+        """Returns the layouts of packed rows that the model was not proved to compute, with the reasons."""
+        check, name = self.check, type(self.model).__name__
+        refused: dict[Layout, str] = {}
+        if check.problem:
+            text = f"{check.problem} mixes the documents of a row; set microbatching=least_padding"
+            refused["packed"] = f"microbatching=packed: {text}"
+        if not check.computes_trees:
+            refused["trees"] = f"{name} does not compute trees as it computes their sequences"
+        if not check.spans_ranks:
+            refused["over ranks"] = (
+                f"{name} has windows, or mixes tokens elsewhere than in causal attention, so ranks do not "
+                "compute parts of its rows; remove max_ranks_per_row"
+            )
+        return refused
