@@ -59,7 +59,7 @@ class PolicyRecipe:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
-        self.ranks = parallel.join_ranks(self.settings.ranks)  # device, mesh, process groups, coordinates
+        self.ranks = self.settings.ranks.join()  # device, mesh, process groups, coordinates
         self.run = training.Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:

@@ -229,9 +229,8 @@ def module_config(weights_folder, tmp_path_factory):
 def one_process():
     """Yields the ranks of a single process."""
     from recipe_utils.parallel.ranks import join_ranks
-    from recipe_utils.parallel.settings import RankSettings
 
-    ranks = join_ranks(RankSettings(device="cpu"))
+    ranks = join_ranks("cpu")
     yield ranks
     ranks.leave()
 

@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from collections import Counter
+from functools import cache
 from importlib import import_module
 from importlib.metadata import packages_distributions
 from inspect import Parameter, signature
@@ -33,12 +34,12 @@ LAYERS = (
     ("checkpoint",),
     ("optim", "examples"),
     ("data",),
-    ("long_rows",),
     ("text",),
     ("update_steps",),
     ("plans",),
     ("parallel",),
-    ("settings", "cli"),
+    ("settings",),
+    ("cli",),
     ("files",),
     ("compiler", "model_kinds", "torchtune_names"),
 )
@@ -52,21 +53,24 @@ def package_of(module):
     return [*module.split("."), ""][1]
 
 
+@cache
 def imports_of(module):
-    """Maps each imported module of the project to whether the import is at the top of the file."""
-    found = {}
-    tree = ast.parse(MODULES[module].read_text())
-    for node in ast.walk(tree):
-        names = []
+    """Returns the modules of the project that a module imports: at its top, in functions, or for type checkers alone.
+
+    A name of a package counts as an import of the module that its stub takes it from.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            stub = PACKAGE.parent.joinpath(*node.module.split("."), "__init__.pyi")
+            exports = ast.parse(stub.read_text()).body if stub.is_file() else ()
+            names = {alias.name for alias in node.names}
+            found |= {each.module for each in exports if names & {alias.name for alias in getattr(each, "names", ())}}
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            name = name if name in MODULES else f"{name}.__init__"
-            if name in MODULES and name != "recipe_utils.__init__" and name != module:
-                found[name] = found.get(name, False) or node in tree.body
-    return found
+            found |= {alias.name for alias in node.names}
+    paths = {name if name in MODULES else f"{name}.__init__" for name in found}
+    return sorted(paths & MODULES.keys() - {module, "recipe_utils.__init__"})
 
 
 def test_imports_go_to_lower_layers_only():
@@ -74,16 +78,9 @@ def test_imports_go_to_lower_layers_only():
     assert {package_of(module) for module in MODULES} - {"__init__"} == set(layer_of)
     for module in MODULES:
         here = package_of(module)
-        for other, is_at_top in imports_of(module).items():
+        for other in imports_of(module) if here != "__init__" else ():
             there = package_of(other)
-            if here == there or "__init__" in (here, there):
-                continue
-            # The command line of settings looks recipes up by name.
-            looks_up_recipes = (here, there, is_at_top) == ("settings", "cli", False)
-            # The loader cuts rows that several ranks compute.
-            cuts_rows = (module, there, is_at_top) == ("recipe_utils.update_steps.loader", "long_rows", False)
-            is_seam = looks_up_recipes or cuts_rows
-            assert layer_of[there] > layer_of[here] or is_seam, f"{module}: {other}"
+            assert here == there or layer_of[there] > layer_of[here], f"{module}: {other}"
 
 
 def test_only_recipes_and_commands_import_an_objective():
@@ -119,9 +116,8 @@ def test_modules_have_no_import_cycles():
         if module in done:
             return
         path.append(module)
-        for other, is_at_top in imports_of(module).items():
-            if is_at_top:
-                visit(other)
+        for other in imports_of(module):
+            visit(other)
         done.add(path.pop())
 
     for module in MODULES:

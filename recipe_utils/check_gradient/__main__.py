@@ -31,13 +31,14 @@ from torch.distributed.run import main as launch
 from recipe_utils.check_gradient import on_meta
 from recipe_utils.check_gradient.recipe_file import parser_of, paths_of
 from recipe_utils.check_gradient.single_samples import Recorded, SingleSamples, Weights, gathered
-from recipe_utils.cli.launcher import REPORTED_EXIT_CODE, wait_for_ranks
+from recipe_utils.cli.exit_codes import REPORTED_EXIT_CODE
+from recipe_utils.cli.launcher import wait_for_ranks
 from recipe_utils.models.adapters.nf4 import is_quantized
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.pipeline.stages import local_stages
-from recipe_utils.models.transformers import transformers_decoder
 from recipe_utils.models.transformers.double_precision import DoublePrecision
+from recipe_utils.models.transformers.interface import DecoderOfTransformers
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.process_group import world_size_from_env
@@ -182,7 +183,7 @@ def cut(cfg: DictConfig, folder: Path) -> bool:
             text = f"{num_weights:,} weights, above {MOST_WEIGHTS:,}, and it cannot be cut; set a smaller model"
             raise ConfigError(f"{key}: {text}")
         component: Any = OmegaConf.to_container(cfg[key], resolve=True)
-        if transformers_decoder(whole) is not None:
+        if isinstance(whole, DecoderOfTransformers):
             from recipe_utils.models.transformers.packing_check import with_few_layers
 
             with_few_layers(whole.model.config).save_pretrained(folder / key)

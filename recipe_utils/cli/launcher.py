@@ -23,13 +23,10 @@ from torch.distributed.launcher import api
 from torchtune.config._parse import TuneRecipeArgumentParser
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
-from recipe_utils.cli.registry import USER_SIGNALS
+from recipe_utils.cli.advice import how_to_resume
+from recipe_utils.cli.exit_codes import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE, USER_SIGNALS
 
 _SAVED = re.compile(r"step_\d+")
-CONFIG_ERROR_EXIT_CODE = 2
-"""Exit code of all ranks and the launcher after a config error."""
-REPORTED_EXIT_CODE = 3
-"""Exit code of a rank whose error has been reported, by itself or by another rank."""
 _REPORTED = re.compile(
     rf"Sending process|Received |failed \(exitcode: ({-signal.SIGINT}|{CONFIG_ERROR_EXIT_CODE}|{REPORTED_EXIT_CODE})\)"
 )
@@ -120,9 +117,7 @@ def _advice(arguments: Sequence[str]) -> str:
         cfg = _merge_yaml_and_cli_args(*TuneRecipeArgumentParser().parse_known_args(given))
         saved = [path for path in Path(cfg.output_dir).iterdir() if _SAVED.fullmatch(path.name)]
         newest = max(saved, key=lambda path: int(path.name.removeprefix("step_"))).name
-        if cfg.get("resume_from_checkpoint"):
-            return f"; the same command continues from {newest}"
-        return f"; set resume_from_checkpoint=True to continue from {newest}"
+        return f"; {how_to_resume(newest, cfg.get('resume_from_checkpoint', False))}"
     return ""
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from recipe_utils import end_at_sigint
+from recipe_utils.cli.exit_codes import USER_SIGNALS
 
 # A wheel contains recipes/ and configs/ in the package; a checkout has links to them.
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,9 +44,6 @@ def _recipes() -> dict[str, list[str]]:
         configs[recipe if recipe in names else "full_finetune_update_step"].append(config)
     return configs
 
-
-USER_SIGNALS = signal.SIGUSR1, signal.SIGUSR2
-"""Signals of schedulers before a time limit, blocked until handlers are installed: by default they end a process."""
 
 RECIPES = _recipes()
 """Recipe name -> names of its configs (``configs/NAME.yaml``)."""

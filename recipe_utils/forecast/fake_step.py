@@ -31,7 +31,6 @@ from recipe_utils.models.weights import materialize
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, single_optimizers
 from recipe_utils.parallel.fsdp import gradient_sync, local
-from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.policy.policy_losses import PolicyLoss, TemperedLogProbs
 from recipe_utils.policy.round_start import returning_log_probs
@@ -81,7 +80,7 @@ class FakeTraining:
     """Models, loss and optimizer of a recipe for text or pairs on rank 0, with ``device=cpu``."""
 
     def __init__(self, cfg: DictConfig, settings: TextSettings, is_of_cuda: bool) -> None:
-        self.settings, self.ranks, self._frozen = settings, join_ranks(settings.ranks), None
+        self.settings, self.ranks, self._frozen = settings, settings.ranks.join(), None
         self._fake, self._live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
         self._is_of_pairs = hasattr(settings, "pairs")
         self._has_teacher = hasattr(settings, "teacher") and settings.teacher.kd_ratio > 0

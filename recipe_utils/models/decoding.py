@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.attention.document_mask import longest_document
 from recipe_utils.models.attention.packed_attention import other_attention, self_attentions
-from recipe_utils.models.transformers import transformers_decoder
+from recipe_utils.models.transformers.interface import DecoderOfTransformers
 
 NextLogits = Callable[[Tensor, Tensor], Tensor]
 """Maps tokens [b, s] and the lengths of their rows [b] to logits of the next tokens [b, v]."""
@@ -134,10 +134,10 @@ def _next_logits(model: nn.Module, num_keys: int) -> Iterator[NextLogits]:
         return hidden[index, last.pop()].unsqueeze(1)  # else logits would be [b, s, v]
 
     hook = text_decoder(model).norm.register_forward_hook(last_only)
-    decoder = transformers_decoder(model) if text_decoder(model) is model else None
-    attentions = self_attentions(model) if decoder is None and text_decoder(model) is model else []
+    attentions = self_attentions(model) if text_decoder(model) is model else []
     try:
-        if decoder is not None and decoder.check.spans_ranks:  # all but causal attention is computed token by token
+        if isinstance(model, DecoderOfTransformers) and model.check.spans_ranks:
+            # All but causal attention is computed token by token.
             yield _Cached(*_of_transformers(model))
         elif attentions and other_attention(model) is None and len(attentions) == len(text_decoder(model).layers):
             with _of_torchtune(model, attentions, num_keys) as forward_and_expand:

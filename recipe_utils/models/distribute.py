@@ -18,7 +18,7 @@ from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.adapters.nf4 import check_nf4
 from recipe_utils.models.kernels import fuse_norms_and_rope
 from recipe_utils.models.settings import ModelSettings
-from recipe_utils.models.transformers import transformers_decoder
+from recipe_utils.models.transformers.interface import DecoderOfTransformers
 from recipe_utils.optim.optimizer import trained_parameters
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import Ranks
@@ -83,8 +83,8 @@ def check_tensor_parallel(model: nn.Module, ranks: Ranks) -> None:
     if ranks.dims.tp == 1:
         return
     reason = ""
-    if (decoder := transformers_decoder(model)) is not None:
-        reason = f"{type(decoder.model).__name__} of transformers cannot be split"
+    if isinstance(model, DecoderOfTransformers):
+        reason = f"{type(model.model).__name__} of transformers cannot be split"
     elif isinstance(text_decoder(model).output, TiedLinear):
         reason = "torchtune's plans cannot split the weight that output layer and tok_embeddings share"
     elif find_adapters(model).modules:
@@ -99,8 +99,8 @@ def apply_compile(model: nn.Module, settings: ModelSettings) -> None:
         fuse_norms_and_rope(model)
         return
     configure_compiler()
-    if (decoder := transformers_decoder(model)) is not None:
-        layers = decoder.layers
+    if isinstance(model, DecoderOfTransformers):
+        layers = model.layers
     else:
         kinds = (modules.TransformerSelfAttentionLayer, modules.TransformerCrossAttentionLayer)
         layers = [module for module in text_decoder(model).modules() if isinstance(module, kinds)]
@@ -113,8 +113,8 @@ def apply_activation_checkpointing(model: nn.Module, settings: ModelSettings) ->
     """Makes layers recompute their activations in the backward, as configured."""
     if not settings.enable_activation_checkpointing and settings.ac_mode is None:
         return
-    if (decoder := transformers_decoder(model)) is not None:
-        decoder.recompute_layers(settings.ac_option or 1)
+    if isinstance(model, DecoderOfTransformers):
+        model.recompute_layers(settings.ac_option or 1)
     elif settings.ac_mode is None:
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     else:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from recipe_utils.long_rows.exchange import RowGroups, row_groups
 from recipe_utils.losses.attach import attach_loss, check_sums
 from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.attention.exchange import RowGroups, row_groups
 from recipe_utils.models.construct import build_stages
 from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.pipeline.microbatches import Pipeline

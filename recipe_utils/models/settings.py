@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from torchtune import training
 
-from recipe_utils.models.attention.packed_attention import missing_for_triton
+from recipe_utils.models.attention.kernels import missing_for_triton
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.components import Component

@@ -24,7 +24,7 @@ from recipe_utils.models.adapters.adapted_linear import forget_norms
 from recipe_utils.models.adapters.lora import check_origin, find_adapters, fingerprint_of_frozen, initial_adapters
 from recipe_utils.models.pipeline.stages import Stages, adapters_of, local_stages
 from recipe_utils.models.settings import ModelSettings
-from recipe_utils.models.transformers import transformers_decoder
+from recipe_utils.models.transformers.interface import DecoderOfTransformers
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
@@ -53,8 +53,8 @@ def fingerprint_of_config(model: nn.Module, folder: str | Path | None) -> dict[s
 
     Raises ValueError if that in the ``folder`` of its weights describes another model.
     """
-    decoder = transformers_decoder(local_stages(model)[0])
-    return {} if decoder is None else {"config.json": decoder.fingerprint(folder)}
+    stage = local_stages(model)[0]
+    return {"config.json": stage.fingerprint(folder)} if isinstance(stage, DecoderOfTransformers) else {}
 
 
 def differences_from_config(model: nn.Module, folder: str | Path | None) -> Iterator[str]:

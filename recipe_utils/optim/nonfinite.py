@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from recipe_utils.cli.advice import how_to_resume
 from recipe_utils.optim.optimizer import OptimizerInBackward, OptimizerSettings, inner_optimizers
 
 
@@ -89,8 +90,8 @@ class NonfiniteGuard:
             return ""
         self.problem = (
             f"{text}. {on_nonfinite=!s}: {most_in_a_row} in a row, {max_nonfinite_steps=}. "
-            f"resume_from_checkpoint=True resumes from here; set a lower learning rate, or "
-            "on_nonfinite=skip and a higher max_nonfinite_steps"
+            f"{how_to_resume('here', resumes=False)}; set a lower learning rate, or on_nonfinite=skip and a higher "
+            "max_nonfinite_steps"
         )
         return ""
 

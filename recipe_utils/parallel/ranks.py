@@ -16,18 +16,16 @@ import logging
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipe_utils.parallel import process_group
+from recipe_utils.parallel.fsdp import GradientSync
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.torchtune_names import log_rank_zero
-
-if TYPE_CHECKING:  # ranks are joined without pydantic, too
-    from recipe_utils.parallel.settings import RankSettings
 
 _ACCELERATORS = ("cuda", "npu", "xpu")
 """Device types that are numbered by ``LOCAL_RANK``; the first that is available is the default."""
@@ -136,31 +134,39 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join_ranks(settings: "RankSettings | None" = None) -> Ranks:
-    """Joins the process group and builds the mesh; a collective of all ranks. By default all are data-parallel."""
-    device = resolve_device(settings.device if settings else None)
-    dims = settings.dims if settings else ParallelDims(1, process_group.world_size_from_env(), 1)
-    timeout = settings.process_group_timeout_seconds if settings else None
-    owns_process_group = process_group.init_process_group(device, timeout)
-    mesh = build_mesh(device, dims)
-    if settings and dims.pp > 1 and dims.dp_degree > 1 and settings.gradient_sync != "last_microbatch":
-        text = (
-            f"gradient_sync={settings.gradient_sync}: pipeline stages keep gradients unsharded "
-            "until the last microbatch, as with last_microbatch"
-        )
-        log_rank_zero(text, logging.WARNING)
+def join_ranks(
+    device: str | None = None,
+    dims: ParallelDims | None = None,
+    timeout_seconds: float | None = None,
+    gradient_sync: GradientSync = "each_microbatch",
+) -> Ranks:
+    """Joins the process group and builds the mesh; a collective of all ranks.
+
+    Args:
+        device: type of each rank's device; None selects the accelerator if there is one.
+        dims: ranks along each dimension; None makes all data-parallel.
+        timeout_seconds: timeout of collectives [s]; None for PyTorch's default.
+        gradient_sync: what the training asks for; a warning is logged where pipeline stages do otherwise.
+    """
+    own_device = resolve_device(device)
+    dims = dims or ParallelDims(1, process_group.world_size_from_env(), 1)
+    owns_process_group = process_group.init_process_group(own_device, timeout_seconds)
+    mesh = build_mesh(own_device, dims)
+    if dims.pp > 1 and dims.dp_degree > 1 and gradient_sync != "last_microbatch":
+        text = f"gradient_sync={gradient_sync}: pipeline stages keep gradients unsharded until the last microbatch"
+        log_rank_zero(f"{text}, as with last_microbatch", logging.WARNING)
     # Ranks with other data are those that differ in the two middle dimensions of the mesh.
     pp_rank, tp_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
     dp_peers = mesh.mesh[pp_rank, :, :, tp_rank].flatten().tolist()
     return Ranks(
-        device,
+        own_device,
         dims,
         mesh,
         dp_peers,
         dp_rank=dp_peers.index(dist.get_rank()),
         is_dp_leader=pp_rank == 0 and tp_rank == 0,
         pp_rank=pp_rank,
-        timeout_seconds=timeout,
+        timeout_seconds=timeout_seconds,
         owns_process_group=owns_process_group,
     )
 

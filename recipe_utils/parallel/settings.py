@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from recipe_utils.parallel.fsdp import GradientSync
 from recipe_utils.parallel.process_group import world_size_from_env
-from recipe_utils.parallel.ranks import ParallelDims, resolve_device
+from recipe_utils.parallel.ranks import ParallelDims, Ranks, join_ranks, resolve_device
 from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.settings.problems import ConfigError, Problem
 
@@ -73,3 +73,7 @@ class RankSettings:
             )
             raise ConfigError(Problem(product, text))
         return ParallelDims(replicate, shard, tp, pp)
+
+    def join(self) -> Ranks:
+        """Joins the process group of these ranks; see :func:`.join_ranks`."""
+        return join_ranks(self.device, self.dims, self.process_group_timeout_seconds, self.gradient_sync)

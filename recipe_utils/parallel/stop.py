@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recipe_utils.cli.registry import USER_SIGNALS
+from recipe_utils.cli.exit_codes import USER_SIGNALS
 
 _FIRST_ONLY = signal.SIGTERM, signal.SIGINT
 

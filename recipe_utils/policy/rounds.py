@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.utils.data import Dataset
 
+from recipe_utils.cli.advice import how_to_resume
 from recipe_utils.files import write_atomically
 from recipe_utils.models.runner import Runner
 from recipe_utils.parallel.process_group import gather_objects
@@ -238,8 +239,9 @@ class Rounds(Part):
             is_stopped, is_missing, is_late = all_reduce_any(mine, run.ranks.cpu_group)()
             if is_stopped:
                 run.stop.is_agreed = True
-                again = "the same command with resume_from_checkpoint=True resumes there" if run.global_step else ""
-                run.log.info(f"Stopped as requested before round {number}; {again or 'nothing was trained yet'}")
+                again = how_to_resume(f"step_{run.global_step}", run.settings.resume_from_checkpoint)
+                again = again if run.global_step else "nothing was trained yet"
+                run.log.info(f"Stopped as requested before round {number}; {again}")
                 return False
             if not is_missing:
                 return True

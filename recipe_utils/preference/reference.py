@@ -25,7 +25,7 @@ from recipe_utils.models.frozen import (
 )
 from recipe_utils.models.pipeline.stages import adapters_of
 from recipe_utils.models.runner import Rows, Runner
-from recipe_utils.models.transformers import transformers_decoder
+from recipe_utils.models.transformers.interface import DecoderOfTransformers
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.preference.cache import LogProbs, Pairs, ReferenceCache
@@ -168,7 +168,7 @@ def build_reference(
         "quantised": sorted(name for name, is_nf4 in adapters_of(policy.module).frozen.items() if is_nf4),
         "device": ranks.device.type,
     }
-    if transformers_decoder(meta_model) is not None:
+    if isinstance(meta_model, DecoderOfTransformers):
         context["config"] = meta_model.model.config.to_json_string()
     folder = settings.reference_cache_dir or built.settings.run.output_dir / "reference"
     cached = ReferenceCache(folder, context, ranks.cpu_group)

@@ -3,13 +3,12 @@
 import signal
 import sys
 
+from recipe_utils.cli.registry import TRAINING_RECIPES
 from recipe_utils.settings.describe import key_page, settings_of
 
 
 def main() -> None:
     """Prints the keys of the recipe given on the command line; without one, those of all."""
-    from recipe_utils.cli.registry import TRAINING_RECIPES
-
     if len(sys.argv) > 2 or (sys.argv[1:2] and sys.argv[1].startswith("-")):
         sys.exit("usage: python -m recipe_utils.settings [RECIPE]")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
+from recipe_utils.cli.registry import RECIPES, recipe_path
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import alternatives_of, keys_of
 
@@ -18,8 +19,6 @@ def load_recipe(recipe: str) -> tuple[type, Any]:
     The class is the only one in the file with ``setup`` and ``update``; else None. Raises ValueError if
     there is no such recipe, or it has no ``Settings``.
     """
-    from recipe_utils.cli.registry import RECIPES, recipe_path
-
     if not (path := recipe_path(recipe)).is_file():
         raise ValueError(f"{recipe}: no recipe of this name or path; there are {', '.join(RECIPES)}")
     names_of_file = runpy.run_path(str(path))

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from recipe_utils.plans.microbatching import MicrobatchSettings
+from recipe_utils.plans.rounds import WHOLE, Share
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.documents import length_of
 from recipe_utils.text.limits import RowBounds
 from recipe_utils.text.reader import KNOWN_KEYS, TextReader
-from recipe_utils.text.row_tensors import CollateFn, collated, packed, padded
+from recipe_utils.text.row_tensors import CollateFn, collated, packed, padded, share_of_row
 from recipe_utils.text.samples import TextSample
 from recipe_utils.text.trees import apart, share_beginnings, split_trees
 from recipe_utils.torchtune_names import log_rank_zero
@@ -133,13 +134,14 @@ class RowCollator(Collator):
             return len(sample.tokens)
         return max(map(length_of, sample.documents))
 
-    def collate(self, samples: Sequence[TextSample]) -> list[Microbatch]:
-        """Makes a microbatch of at least one sample, or one of each tree that a sample was cut into."""
+    def collate(self, samples: Sequence[TextSample], share: Share = WHOLE) -> list[Microbatch]:
+        """Makes a microbatch of at least one sample, or a share of it, or one of each tree that a sample was cut into."""
         if self.settings.is_packed or not self.reader.keeps_types:
             _warn_once(", ".join(sorted(map(str, self._unknown_keys(samples[0])))))
         if self.settings.is_packed and len(samples) == 1 and len(samples[0].num_shared) > 1:
             return [self._row([tree]) for tree in split_trees(samples[0])]
-        return [self._row(samples)]
+        row = self._row(samples)
+        return [row if share == WHOLE else share_of_row(row, share, len(samples), self.layout.row_multiple)]
 
     def _row(self, samples: Sequence[TextSample]) -> Microbatch:
         """Lays samples out, see :mod:`recipe_utils.text.row_tensors`."""

@@ -1,10 +1,13 @@
-"""Layouts of rows: packed (documents one after the other) and padded (each in a row of its own).
+"""Layouts of rows: packed (documents one after the other), padded (each in a row of its own), and shares of packed ones.
 
 Example: the samples ``u v A B`` and ``w C``, targets in capitals, as a packed row padded to a multiple of 4::
 
     tokens   u  v  A  B  w  C  0  0
     labels   -  A  B  -  C  -  -  -      those of the next positions, never of another document
     owners   0  0  0  0  1  1 -1 -1      ends of the sequences: 3 and 5
+
+Of two ranks that compute it together, rank 0 has the tokens ``u A w 0`` and rank 1 ``v B C 0``. A target at position 5
+of the row is at position 2 of rank 1.
 
 Shapes: b rows, s positions per row, n targets, p sequences.
 
@@ -19,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recipe_utils.plans.rounds import Share
 from recipe_utils.text.documents import DocumentLengths, Documents, length_of
 from recipe_utils.text.reader import TextReader
 from recipe_utils.text.samples import TextSample, beside_next
@@ -129,6 +133,46 @@ def collated(samples: Sequence[TextSample], reader: TextReader, collate_fn: Coll
             targets = targets._replace(ends=torch.from_numpy(ends))
         targets = targets._replace(owners=torch.from_numpy(owners))
     return _microbatch(samples, reader, inputs, targets, 0)
+
+
+def share_of_row(row: Microbatch, share: Share, num_samples: int, row_multiple: int | None) -> Microbatch:
+    """Returns a share of the microbatch of one packed row of ``num_samples``; share 0 counts the whole row.
+
+    Shares are stripes, so that each has about as many targets: of a long prompt with a short answer, the last of a few
+    blocks would have them all. The row is padded with one more document, so that each share has a multiple of
+    ``row_multiple`` positions. Labels are those of the whole row's next positions.
+    """
+    first, num_ranks = share
+    labels, documents = row.targets.labels, row.inputs["document_lengths"].lengths[0]
+    num_missing = -labels.numel() % ((row_multiple or 1) * num_ranks)
+    if num_missing:
+        documents = [*documents, num_missing]
+
+    def of_share(column: Tensor) -> Tensor:
+        # The last position has no target, so copies of it are padding.
+        padded = torch.cat([column, column[:, -1:].expand(-1, num_missing)], dim=1)
+        return padded[:, first::num_ranks]
+
+    inputs: dict[str, Any] = {key: of_share(x) for key, x in row.inputs.items() if key != "document_lengths"}
+    inputs["document_lengths"] = Documents([documents], num_ranks)
+    is_here = row.targets.positions % num_ranks == first
+    owners = row.targets.owners
+    assert owners is not None
+    if num_missing:
+        owners = torch.cat([owners, owners.new_full((1, num_missing), -1)], dim=1)
+    targets = row.targets._replace(
+        labels=of_share(labels),
+        positions=row.targets.positions[is_here] // num_ranks,
+        owners=owners[:, first::num_ranks],
+        ends=None,
+        values={name: values[is_here] for name, values in row.targets.values.items()},
+    )
+    # Counts are summed over ranks, so one share has those of the whole row.
+    counts: dict[str, float] = dict.fromkeys((*row.counts, "spanning_samples"), 0)
+    if first == 0:
+        num_positions = labels.numel() + num_missing
+        counts = {**row.counts, "positions": num_positions, "spanning_samples": num_samples}
+    return Microbatch(inputs, targets, counts, row.names)
 
 
 # ---- What stands beside the positions --------------------------------------------------------------

@@ -20,8 +20,8 @@ from yaml import YAMLError
 
 from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.folder import find_newest_whole
-from recipe_utils.cli.launcher import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE
-from recipe_utils.cli.registry import USER_SIGNALS
+from recipe_utils.cli.advice import how_to_resume
+from recipe_utils.cli.exit_codes import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE, USER_SIGNALS
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import end_with_parent, loss_of_rank, print_final_error, world_size_from_env
@@ -166,15 +166,14 @@ def with_overrides(cfg: DictConfig, words: Sequence[str], removed: Sequence[str]
 def _next_start(cfg: DictConfig) -> str:
     """Returns whether the launcher starts the ranks again, and from where."""
     newest = find_newest_whole(Path(cfg.output_dir))[0]
-    resumes = bool(cfg.get("resume_from_checkpoint"))
+    resumes = cfg.get("resume_from_checkpoint", False)
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     restarts, allowed = (int(os.environ.get(name, 0)) for name in names)
-    who = "the launcher starts" if restarts < allowed else "no restart is left; start"
+    if restarts >= allowed:
+        return how_to_resume(newest.name, resumes) if newest else "no restart is left; start again from scratch"
     if newest is not None and not resumes:
-        if restarts < allowed:
-            return f"{who} again from scratch; resume_from_checkpoint=auto would use {newest.name}"
-        return f"set resume_from_checkpoint=True to continue from {newest.name}"
-    return f"{who} again from {newest.name if newest else 'scratch'}"
+        return f"the launcher starts again from scratch; resume_from_checkpoint=auto would use {newest.name}"
+    return f"the launcher starts again from {newest.name if newest else 'scratch'}"
 
 
 def _exit_code() -> int:

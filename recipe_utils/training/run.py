@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.load import TrainingState
+from recipe_utils.cli.advice import how_to_resume
 from recipe_utils.data.inspect_samples import log_data
 from recipe_utils.models.construct import describe_model
 from recipe_utils.optim.nonfinite import NonfiniteError
@@ -239,7 +240,7 @@ class Run:
         if self.stop.is_agreed or (is_save_due and not step.is_last_of_epoch):
             self.save()
         if self.stop.is_agreed:
-            again = "the same command with resume_from_checkpoint=True resumes from there"
+            again = how_to_resume(f"step_{self.global_step}", settings.resume_from_checkpoint)
             if self.state.epoch == 0 and self.checkpointing.last_export is None:
                 again += "; no model is exported yet"
             self.log.info(f"Stopped as requested after update step {self.global_step}; {again}")

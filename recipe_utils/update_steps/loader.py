@@ -24,6 +24,7 @@ from torch.profiler import record_function
 
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.parallel.to_device import pinned
+from recipe_utils.plans.rounds import WHOLE
 from recipe_utils.update_steps.collectives import RankCounts, Row, StepCollectives, agreement
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.order import OnRank, Order, num_done
@@ -126,13 +127,8 @@ class UpdateStepLoader:
 
 
 def _collate(collator: Collator, row: Row, dummy: Microbatch | None) -> list[Microbatch]:
-    """Returns a planned row's microbatches: a share of one, or several, if a long tree was cut."""
-    if not row.samples:  # a plan over several ranks has none here
-        assert dummy is not None
-        return [dummy]
-    if row.share.num_ranks > 1:
-        from recipe_utils.long_rows.shares import cut  # the one place where the core names it
-
-        (whole_row,) = collator.collate(row.samples)
-        return [cut(whole_row, row.share, len(row.samples), collator.layout.row_multiple)]
-    return collator.collate(row.samples)
+    """Returns a planned row's microbatches. A collator whose rows are never shared need not take a share."""
+    if row.samples:
+        return collator.collate(row.samples) if row.share == WHOLE else collator.collate(*row)
+    assert dummy is not None  # a plan over several ranks has no samples here
+    return [dummy]

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from recipe_utils.plans.rounds import Plan
+from recipe_utils.plans.rounds import WHOLE, Plan, Share
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import Prepared, Sample
 from recipe_utils.update_steps.step import Microbatch
@@ -97,8 +97,11 @@ class Collator(Protocol):
         """Returns the value that the plan takes for a sample: its length, or for views its position."""
 
     @abstractmethod
-    def collate(self, samples: Sequence[Prepared]) -> list[Microbatch]:
-        """Makes the microbatch of some samples, or several, if one is too long for the budget."""
+    def collate(self, samples: Sequence[Prepared], share: Share = WHOLE) -> list[Microbatch]:
+        """Makes the microbatch of some samples, or several, if one is too long for the budget.
+
+        Called with a ``share`` only if the plan has several ranks compute the row of these samples together.
+        """
 
     @abstractmethod
     def dummy(self, sample: Prepared) -> Microbatch:

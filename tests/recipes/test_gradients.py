@@ -24,10 +24,10 @@ from gradient_rows import (
 from recipe_runs import recipe_class, slow
 
 from recipe_utils import parallel
-from recipe_utils.long_rows import exchange, shares
-from recipe_utils.models.attention import attend
+from recipe_utils.models.attention import attend, exchange
 from recipe_utils.models.pipeline import microbatches as pipeline
 from recipe_utils.models.runner import Whole
+from recipe_utils.text import collator
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -194,8 +194,8 @@ def weights_of_targets_not_counted(patches):
 
 def change_shares(patches, change):
     """Has ``change`` make a share from that share and the whole row."""
-    cut = shares.cut
-    patches.setattr(shares, "cut", lambda row, *args: change(cut(row, *args), row))
+    cut = collator.share_of_row
+    patches.setattr(collator, "share_of_row", lambda row, *args: change(cut(row, *args), row))
 
 
 def labels_shifted_after_the_cut(patches):

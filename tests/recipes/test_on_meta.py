@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 
 from recipe_utils.models import distribute, frozen, settings, sizes
-from recipe_utils.models.attention import packed_attention
+from recipe_utils.models.attention import kernels
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.parallel import ranks
 
@@ -144,7 +144,7 @@ def arrivals(monkeypatch):
     monkeypatch.setattr(distribute, "shard_model", Gathered)
     for module in (frozen, sizes):
         monkeypatch.setattr(module, "attention_of", lambda model, _, *o: attention_of(model, CUDA, *o))
-    monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)
+    monkeypatch.setattr(kernels, "missing_for_triton", lambda: None)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     # torch 2.15 queries the driver for the library that computes it.
     capability = "_cudnn_version_and_major_capability"

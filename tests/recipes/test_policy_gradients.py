@@ -19,11 +19,11 @@ from gradient_rows import assert_steps, on_ranks, run_rows, spanning
 from recipe_runs import POLICY, recipe_class, run_recipe, tiny_config, with_adapters, writing_to
 from torch.torch_version import TorchVersion
 
-from recipe_utils.long_rows import shares
 from recipe_utils.models.runner import Whole
 from recipe_utils.policy import rollouts
 from recipe_utils.policy.policy_losses import PolicyLoss
 from recipe_utils.policy.round_start import RoundStart
+from recipe_utils.text import collator
 from recipe_utils.text.reader import TextReader
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -330,10 +330,10 @@ def the_policy_of_each_update_step(patches):
 
 
 def a_group_counted_by_each_of_its_ranks(patches):
-    cut = shares.cut
+    cut = collator.share_of_row
     patches.setattr(
-        shares,
-        "cut",
+        collator,
+        "share_of_row",
         lambda row, share, *args: replace(
             cut(row, share, *args), counts=cut(row, share._replace(first=0), *args).counts
         ),

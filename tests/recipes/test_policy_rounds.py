@@ -128,7 +128,8 @@ def test_a_stop_while_waiting_ends_all_ranks_and_resumes_there(world_size, modul
     shutil.copytree(whole[0] / "rounds", rounds, ignore=lambda *_: ["round_0002.jsonl"])
     (logged, messages), *_ = run_distributed(stop_while_waiting, world_size, config, world_size - 1)
     assert logged == pytest.approx(whole[1][:2], rel=1e-5)
-    assert any("Stopped as requested before round 2; the same command with" in message for message in messages)
+    advice = "the same command with resume_from_checkpoint=True continues from step_2"
+    assert any(f"Stopped as requested before round 2; {advice}" in message for message in messages)
     assert not any("Sample from it" in message for message in messages)
     shutil.copy(file_in(whole[0] / "rounds", 2), file_in(rounds, 2))
     resumed = {**config, "resume_from_checkpoint": True}

@@ -14,14 +14,14 @@ from recipe_runs import STEP_OF_8, run_recipe, writing_to
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
-from recipe_utils.long_rows.exchange import row_groups
-from recipe_utils.long_rows.shares import Share, cut
 from recipe_utils.losses import LinearCrossEntropyLoss
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.models.attention.document_mask import attend_within_documents
+from recipe_utils.models.attention.exchange import row_groups
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.parallel.ranks import join_ranks
-from recipe_utils.parallel.settings import RankSettings
+from recipe_utils.plans.rounds import Share
+from recipe_utils.text.row_tensors import share_of_row
 
 SPANNING = {"microbatching": "packed", "batch_size": 1, "max_tokens_per_microbatch": 12}
 
@@ -74,7 +74,7 @@ SIZES = {**tiny.WIDE_MODEL, "num_layers": 4, "num_heads": 8, "max_seq_len": NUM_
 
 def saved_bytes(num_ranks, recomputes):
     """Returns the bytes of activations that the backward of a one-document row needs on this rank."""
-    ranks = join_ranks(RankSettings(device="cpu"))
+    ranks = join_ranks("cpu")
     model = tiny.tiny_model(SIZES)
     groups = row_groups(ranks, ranks.world_size)
     attend_within_documents(model, attention_of(model, ranks.device), NUM_TOKENS, groups)
@@ -85,7 +85,7 @@ def saved_bytes(num_ranks, recomputes):
     tokens = torch.randint(tiny.VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).numpy()  # fmt: skip
     share = Share(ranks.dp_rank % num_ranks, num_ranks)
     whole = tiny.packed_row([{"tokens": tokens, "labels": tokens}])
-    row = cut(whole, share, 1, None)
+    row = share_of_row(whole, share, 1, None)
     sizes = {}
 
     def save(tensor):

@@ -20,7 +20,7 @@ from recipe_utils.dinov3.images.folders import checked_image, digest_of
 from recipe_utils.dinov3.images.multi_crop import MultiCrop, check_fits
 from recipe_utils.dinov3.images.view_draws import block_mask, generator_of, mask_ratios, position_factor
 from recipe_utils.plans.padded import plan_in_order
-from recipe_utils.plans.rounds import Microbatches
+from recipe_utils.plans.rounds import WHOLE, Microbatches, Share
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
@@ -198,7 +198,7 @@ class ViewCollator(Collator):
             microbatches[-1] += images
         return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
 
-    def collate(self, samples: Sequence[Sample]) -> list[Microbatch]:
+    def collate(self, samples: Sequence[Sample], share: Share = WHOLE) -> list[Microbatch]:
         """Returns one row (:func:`row_of`): the global crops of all images, then the local ones."""
         keys = ("masks", "global_crops", "local_crops")
         masks, global_crops, local_crops = (np.concatenate([sample[key] for sample in samples]) for key in keys)
@@ -274,7 +274,7 @@ class ImageCollator(Collator):
         """Returns 1: all images have the same number of tokens."""
         return 1
 
-    def collate(self, samples: Sequence[Sample]) -> list[Microbatch]:
+    def collate(self, samples: Sequence[Sample], share: Share = WHOLE) -> list[Microbatch]:
         """Returns one row with a global crop of each image, without masks and draws."""
         crops = np.stack([sample["crop"] for sample in samples])
         inputs, ((cls, patches),) = row_of([CropsOfOneSize(crops)], self._layout, 1.0)

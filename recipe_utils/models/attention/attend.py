@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from recipe_utils.long_rows.exchange import Exchange
 from recipe_utils.models.attention.chains import MergedAttention, can_merge, parts_of_chains
+from recipe_utils.models.attention.exchange import Exchange
 from recipe_utils.text.documents import Documents
 from recipe_utils.text.limits import Kernel
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torchtune.modules import MultiHeadAttention
 
 from recipe_utils.compiler import configure_compiler
-from recipe_utils.long_rows.exchange import RowGroups
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.attention.attend import PackedRows, attend
 from recipe_utils.models.attention.block_mask import block_mask, dense_mask
+from recipe_utils.models.attention.exchange import RowGroups
 from recipe_utils.models.attention.packed_attention import self_attentions
-from recipe_utils.models.transformers import transformers_decoder
+from recipe_utils.models.transformers.interface import DecoderOfTransformers
 from recipe_utils.text.limits import PackedAttention
 
 
@@ -37,14 +37,14 @@ def attend_within_documents(
     to ``max_row_length`` [tokens]; positions restart with each document, so only documents must stay
     below the original. ``row_groups`` are those of rows that span ranks.
     """
-    if attention.kernel != "dense" and transformers_decoder(model) is None:
+    if attention.kernel != "dense" and not isinstance(model, DecoderOfTransformers):
         for module in self_attentions(model):
             module.forward = MethodType(_forward, module)
     if "flex" in (attention.kernel, attention.kernel_of_trees):
         configure_compiler()
 
-    if (of_transformers := transformers_decoder(model)) is not None:
-        of_transformers.attend_within_documents(attention, max_row_length, row_groups)
+    if isinstance(model, DecoderOfTransformers):
+        model.attend_within_documents(attention, max_row_length, row_groups)
         return  # its forward takes documents
     decoder = text_decoder(model)
     _longest_documents[decoder] = decoder.max_seq_len

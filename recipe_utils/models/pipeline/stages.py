@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.tied_linear import TiedLinear
 
-from recipe_utils.model_kinds import text_decoder
+from recipe_utils.model_kinds import NotOnThisStage, text_decoder
 from recipe_utils.models.adapters.lora import Adapters, find_adapters
-from recipe_utils.models.transformers import transformers_decoder
+from recipe_utils.models.transformers.interface import DecoderOfTransformers
 
 _OF_DECODERS = {"tok_embeddings", "layers", "norm", "output", "model"}
 """Children of decoders, of which ``model`` is that of transformers."""
@@ -60,13 +60,13 @@ def layers_of_stages(model: Any, num_stages: int, split_points: Sequence[int] | 
     their number of parameters, to which a token's FLOPs are proportional; the output layer counts,
     the embedding, a lookup, does not. Raises ValueError for models and points that do not fit.
     """
-    is_of_transformers = transformers_decoder(model) is not None
-    if is_of_transformers and not model.check.can_be_cut:
-        raise ValueError(
-            f"pipeline_parallel_dim: {type(model.model).__name__} cannot be cut into stages that compute what "
-            "the whole model computes; set pipeline_parallel_dim=1"
-        )
-    if not is_of_transformers and (not isinstance(model, TransformerDecoder) or model.output_hidden_states):
+    if isinstance(model, DecoderOfTransformers):
+        if not model.check.can_be_cut:
+            raise ValueError(
+                f"pipeline_parallel_dim: {type(model.model).__name__} cannot be cut into stages that compute what "
+                "the whole model computes; set pipeline_parallel_dim=1"
+            )
+    elif not isinstance(model, TransformerDecoder) or model.output_hidden_states:
         raise ValueError(
             f"pipeline_parallel_dim: only a plain TransformerDecoder can be cut into stages, this model "
             f"is a {type(model).__name__}; set pipeline_parallel_dim=1"
@@ -119,25 +119,6 @@ def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: i
     return stages
 
 
-class NotOnThisStage(nn.Module):
-    """Identity in place of a module that is on another stage; layers keep their index.
-
-    ``weight`` is that of token embeddings that this stage only shares with its output layer.
-    """
-
-    def __init__(self, weight: nn.Parameter | None = None) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Returns ``hidden``."""
-        return hidden
-
-    def caches_are_enabled(self) -> bool:
-        """Returns False; the decoder calls it on its first layer."""
-        return False
-
-
 def cut_to_stage(model: Any, layers: range) -> None:
     """Removes all layers but those of one stage from a decoder on the meta device, in place.
 
@@ -149,8 +130,8 @@ def cut_to_stage(model: Any, layers: range) -> None:
     for name, module in [*model.named_children()] if not is_last else ():
         if name not in _OF_DECODERS and any(True for _ in module.parameters()):
             setattr(model, name, NotOnThisStage())
-    if (decoder := transformers_decoder(model)) is not None:
-        decoder.cut_to_stage(layers)
+    if isinstance(model, DecoderOfTransformers):
+        model.cut_to_stage(layers)
         return
     if layers.start > 0:
         shared = ties_output(model) and is_last
@@ -168,8 +149,7 @@ def cut_to_stage(model: Any, layers: range) -> None:
 
 def ties_output(model: Any) -> bool:
     """Returns True if the output layer shares its weight with the token embeddings."""
-    decoder = transformers_decoder(model)
-    return isinstance(model.output, TiedLinear) if decoder is None else decoder.output_is_tied
+    return model.output_is_tied if isinstance(model, DecoderOfTransformers) else isinstance(model.output, TiedLinear)
 
 
 def _output_cost(model: Any) -> float:

@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recipe_utils.models.attention.attend import PackedRows, Window, attend
 from recipe_utils.models.attention.block_mask import block_mask, sees
+from recipe_utils.models.transformers.interface import Axes
 from recipe_utils.text.documents import Chain, chains
 
 T = TypeVar("T")
@@ -158,10 +159,6 @@ def _own(
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
     attended: Tensor = own(module, q, k, v, mask, **kwargs)[0]
     return attended
-
-
-Axes = dict[str, list[int]]
-"""Path of a tensor in (args, kwargs, output) of a module -> its dimensions of positions."""
 
 
 def run_by_document(module: nn.Module, axes: Axes) -> None:

@@ -35,10 +35,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from recipe_utils.files import write_atomically
-from recipe_utils.long_rows.exchange import Exchange
-from recipe_utils.models.transformers.decoder import Decoder, PackingCheck, build, layers_of
+from recipe_utils.models.attention.exchange import Exchange
+from recipe_utils.models.transformers.decoder import Decoder, build, layers_of
 from recipe_utils.models.transformers.double_precision import DoublePrecision
-from recipe_utils.models.transformers.masks import NEEDS, Axes, Setting
+from recipe_utils.models.transformers.interface import Axes, PackingCheck
+from recipe_utils.models.transformers.masks import NEEDS, Setting
 from recipe_utils.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.text.limits import Kernel, PackedAttention
 from recipe_utils.torchtune_names import log_once, set_default_dtype
@@ -109,11 +110,9 @@ def error_on_device(
 def paths_of_code() -> list[Path]:
     """Returns the files of this package that the check depends on."""
     package = Path(__file__).parents[2]
-    folders = [package / name for name in ("models", "text", "parallel", "long_rows")]
-    return [
-        *(path for folder in folders for path in sorted(folder.rglob("*.py"))),
-        package / "checkpoint/transformers.py",
-    ]
+    folders, files = ("models", "text", "parallel"), ("model_kinds.py", "checkpoint/transformers.py")
+    of_folders = [path for name in folders for path in sorted((package / name).rglob("*.py"))]
+    return [*of_folders, *(package / name for name in files)]
 
 
 def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.optim.optimizer import unwrapped
 from recipe_utils.parallel.process_group import new_cpu_group
-from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
 
 OPTIMIZERS = ("adamw", "sgd", "sgd_momentum", "in_backward")
@@ -155,7 +154,7 @@ def save_split_layers(folder):
     """Saves a model of tensor parallelism over 2 ranks, sharded over 2."""
     model = tiny.tiny_model(tiny.UNTIED_MODEL)
     plan = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
-    ranks = join_ranks(RankSettings(device="cpu", tensor_parallel_dim=2))
+    ranks = RankSettings(device="cpu", tensor_parallel_dim=2).join()
     parallelize(model, ModelSettings(tensor_parallel_plan=plan), ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, range(2))

@@ -58,7 +58,7 @@ def flash_attention_on_a_cpu():
 
 @pytest.fixture
 def with_triton(monkeypatch):
-    monkeypatch.setattr("recipe_utils.models.attention.packed_attention.missing_for_triton", lambda: None)
+    monkeypatch.setattr("recipe_utils.models.attention.kernels.missing_for_triton", lambda: None)
 
 
 @pytest.fixture

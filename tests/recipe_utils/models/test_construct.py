@@ -7,13 +7,13 @@ from distributed_runs import run_distributed
 from tiny import on_meta
 from torch.distributed.fsdp import FSDPModule
 
+from recipe_utils.model_kinds import NotOnThisStage
 from recipe_utils.models.construct import build_stages
 from recipe_utils.models.distribute import parallelize
 from recipe_utils.models.pipeline.schedule import PipelineSettings
-from recipe_utils.models.pipeline.stages import NotOnThisStage, Stages, has_output, local_stages
+from recipe_utils.models.pipeline.stages import Stages, has_output, local_stages
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import load_weights
-from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def build_on_two_ranks(layouts):
     """Returns for each layout the layers, the output and the trained layers of each stage of this rank."""
     described = []
     for layout, schedule in layouts:
-        ranks = join_ranks(RankSettings(device="cpu", **dict(layout)))
+        ranks = RankSettings(device="cpu", **dict(layout)).join()
         meta_model = on_meta(tiny.DEEP_UNTIED_MODEL)
         for index in (1, 2):
             meta_model.layers[index].attn.requires_grad_(False)

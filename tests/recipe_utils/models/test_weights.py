@@ -23,7 +23,6 @@ from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import local_stages
 from recipe_utils.models.settings import ModelSettings
 from recipe_utils.models.weights import differences_from_config, gather_weights, load_weights, with_weights
-from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -78,7 +77,7 @@ def load_and_gather(layouts):
     found = []
     saved = tiny.tiny_model(tiny.DEEP_MODEL).state_dict()
     for layout in layouts:
-        ranks = join_ranks(RankSettings(device="cpu", gradient_sync="last_microbatch", **dict(layout)))
+        ranks = RankSettings(device="cpu", gradient_sync="last_microbatch", **dict(layout)).join()
         model = build_stages(on_meta(tiny.DEEP_MODEL), PipelineSettings(), ranks)
         for stage in local_stages(model):
             parallelize(stage, FP32, ranks)

@@ -16,7 +16,7 @@ from recipe_utils.models.pipeline.microbatches import Pipeline
 from recipe_utils.models.runner import Whole
 from recipe_utils.optim.grad_norm import clip_grad_norm_, grad_norms
 from recipe_utils.parallel.fsdp import shard_model
-from recipe_utils.parallel.ranks import ParallelDims, build_mesh, join_ranks
+from recipe_utils.parallel.ranks import ParallelDims, build_mesh
 from recipe_utils.parallel.settings import RankSettings
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def clip_on_two_ranks():
 
 def clip_stages():
     """Returns the norm over two stages with a common parameter, and this rank's clipped gradients."""
-    ranks = join_ranks(RankSettings(device="cpu", pipeline_parallel_dim=2, gradient_sync="last_microbatch"))
+    ranks = RankSettings(device="cpu", pipeline_parallel_dim=2, gradient_sync="last_microbatch").join()
     stage = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("own", "shared")})
     stage["own"].grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]][dist.get_rank()])
     stage["shared"].grad = torch.tensor([12.0, 0.0])

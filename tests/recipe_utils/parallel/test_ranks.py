@@ -6,7 +6,7 @@ import torch.distributed as dist
 from distributed_runs import run_distributed
 
 from recipe_utils.parallel.process_group import init_process_group
-from recipe_utils.parallel.ranks import join_ranks, resolve_device
+from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.parallel.settings import RankSettings
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_an_unavailable_device_is_refused_by_key(device):
 
 
 def test_without_a_launcher_a_process_is_rank_0_of_one():
-    ranks = join_ranks(RankSettings(device="cpu"))
+    ranks = RankSettings(device="cpu").join()
     assert (ranks.world_size, ranks.is_zero) == (1, True)
     assert (ranks.dp_degree, ranks.dp_rank, ranks.dp_peers) == (1, 0, [0])
     assert (ranks.pp_rank, ranks.pp_group, ranks.is_dp_leader) == (0, None, True)
@@ -88,7 +88,7 @@ def test_without_a_launcher_a_process_is_rank_0_of_one():
 def test_only_the_creator_of_the_process_group_destroys_it():
     assert init_process_group(CPU)
     try:
-        join_ranks(RankSettings(device="cpu")).leave()
+        RankSettings(device="cpu").join().leave()
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
@@ -105,7 +105,7 @@ def places_on_four_ranks():
     """Returns coordinates, data-parallel peers, data-parallel leader and pipeline, by layout."""
     found = {}
     for name, layout in LAYOUTS.items():
-        ranks = join_ranks(RankSettings(device="cpu", **layout))
+        ranks = RankSettings(device="cpu", **layout).join()
         assert dist.get_backend(ranks.prefetch_group) == "gloo"
         size_of_pipeline = None if ranks.pp_group is None else dist.get_world_size(ranks.pp_group)
         coordinates = ranks.dp_rank, ranks.dp_degree

@@ -11,7 +11,6 @@ from distributed_runs import run_distributed
 from recipe_runs import slow
 
 from recipe_utils.parallel.fsdp import shard_model
-from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.policy.sampler import ModelSampler
 from recipe_utils.settings.problems import ConfigError
@@ -39,7 +38,7 @@ def sampler_of(prompts, reward="of_length", **changes):
 
 def sampled(prompts, sizes=tiny.MODEL, dims=(), **changes):
     """Returns the groups of a round on the ranks of the layout: two ranks have 8 and 7 answers, in batches of 7."""
-    ranks = join_ranks(RankSettings(device="cpu", **dict(dims)))
+    ranks = RankSettings(device="cpu", **dict(dims)).join()
     with tiny.float64_throughout():
         model = tiny.tiny_model(sizes, seed=3).double()
         if ranks.dp_degree > 1:
@@ -109,7 +108,7 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_tempered_logits(prompts)
 
 
 def sampled_once(prompts, changes):
-    ranks = join_ranks(RankSettings(device="cpu"))
+    ranks = RankSettings(device="cpu").join()
     with tiny.float64_throughout():
         return sampler_of(prompts, **changes).sample(tiny.tiny_model(seed=3).double(), TOKENIZER, ranks, ROUND, 1)
 
@@ -119,7 +118,7 @@ def sampled_once(prompts, changes):
 
 def error_of(prompts, changes, max_seq_len=64):
     """Returns the error of a round of one prompt."""
-    ranks = join_ranks(RankSettings(device="cpu"))
+    ranks = RankSettings(device="cpu").join()
     with pytest.raises(ConfigError) as error:
         sampler_of(prompts, **changes).sample(tiny.tiny_model(), tiny.tiny_tokenizer(max_seq_len), ranks, 0, NUM)
     return str(error.value)

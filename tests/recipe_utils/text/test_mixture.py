@@ -18,7 +18,6 @@ from recipe_utils.data.collators import text_collator
 from recipe_utils.data.inspect_samples import log_data
 from recipe_utils.data.loaders import build_loader
 from recipe_utils.parallel.ranks import join_ranks
-from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.settings.components import split_entry
 from recipe_utils.text.limits import ModelLimits
@@ -122,7 +121,7 @@ def make_loader(weights=SHARES, **settings):
     limits = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
     mixture = mixture_of([tiny.Samples(list(source)) for source in SOURCES], weights)
     collator = text_collator(data, tiny.tiny_tokenizer(), tiny.IGNORE, limits)
-    return build_loader(mixture, RowBudget(collator), data, join_ranks(RankSettings(device="cpu")))
+    return build_loader(mixture, RowBudget(collator), data, join_ranks("cpu"))
 
 
 def steps_of_rank(settings, epoch, consumed):

@@ -20,7 +20,6 @@ from recipe_utils.data.collators import text_collator
 from recipe_utils.data.inspect_samples import log_data
 from recipe_utils.data.loaders import build_loader
 from recipe_utils.parallel.ranks import join_ranks
-from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.preference.reference import OnePass
 from recipe_utils.text.limits import ModelLimits
@@ -60,7 +59,7 @@ def make_loader(samples, num_to_run=None, dataset=None, steps=None, block=1, **s
     settings = DataSettings(batch_size=2, **settings)
     collator = text_collator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS)
     object.__setattr__(collator, "layout", replace(collator.layout, block=block))
-    ranks = join_ranks(RankSettings(device="cpu"))
+    ranks = join_ranks("cpu")
     dataset = dataset or tiny.Samples(samples)
     loader = build_loader(dataset, RowBudget(collator), settings, ranks, num_to_run=num_to_run)
     return loader if steps is None else replace(loader, order=Given(steps))

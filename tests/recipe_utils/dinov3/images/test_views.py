@@ -18,7 +18,6 @@ from recipe_utils.dinov3.images.views import (
     ViewSettings,
     WholeImages,
 )
-from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.update_steps.loader import RowBudget
 from recipe_utils.update_steps.order import OnRank, ShuffledOrder, StepIndex
@@ -78,7 +77,7 @@ def views_of(dataset=None, layout=LAYOUT, **keys):
 def make_loader(dataset=None, ranks=(), layout=LAYOUT, keys=(), **data):
     keys = dict(keys)
     settings = DataSettings(**{"batch_size": 4, "global_batch_size": 16, **data})
-    ranks = join_ranks(RankSettings(device="cpu", **dict(ranks)))
+    ranks = RankSettings(device="cpu", **dict(ranks)).join()
     budget = RowBudget(NamedViews(settings, settings_of(**keys), layout))
     return build_loader(views_of(dataset, layout, **keys), budget, settings, ranks)
 
@@ -296,7 +295,7 @@ def test_microbatches_hold_whole_groups_and_at_most_batch_size_images():
 def test_whole_images_are_one_crop_each_with_their_labels(one_process):
     data = DataSettings(batch_size=8).of_validation()
     images = WholeImages(Pictures(), MultiCrop(**CROPS), LAYOUT)
-    ranks = join_ranks(RankSettings(device="cpu"))
+    ranks = RankSettings(device="cpu").join()
     loader = build_loader(images, RowBudget(ImageCollator(data, LAYOUT)), data, ranks, "dataset_val")
     labels = []
     with loader.epoch(0) as steps:

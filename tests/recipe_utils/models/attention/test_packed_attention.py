@@ -9,13 +9,8 @@ from tiny import on_meta
 from torch import nn
 
 from recipe_utils.models import settings
-from recipe_utils.models.attention.packed_attention import (
-    AttentionNeeds,
-    attention_of,
-    choose_kernel,
-    missing_for_triton,
-    other_attention,
-)
+from recipe_utils.models.attention.kernels import AttentionNeeds, choose_kernel, missing_for_triton
+from recipe_utils.models.attention.packed_attention import attention_of, other_attention
 from recipe_utils.models.settings import ModelSettings, model_on_ranks
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.parallel.settings import RankSettings

@@ -8,7 +8,6 @@ import torch
 
 from recipe_utils.data.collators import text_collator
 from recipe_utils.data.loaders import build_loaders
-from recipe_utils.long_rows.shares import cut
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.rounds import Share
 from recipe_utils.text.limits import ModelLimits
@@ -60,6 +59,5 @@ def test_a_row_of_several_samples_and_padding_is_not_taken_for_one_sample(max_to
 def test_the_longest_share_of_a_row_is_that_of_the_rank(one_process):
     loader = make_loader(one_process, 64)
     sample = loader.budget.collator().prepare(tiny.make_samples(12)[0], "sample")
-    (row,), multiple = loader.budget.collator().collate([sample]), loader.budget.collator().layout.row_multiple
-    shares = [cut(row, Share(first, 4), 1, multiple) for first in range(4)]
+    shares = [row for first in range(4) for row in loader.budget.collator().collate([sample], Share(first, 4))]
     assert {longest_row(UpdateStep(0, [share], {}, 4)) for share in shares} == {64}

@@ -4,8 +4,8 @@ import pytest
 import tiny
 import torch
 
-from recipe_utils.long_rows.shares import cut
 from recipe_utils.plans.rounds import Share
+from recipe_utils.text.row_tensors import share_of_row
 
 
 def joined(shares):
@@ -18,7 +18,7 @@ def joined(shares):
 def test_shares_of_a_row_are_the_row_padded_by_one_more_document(num_ranks, multiple):
     samples = tiny.make_samples(4)
     row = tiny.packed_row(samples, row_multiple=multiple)
-    shares = [cut(row, Share(i, num_ranks), len(samples), multiple) for i in range(num_ranks)]
+    shares = [share_of_row(row, Share(i, num_ranks), len(samples), multiple) for i in range(num_ranks)]
     size, targets = row.targets.labels.numel(), [share.targets for share in shares]
     num_positions = joined([t.labels for t in targets]).numel()
     assert 0 <= num_positions - size < num_ranks * (multiple or 1)

@@ -7,10 +7,9 @@ from distributed_runs import run_distributed
 from recipe_runs import slow
 from tiny import on_meta
 
-from recipe_utils.long_rows.exchange import row_groups
+from recipe_utils.models.attention.exchange import row_groups
 from recipe_utils.models.sizes import limits_of
 from recipe_utils.parallel.ranks import join_ranks
-from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.problems import ConfigError
 
 NUM_HEADS, WIDTH = 12, 3
@@ -18,7 +17,7 @@ NUM_HEADS, WIDTH = 12, 3
 
 def exchange(num_keys):
     """Returns this rank's q, its heads of the row, q exchanged back, gradients, and the row."""
-    ranks = join_ranks(RankSettings(device="cpu"))
+    ranks = join_ranks("cpu")
     c, rank = ranks.world_size, ranks.dp_rank
     group = row_groups(ranks, c)[c]
     generator = torch.Generator().manual_seed(0)

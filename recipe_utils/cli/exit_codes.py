@@ -1,0 +1,10 @@
+"""Exit codes and signals that the launcher and its ranks agree on."""
+
+import signal
+
+CONFIG_ERROR_EXIT_CODE = 2
+"""Exit code of all ranks and the launcher after a config error."""
+REPORTED_EXIT_CODE = 3
+"""Exit code of a rank whose error has been reported, by itself or by another rank."""
+USER_SIGNALS = signal.SIGUSR1, signal.SIGUSR2
+"""Signals of schedulers before a time limit, blocked until handlers are installed: by default they end a process."""
