@@ -23,10 +23,10 @@ from gradient_rows import (
 )
 from recipe_runs import recipe_class, slow
 
-from recipe_utils import parallel
 from recipe_utils.models.attention import attend, exchange
 from recipe_utils.models.pipeline import microbatches as pipeline
 from recipe_utils.models.runner import Whole
+from recipe_utils.parallel import settings as rank_settings
 from recipe_utils.text import collator
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.update_steps.step import UpdateStep
@@ -176,7 +176,7 @@ def gradients_scaled_by_the_schedule(patches):
 
 def tensor_parallel_ranks_counted_twice(patches):
     leads = lambda join: lambda *args: dataclasses.replace(join(*args), is_dp_leader=True)  # noqa: E731
-    patches.setattr(parallel, "join_ranks", leads(parallel.join_ranks))
+    patches.setattr(rank_settings, "join_ranks", leads(rank_settings.join_ranks))
 
 
 def no_sync_at_the_last_microbatch(patches):
