@@ -1,6 +1,4 @@
-from recipe_utils.models.construct import build_on_meta as build_on_meta
 from recipe_utils.models.frozen import Attached as Attached
-from recipe_utils.models.frozen import FrozenModel as FrozenModel
 from recipe_utils.models.frozen import frozen_copy as frozen_copy
 from recipe_utils.models.frozen import nothing_attached as nothing_attached
 from recipe_utils.models.frozen import one_after_the_other as one_after_the_other
@@ -8,16 +6,11 @@ from recipe_utils.models.frozen import start_of_adapters as start_of_adapters
 from recipe_utils.models.frozen import trained_model as trained_model
 from recipe_utils.models.pipeline.microbatches import Pipeline as Pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings as PipelineSettings
-from recipe_utils.models.pipeline.schedule import num_to_run as num_to_run
-from recipe_utils.models.runner import Rows as Rows
 from recipe_utils.models.runner import Runner as Runner
 from recipe_utils.models.runner import Whole as Whole
-from recipe_utils.models.runner import build_modules as build_modules
-from recipe_utils.models.runner import build_runner as build_runner
 from recipe_utils.models.runner import rows_of as rows_of
 from recipe_utils.models.settings import ModelSettings as ModelSettings
 from recipe_utils.models.sizes import limits_of as limits_of
 from recipe_utils.models.transformers.causal_lm import causal_lm as causal_lm
 from recipe_utils.models.transformers.peft import lora_causal_lm as lora_causal_lm
-from recipe_utils.models.weights import load_weights as load_weights
 from recipe_utils.models.weights import with_weights as with_weights

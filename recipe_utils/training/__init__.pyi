@@ -2,7 +2,6 @@ from recipe_utils.training.command import entry_point as entry_point
 from recipe_utils.training.log import Reported as Reported
 from recipe_utils.training.parts.sample_losses import problems_with_sample_losses as problems_with_sample_losses
 from recipe_utils.training.parts.validation import sum_over as sum_over
-from recipe_utils.training.resume import Trained as Trained
 from recipe_utils.training.run import Run as Run
 from recipe_utils.training.settings import RunSettings as RunSettings
 from recipe_utils.training.settings import TextComponents as TextComponents

@@ -1,11 +1,13 @@
 """Examples of "Writing a recipe" against plain loops over single samples."""
 
+import runpy
+
 import pytest
 import tiny
 import torch
 from arrays import LAYOUTS
 from distributed_runs import run_distributed
-from recipe_runs import exported_model, recipe_of_page, run_recipe, slow
+from recipe_runs import changed_recipe, exported_model, recipe_of_page, run_recipe, slow
 from torch.nn.functional import cross_entropy
 
 from recipe_utils.training.parts.answers import generate
@@ -73,3 +75,11 @@ def test_the_evaluation_of_the_page_counts_answers_of_the_trained_weights(world_
     changes = {'"5"': f'"{answer}"', "add_every(100,": f"add_every({NUM_STEPS},"}
     logged = run_distributed(run_recipe, world_size, config, recipe_of_page(tmp_path, "## 10.", changes))[0]
     assert [(line["step"], line["exact_match"]) for line in logged if "exact_match" in line] == [(NUM_STEPS, 0.5)]
+
+
+def test_a_copy_of_an_older_recipe_says_how_to_make_a_new_one(tmp_path):
+    recipe = changed_recipe(tmp_path, {'check_version("0.7"': 'check_version("0.6"'})
+    with pytest.raises(
+        RuntimeError, match=r"written for recipe_utils 0\.6, .* `tune cp full_finetune_update_step NEW\.py`"
+    ):
+        runpy.run_path(recipe)
