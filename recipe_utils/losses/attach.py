@@ -135,12 +135,11 @@ def _attach_to_logits(
     model.register_forward_hook(logits_to_loss)
 
 
-def check_sums(sums: Any, num_sums: int, loss_fn: Any = None) -> None:
+def check_sums(sums: Any, num_sums: int) -> None:
     """Raises ConfigError if a loss module has returned anything but ``num_sums`` sums, [k] or, for k = 1, []."""
     shape = list(sums.shape) if isinstance(sums, Tensor) else type(sums).__name__
     if shape not in ([num_sums], *[[]] * (num_sums == 1)):
-        name = "it" if loss_fn is None else type(loss_fn).__name__
-        text = f"{name} returns {shape} and not [{num_sums}], the sum over targets first; "
+        text = f"it returns {shape} and not [{num_sums}], the sum over targets first; "
         text += "name what it returns in an attribute `sums` of its class, or return fewer"
         raise ConfigError(Problem("loss._component_", text))
 
@@ -202,7 +201,7 @@ class SummedLoss:
             targets = Targets(labels[None], (labels != self.ignore_index).nonzero().squeeze(1))
             with naming("loss"):
                 summed = self(logits, targets)
-                check_sums(summed, 1, self._loss_fn)
+                check_sums(summed, 1)
                 sums.append(float(summed))
         if not math.isclose(sums[0], sums[1] + sums[2], rel_tol=1e-4):
             raise ValueError(
