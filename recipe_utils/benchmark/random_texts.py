@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import Dataset
 from torchtune.datasets import PackedDataset
 
-from recipe_utils.benchmark.token_audit import IGNORE_INDEX
 from recipe_utils.files import write_atomically
 from recipe_utils.policy import rollout_dataset
+from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import Sample
 
 

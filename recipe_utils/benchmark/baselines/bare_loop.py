@@ -41,8 +41,9 @@ from torchtune.utils import get_device
 
 from recipe_utils.benchmark.baselines.start import load_start
 from recipe_utils.benchmark.interleave import LossLogger
-from recipe_utils.benchmark.token_audit import IGNORE_INDEX, samples_in_order
+from recipe_utils.benchmark.token_audit import samples_in_order
 from recipe_utils.optim.optimizer import make_schedule
+from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import Sample
 
 

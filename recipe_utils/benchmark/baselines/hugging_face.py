@@ -22,9 +22,10 @@ from transformers.trainer_callback import TrainerCallback
 
 from recipe_utils.benchmark.baselines.start import llama_config
 from recipe_utils.benchmark.interleave import LossLogger
-from recipe_utils.benchmark.token_audit import IGNORE_INDEX, samples_in_order
+from recipe_utils.benchmark.token_audit import samples_in_order
 from recipe_utils.optim.optimizer import make_schedule
 from recipe_utils.parallel.process_group import world_size_from_env
+from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import Sample
 
 
