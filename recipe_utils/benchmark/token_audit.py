@@ -1,6 +1,5 @@
 """Tokens of update steps and of a model's inputs, compared to detect unfair baselines."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,9 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from recipe_utils.plans.microbatching import MicrobatchSettings
 from recipe_utils.preference.pairs import num_shared_tokens
+from recipe_utils.text.limits import RowBounds
 from recipe_utils.text.mixture import load_dataset
 from recipe_utils.text.reader import TextReader
 from recipe_utils.torchtune_names import IGNORE_INDEX
@@ -92,7 +93,7 @@ def contents_of_groups(groups: Sequence[Sample], pad_id: int, shares_prompts: bo
     contents = contents_of([answer for group in groups for answer in group["sequences"]], pad_id)
     if not shares_prompts:
         return contents
-    reader = TextReader(IGNORE_INDEX, most_positions=sys.maxsize, drops_columns=True)
+    reader = TextReader(IGNORE_INDEX, RowBounds(MicrobatchSettings("packed")), has_trees=True, drops_columns=True)
     computed = torch.from_numpy(np.concatenate([reader.prepare(group, "group").tokens for group in groups]))
     shared = contents.fingerprint - int(fingerprint(computed, pad_id))
     return replace(contents, num_real_tokens=len(computed), fingerprint_of_shared=shared)

@@ -47,7 +47,6 @@ def text_collator(
         text += ", or dataset.split_turns=True"
         raise ConfigError(Problem("microbatching", text, settings.microbatching))
     is_alone = settings.max_ranks_per_row == 1
-    bounds = RowBounds(settings, limits, getattr(tokenizer, "max_seq_len", None))
     if declared.of_samples and not is_alone:
         text = (
             f"the loss takes values of samples ({', '.join(declared.of_samples)}), which a share of a row does not have"
@@ -56,15 +55,12 @@ def text_collator(
     # The reader checks samples in workers; it has no tokenizer.
     reader = TextReader(
         ignore_index,
-        limits,
+        RowBounds(settings, limits, getattr(tokenizer, "max_seq_len", None)),
         declared.columns,
         declared.of_samples,
         tuple(name for name in declared.totals if name in {*declared.columns, *declared.of_samples}),
-        bounds.max_seq_len,
         end_ids_of(tokenizer),
-        bounds.of_tree if has_trees else None,
-        splits=is_alone,  # else ranks would wait for another row
-        spans=None if is_alone or settings.is_searched else bounds.max_tokens or 0,
+        has_trees,
         keeps_types=not settings.collate_fn.startswith("torchtune."),
         has_own_positions=settings.collate_fn == DataSettings.collate_fn,
     )

@@ -63,7 +63,7 @@ def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> None:
     for way in (True, False):
         made = training_of(recipe, cfg, enable_activation_checkpointing=way, **without)
         data, collator = made.settings.data, made.collator
-        length = min(collator.reader.max_seq_len or 4096, collator.reader.limits.max_seq_len)
+        length = min(collator.bounds.max_seq_len or 4096, collator.bounds.limits.max_seq_len)
         # A first update step of one sample: its FLOPs, and the optimizer's state that the next ones hold.
         sample_size, _, flops = made.measure(1, length)
         most = sample_size * data.batch_size * data.num_accumulated(made.ranks.dp_degree)

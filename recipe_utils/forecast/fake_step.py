@@ -51,7 +51,7 @@ def row_of(collator: RowCollator, size: int, length: int) -> Microbatch:
     Eight longer ones fill a packed row, in the same bytes. All tokens are targets, of pairs those not shared.
     """
     if collator.settings.is_packed:
-        length = max(length, min(size // 8, collator.reader.limits.max_seq_len))
+        length = max(length, min(size // 8, collator.bounds.limits.max_seq_len))
     tokens, is_target = np.arange(length) % 7, np.arange(length) >= length // 2
     sample = {"tokens": tokens, "labels": tokens, **dict.fromkeys(collator.reader.columns, is_target * 1.0)}
     if collator.noun == "pair":

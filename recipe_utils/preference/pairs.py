@@ -20,7 +20,7 @@ from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.documents import Document, tree
-from recipe_utils.text.limits import ModelLimits
+from recipe_utils.text.limits import ModelLimits, RowBounds
 from recipe_utils.text.reader import TextReader, check_all_taken, check_sample, end_ids_of
 from recipe_utils.text.samples import FIRST, TextSample
 from recipe_utils.torchtune_names import IGNORE_INDEX
@@ -104,7 +104,6 @@ class PairReader(TextReader):
     """
 
     shares: bool = False
-    num_rows = 2
 
     @property
     def counts(self) -> Sequence[str]:
@@ -114,8 +113,8 @@ class PairReader(TextReader):
     def remarks(self, sample: TextSample) -> Iterator[str]:
         """Yields a text if a pair is probably truncated, or its sides are no answers to one prompt."""
         tokens, labels = _sides(sample)
-        if self.max_seq_len in [len(side) for side in tokens]:
-            yield f"a side of tokenizer.max_seq_len={self.max_seq_len} tokens, probably truncated"
+        if (most := self.bounds.max_seq_len) in [len(side) for side in tokens]:
+            yield f"a side of tokenizer.max_seq_len={most} tokens, probably truncated"
         prompts = [side[: int((mask != IGNORE_INDEX).argmax())] for side, mask in zip(tokens, labels, strict=True)]
         if not np.array_equal(prompts[0], prompts[1]):
             yield "its two sides differ before their first target"
@@ -132,7 +131,7 @@ class PairReader(TextReader):
             keys = (f"{side}_input_ids", f"{side}_labels")
             check_has(sample, keys, name)
             tokens, labels = (whole_numbers(sample, key, name) for key in keys)
-            check_sample({"tokens": tokens, "labels": labels}, f"{name}, {side}", IGNORE_INDEX, self.limits)
+            check_sample({"tokens": tokens, "labels": labels}, f"{name}, {side}", IGNORE_INDEX, self.bounds.limits)
             check_all_taken({key: sample[key] for key in sample if not key.startswith(SIDES)}, tokens, labels, name)
             # The first token is never predicted.
             if (labels[1:] == IGNORE_INDEX).all():
@@ -216,8 +215,8 @@ def pair_collator(
         with suppress(ConfigError):
             return pair_collator(settings, tokenizer, limits, prefix_sharing=True)
     shares = bool(settings.is_packed and prefix_sharing)
-    max_seq_len, end_ids = getattr(tokenizer, "max_seq_len", None), end_ids_of(tokenizer)
-    reader = PairReader(IGNORE_INDEX, limits, max_seq_len=max_seq_len, end_ids=end_ids, shares=shares)
+    bounds = RowBounds(settings, limits, getattr(tokenizer, "max_seq_len", None), num_rows=2)
+    reader = PairReader(IGNORE_INDEX, bounds, end_ids=end_ids_of(tokenizer), shares=shares)
     trees = ("prefix_sharing=True", "set prefix_sharing=False") if shares else None
     return RowCollator(settings, reader, tokenizer.pad_id, trees)
 

@@ -47,23 +47,21 @@ class RowCollator(Collator):
     bounds: RowBounds = field(init=False)
 
     def __post_init__(self) -> None:
-        reader = self.reader
-        bounds = RowBounds(self.settings, reader.limits, reader.max_seq_len, reader.num_rows, self.budget)
-        object.__setattr__(self, "bounds", bounds)
+        object.__setattr__(self, "bounds", self.reader.bounds._replace(settings=self.settings, budget=self.budget))
         object.__setattr__(self, "layout", self._layout())
 
     def _layout(self) -> Layout:
         """Returns the plan of this budget, and what the lengths of packed rows are multiples of."""
-        settings, reader, bound = self.settings, self.reader, self.bounds.of_microbatch
-        limits, max_seq_len = reader.limits, reader.max_seq_len
+        settings, bound = self.settings, self.bounds.of_microbatch
+        limits, max_seq_len = self.bounds.limits, self.bounds.max_seq_len
         if (max_seq_len or 0) > limits.max_seq_len:
             text = f"longer samples than {limits.limits_length} max_seq_len={limits.max_seq_len} fail"
             text += f"; set it to {limits.max_seq_len} to truncate them"
             raise ConfigError(Problem("tokenizer.max_seq_len", text, max_seq_len))
         if not settings.is_packed:
-            return Layout(settings.make_plan(bound, limits.cost, reader.num_rows), settings.moves_samples)
+            return Layout(settings.make_plan(bound, limits.cost, self.bounds.num_rows), settings.moves_samples)
         multiple = limits.multiple_of_packed_rows(bound, self.trees, settings.max_ranks_per_row)
-        if bound is None and reader.most_positions is not None:
+        if bound is None and self.reader.has_trees:
             bound = settings.batch_size * limits.max_seq_len
         plan = settings.make_plan(bound, limits.cost, fills_rows=multiple != limits.row_multiple)
         return Layout(plan, settings.moves_samples, row_multiple=multiple)
@@ -73,19 +71,20 @@ class RowCollator(Collator):
     @property
     def longest_row(self) -> int:
         """Returns an upper bound of a row, padding included, also in validation and with any budget [positions]."""
-        return max(self.bounds.of_row, (self.reader.most_positions or 0) + (self.layout.row_multiple or 0))
+        of_tree = self.reader.bounds.of_tree if self.reader.has_trees else 0
+        return max(self.bounds.of_row, of_tree + (self.layout.row_multiple or 0))
 
     @property
     def has_few_lengths(self) -> bool:
         """Returns True if packed rows have few lengths, for which kernels are compiled."""
-        return self.settings.is_packed and self.layout.row_multiple != self.reader.limits.row_multiple
+        return self.settings.is_packed and self.layout.row_multiple != self.bounds.limits.row_multiple
 
     def with_budget(self, max_tokens: int) -> Self:
         """Returns a collator of microbatches of at most ``max_tokens``, including padding of packed rows.
 
         If ``max_tokens`` is below the multiple that rows are padded to, it excludes padding.
         """
-        step = self.reader.limits.row_multiple or 1
+        step = self.bounds.limits.row_multiple or 1
         for bound in (max_tokens, *range(max_tokens // step * step, 0, -step)):
             other = replace(self, budget=bound)
             if bound % (other.layout.row_multiple or 1) == 0:
@@ -98,7 +97,7 @@ class RowCollator(Collator):
     def counts(self) -> Sequence[str]:  # type: ignore[override]
         """Names of counts; also samples in rows of several ranks, and tokens of trees that are not computed again."""
         spanning = ("spanning_samples",) if self.settings.max_ranks_per_row > 1 else ()
-        shared = ("shared_tokens",) if self.shares or self.reader.most_positions is not None else ()
+        shared = ("shared_tokens",) if self.shares or self.reader.has_trees else ()
         return tuple(dict.fromkeys((*self.reader.counts, *spanning, *shared)))
 
     @property
@@ -112,7 +111,7 @@ class RowCollator(Collator):
 
     def remarks(self, sample: TextSample | None = None) -> Iterator[str]:
         """Yields doubts about a sample; without one, a warning about samples longer than a microbatch."""
-        longest, num_rows, bound = self.reader.max_seq_len, self.reader.num_rows, self.bounds.max_tokens
+        longest, num_rows, bound = self.bounds.max_seq_len, self.bounds.num_rows, self.bounds.max_tokens
         most = self.settings.max_ranks_per_row
         if sample is not None:
             yield from self.reader.remarks(sample)
@@ -145,7 +144,7 @@ class RowCollator(Collator):
 
     def _row(self, samples: Sequence[TextSample]) -> Microbatch:
         """Lays samples out, see :mod:`recipe_utils.text.row_tensors`."""
-        if self.settings.is_packed or (samples[0].is_row and self.reader.limits.merges_rows):
+        if self.settings.is_packed or (samples[0].is_row and self.bounds.limits.merges_rows):
             # A packed dataset's own padding is removed.
             whole = [sample.without_padding() for sample in samples]
             share = partial(share_beginnings, ignore_index=self.reader.ignore_index) if self.shares else apart

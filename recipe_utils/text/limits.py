@@ -151,7 +151,7 @@ class RowBounds(NamedTuple):
     ``max_tokens_per_microbatch=1000`` of 1,000, or one longer sample.
     """
 
-    settings: MicrobatchSettings
+    settings: MicrobatchSettings = MicrobatchSettings()
     limits: ModelLimits = NO_LIMITS
     max_seq_len: int | None = None
     """Tokens to which samples are truncated; None if they are not."""
@@ -190,3 +190,6 @@ class RowBounds(NamedTuple):
         most_tokens = 2 * MOST_TOKENS if self.settings.is_searched else self.max_tokens or 0
         most_samples = self.num_rows * max(self.settings.batch_size, self.settings.batch_size_val or 0)
         return most_tokens + most_samples * self.limits.max_seq_len + (self.limits.row_multiple or 0)
+
+
+NO_BOUNDS = RowBounds()

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from recipe_utils.text.limits import NO_LIMITS, ModelLimits
+from recipe_utils.text.limits import NO_BOUNDS, ModelLimits, RowBounds
 from recipe_utils.text.samples import FIRST, TextSample
 from recipe_utils.text.trees import merge, sequences_of
 from recipe_utils.torchtune_names import IGNORE_INDEX
@@ -31,30 +31,24 @@ class TextReader:
     """Checks of samples of ``tokens`` and ``labels``, or of ``sequences`` of both; DataLoader workers have a copy of it."""
 
     ignore_index: int = IGNORE_INDEX
-    limits: ModelLimits = NO_LIMITS
+    bounds: RowBounds = NO_BOUNDS
+    """Before a search has found a budget."""
     columns: Mapping[str, float | None] = field(default_factory=dict)
     """Default of each column; None if a sample without it is an error."""
     of_samples: Sequence[str] = ()
     """Names of the values of samples."""
     totals: Sequence[str] = ()
     """Names of columns and values whose sums are counts."""
-    max_seq_len: int | None = None
     end_ids: frozenset[int] = frozenset()
     """Tokens that end a text."""
-    most_positions: int | None = None
-    """Positions of a tree, of which a sample may need several; None if samples are no trees."""
-    splits: bool = True
-    """A sample of several trees is split; else it is an error."""
-    spans: int | None = None
-    """Tokens above which several ranks compute a sample."""
+    has_trees: bool = False
+    """A sample may have ``sequences``, which become a tree, or several."""
     keeps_types: bool = False
     """Keeps the types of the dataset for a user's ``collate_fn``."""
     has_own_positions: bool = True
     """``input_pos`` is the project's, not a user's ``collate_fn``'s."""
     drops_columns: bool = False
     """Samples are only looked at: what no loss takes is no error."""
-    num_rows: ClassVar[int] = 1
-    """Rows of a sample if padded; the plan counts them as one."""
 
     @property
     def counts(self) -> Sequence[str]:
@@ -69,7 +63,7 @@ class TextReader:
         """
         if isinstance(sample, Mapping) and "sequences" in sample:
             return self._tree_of(sample["sequences"], name, at)
-        tokens, labels = check_sample(sample, name, self.ignore_index, self.limits)
+        tokens, labels = check_sample(sample, name, self.ignore_index, self.bounds.limits)
         if self.has_own_positions and "input_pos" in sample and "seq_lens" not in sample:
             text = "only samples with 'seq_lens', of packed datasets, set positions; remove it"
             raise SampleError(f"{name}: it has 'input_pos'; {text}")
@@ -93,7 +87,7 @@ class TextReader:
         return _with_documents(made, self.ignore_index) if made.is_row else made
 
     def _tree_of(self, sequences: Sequence[Sample], name: str, at: StepIndex) -> TextSample:
-        if self.most_positions is None:
+        if not self.has_trees:
             text = "it has 'sequences'; set makes_trees = True in the class of its dataset"
             raise SampleError(f"{name}: {text}")
         # A sequence without a target would only cost time.
@@ -107,12 +101,12 @@ class TextReader:
         for index, made in enumerate(kept):
             missing = {name: np.full(len(made.tokens), self.columns[name]) for name in names - made.columns.keys()}
             kept[index] = made._replace(columns={**made.columns, **missing})
-        # One tree, or several if the sequences are longer than a row.
+        # One tree, or several if the sequences are longer than a row; ranks of one row would wait for the others.
         if not kept:
             raise SkippedSampleError(f"{name}: none of its sequences has a target")
-        sample = merge(kept, self.most_positions, self.ignore_index)._replace(name=name)
-        if len(sample.documents) > 1 and not self.splits:
-            text = f"its sequences need rows of more than {self.most_positions} positions, which max_ranks_per_row"
+        sample = merge(kept, self.bounds.of_tree, self.ignore_index)._replace(name=name)
+        if len(sample.documents) > 1 and self.bounds.settings.max_ranks_per_row > 1:
+            text = f"its sequences need rows of more than {self.bounds.of_tree} positions, which max_ranks_per_row"
             raise SampleError(f"{name}: {text} does not cut; set max_tokens_per_microbatch higher")
         return sample
 
@@ -139,7 +133,7 @@ class TextReader:
         """
         if sample.num_shared:
             return
-        most, tokens, labels = self.max_seq_len or 0, sample.tokens, sample.labels
+        most, tokens, labels = self.bounds.max_seq_len or 0, sample.tokens, sample.labels
         # Last tokens that should end a text: of a sample cut by torchtune, and of each document of a packed row.
         lasts = [most - 2] if len(tokens) == most - 1 else []
         if sample.is_row:  # the last document may continue in the next row
@@ -152,8 +146,9 @@ class TextReader:
             return
         if len(tokens) == most and sample.others.get("is_cut", True):
             yield f"tokenizer.max_seq_len={most} tokens, probably truncated"
-        if self.spans is not None and len(tokens) > self.spans:
-            yield f"more than {self.spans} tokens, computed by several ranks"
+        keys, of_a_rank = self.bounds.settings, self.bounds.max_tokens or 0
+        if keys.max_ranks_per_row > 1 and not keys.is_searched and len(tokens) > of_a_rank:
+            yield f"more than {of_a_rank} tokens, computed by several ranks"
 
 
 def end_ids_of(tokenizer: Any) -> frozenset[int]:

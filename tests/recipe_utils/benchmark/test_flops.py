@@ -10,13 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtune.models.qwen2 import qwen2
 
 from recipe_utils.benchmark.flops import countable_decoder, decoder_flops, product_rate
-from recipe_utils.benchmark.token_audit import IGNORE_INDEX
 from recipe_utils.losses import LinearCrossEntropyLoss
 from recipe_utils.losses.attach import attach_loss
 from recipe_utils.models.attention.document_mask import attend_within_documents
 from recipe_utils.models.attention.packed_attention import attention_of
 from recipe_utils.models.construct import build_on_meta
 from recipe_utils.models.settings import ModelSettings
+from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.step import Targets
 
 
