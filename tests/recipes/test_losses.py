@@ -115,8 +115,6 @@ class TwoSumsOfLogits(torch.nn.CrossEntropyLoss):
 def test_a_loss_with_two_sums_is_refused_before_the_first_update(loss, validation, tiny_config, monkeypatch):
     monkeypatch.setattr(tiny, loss.__name__, loss, raising=False)
     config = tiny_config(loss={"_component_": f"tiny.{loss.__name__}"}, **validation)
-    with pytest.raises(
-        ConfigError, match=r"loss._component_: it returns \[2\] and not \[1\], the sum over"
-    ):
+    with pytest.raises(ConfigError, match=r"loss._component_: it returns \[2\] and not \[1\], the sum over"):
         run_recipe(config)
     assert not ListLogger.logged
