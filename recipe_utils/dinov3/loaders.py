@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
-from torch import nn
+from torch import Tensor, nn
 
 from recipe_utils.data.loaders import build_loader, validates_dataset
 from recipe_utils.dinov3.backbone import fresh_vit_weights, layer_of
@@ -98,15 +98,19 @@ def with_fresh_weights(built: Built) -> Built:
 
 
 class FreshWeights:
-    """Checkpointer of a given backbone, if any, beside new weights that depend on a seed."""
+    """Checkpointer of a given backbone, if any, beside new weights that depend on a seed. It keeps them for the teachers."""
 
     def __init__(self, checkpointer: Any, meta_model: nn.Module, seed: int) -> None:
         self._checkpointer, self._meta_model, self._seed = checkpointer, meta_model, seed
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Returns all weights."""
+        return {MODEL_KEY: dict(self._weights)}
+
+    @cached_property
+    def _weights(self) -> dict[str, Tensor]:
         weights = fresh_vit_weights(self._meta_model, self._seed)
-        return {MODEL_KEY: weights | self._checkpointer.load_checkpoint()[MODEL_KEY]}
+        return weights | self._checkpointer.load_checkpoint()[MODEL_KEY]
 
 
 def groups_by_depth(
