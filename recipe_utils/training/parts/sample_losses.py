@@ -159,7 +159,7 @@ class DatasetLosses(Part):
             return
         if items is None:
             raise ValueError(NO_DATASET)
-        _add_to(self._sums, torch.bucketize(items, self._first, right=True) - 1, losses)
+        _add_to(self._sums, torch.bucketize(items.contiguous(), self._first, right=True) - 1, losses)
 
     def means(self, prefix: str = "val_") -> dict[str, Tensor]:
         """Returns the mean loss over all ranks of each dataset that had targets since :meth:`start`."""
