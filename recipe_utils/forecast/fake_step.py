@@ -142,7 +142,7 @@ class FakeTraining:
         materialize(model, weights, modules, self.ranks.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             self._live.hold(tensor)
-        return Whole(model, self.ranks.device, settings=modules)
+        return Whole(model, self.ranks.device, len(declared_by(loss_fn).sums), modules)
 
     def measure(self, size: int, length: int, num_microbatches: int = 2) -> tuple[int, int, int]:
         """Makes an update step of equal rows, see :func:`row_of`; the first creates the optimizer's state.

@@ -119,6 +119,8 @@ class LinearDistillationLoss(ChunkedLoss):
     Raises ValueError if an argument is out of bounds.
     """
 
+    sums = SUMS
+
     def __init__(
         self,
         divergence: Kind = "forward",

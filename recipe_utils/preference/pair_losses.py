@@ -159,6 +159,7 @@ class PreferenceLoss(nn.Module):
     """
 
     takes_hidden_states = True
+    sums = METRICS
     splits_backward = LinearLogProbs.splits_backward
     records: Sequence[Record] = ()
     """See :mod:`recipe_utils.training.parts.sample_losses`."""
