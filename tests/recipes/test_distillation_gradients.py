@@ -16,7 +16,7 @@ from recipe_runs import slow
 from recipe_utils.losses import divergences as distillation
 from recipe_utils.models.frozen import FrozenModel
 from recipe_utils.models.runner import Whole
-from recipe_utils.models.transformers import decoder
+from recipe_utils.models.transformers import causal_lm, decoder
 from recipe_utils.update_steps.step import UpdateStep
 
 IN_ORDER, PADDED = ("in_order", 2), ("least_padding", 4, "last_microbatch")
@@ -113,8 +113,17 @@ def a_teacher_that_drops_out(patches):
 
 
 def a_tail_without_its_cap(patches):
+    """Only after the check at start-up, which would refuse the model."""
+    forward, check = decoder.Tail.forward, causal_lm.cached_packing_check
+
+    def check_the_whole(*args):
+        with pytest.MonkeyPatch.context() as right:
+            right.setattr(decoder.Tail, "forward", forward)
+            return check(*args)
+
     head_alone = lambda self, hidden: self.shell.get_output_embeddings()(hidden)  # noqa: E731
     patches.setattr(decoder.Tail, "forward", head_alone)
+    patches.setattr(causal_lm, "cached_packing_check", check_the_whole)
 
 
 ONE = Row("one", "untied", *IN_ORDER, None, "kd")
