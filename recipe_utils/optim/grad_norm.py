@@ -21,7 +21,7 @@ NameOf = Callable[[str], str | None]
 """Maps a parameter's name in checkpoints to that of a norm; None takes part in none."""
 
 
-class Trained(Protocol):
+class ModelWithGradients(Protocol):
     """What norms of gradients read of a model, which may be cut into stages on several ranks."""
 
     module: nn.Module
@@ -40,7 +40,9 @@ class Trained(Protocol):
 
 
 @record_function("clip")
-def clip_grad_norm_(model: Trained, max_norm: float | None = None, name_of: NameOf | None = None) -> Tensor | None:
+def clip_grad_norm_(
+    model: ModelWithGradients, max_norm: float | None = None, name_of: NameOf | None = None
+) -> Tensor | None:
     """Clips gradients in place. Returns their norm before clipping [], None without gradients.
 
     They may be sharded over several meshes; PyTorch's own function takes one. The norm is at least
@@ -57,7 +59,7 @@ def clip_grad_norm_(model: Trained, max_norm: float | None = None, name_of: Name
     return torch.linalg.vector_norm(torch.stack([*norms.values()])) if len(norms) > 1 else norms.popitem()[1]
 
 
-def grad_norms(model: Trained, name_of: NameOf) -> dict[str, Tensor]:
+def grad_norms(model: ModelWithGradients, name_of: NameOf) -> dict[str, Tensor]:
     """Returns the norm [] of the gradients of each name, equal on all ranks, without a device synchronization.
 
     Example: with ``lambda name: "norm/attn" if ".attn." in name else None``, the norm of all attention layers. Without
@@ -70,7 +72,7 @@ def grad_norms(model: Trained, name_of: NameOf) -> dict[str, Tensor]:
 
 
 def _norms(
-    model: Trained, name_of: NameOf | None
+    model: ModelWithGradients, name_of: NameOf | None
 ) -> tuple[dict[str, Tensor], dict[tuple[str, DeviceMesh | None], list[nn.Parameter]]]:
     """Returns norms by name, and parameters with gradients on this rank by name and mesh."""
     trained, names = trained_parameters(model.module), [""]

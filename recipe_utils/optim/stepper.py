@@ -7,7 +7,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from recipe_utils.optim.grad_norm import NameOf, Trained, clip_grad_norm_
+from recipe_utils.optim.grad_norm import ModelWithGradients, NameOf, clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, build_optimizer
 
@@ -21,7 +21,7 @@ class Stepper:
     def __init__(
         self,
         cfg: DictConfig,
-        model: Trained,
+        model: ModelWithGradients,
         settings: OptimizerSettings,
         device: torch.device,
         groups: Callable[[Mapping[str, nn.Parameter]], list[Any]] | None = None,
