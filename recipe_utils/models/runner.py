@@ -23,6 +23,7 @@ from recipe_utils.models.pipeline.microbatches import Pipeline
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import Stages, has_output, local_stages
 from recipe_utils.models.settings import ModelSettings
+from recipe_utils.optim.grad_norm import ModelWithGradients
 from recipe_utils.optim.optimizer import trained_parameters, unwrapped
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
@@ -43,31 +44,20 @@ class Rows(NamedTuple):
     """Ranks that compute a row together."""
 
 
-class Runner(Protocol):
+class Runner(ModelWithGradients, Protocol):
     """What a :class:`Whole` model and a :class:`.Pipeline` have in common."""
 
-    module: nn.Module
-    """The model, or this rank's stages of it."""
     device: torch.device
     num_sums: int
     """Number k of the sums that its loss module returns."""
     fingerprints: Mapping[str, str]
     """Those of its frozen weights, which a resumed training must have, too."""
-    is_cut: bool
-    tied_copies: frozenset[int]
-
-    @property
-    def trained_names(self) -> Sequence[str]:
-        """Names of the trained parameters of all stages."""
 
     def forward(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Returns sums [k] in fp64 over microbatches on the CPU, without gradients; their mean over the pipeline counts."""
 
     def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
         """Returns the loss module's outputs by index, without gradients; empty on ranks without the last stage."""
-
-    def norms_over_stages(self, norms: Tensor) -> Tensor:
-        """Returns norms [n] of the gradients of all stages, from those of this rank's."""
 
 
 def rows_of(limits: ModelLimits, longest: int, ranks: Ranks, max_ranks_per_row: int = 1) -> Rows:
