@@ -66,7 +66,7 @@ class FullDPORecipe:
 
         # Data: the collator makes rows that this model can compute.
         datasets = data.load_datasets(cfg, built.tokenizer, check=preference.check_is_pair)
-        limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, None, settings.model.packed_attention)
+        limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, settings.model.packed_attention)
         collator = preference.pair_collator(settings.data, built.tokenizer, limits, settings.pairs.prefix_sharing)
         self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, built.num_to_run)
 

@@ -74,7 +74,7 @@ class FullFinetuneRecipe:
 
         # Data: the collator makes rows that this model can compute.
         datasets = data.load_datasets(cfg, built.tokenizer)
-        limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, None, settings.model.packed_attention)
+        limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, settings.model.packed_attention)
         has_trees = any(map(text.makes_trees, datasets))
         collator = data.text_collator(
             settings.data, built.tokenizer, loss_fn.ignore_index, limits, has_trees, declared=self.declared

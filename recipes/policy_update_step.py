@@ -72,7 +72,7 @@ class PolicyRecipe:
 
         # Data: the collator makes rows that this model can compute.
         datasets = data.load_datasets(cfg, built.tokenizer)
-        limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, None, settings.model.packed_attention)
+        limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, settings.model.packed_attention)
         collator = policy.group_collator(settings.data, built.tokenizer, limits, datasets, loss_fn, self.declared)
         computed = policy.without_equal_groups(datasets, loss_fn)
         self.loader, self.val_loader = data.build_loaders(*computed, collator, settings.data, ranks, built.num_to_run)

@@ -104,7 +104,7 @@ class FakeTraining:
             make_teacher, frozen_loss = partial(instantiate, cfg.teacher_model), HiddenAtTargets()
             meta_frozen = teacher = build("teacher_model", build_on_meta, make_teacher, modules)
         kernel = settings.model.packed_attention
-        limits = limits_of(meta_model, self.ranks.device, self.ranks.dims.tp, teacher, kernel)
+        limits = limits_of(meta_model, self.ranks.device, self.ranks.dims.tp, kernel, teacher)
         tokens: Any = SimpleNamespace(pad_id=0, max_seq_len=cfg.tokenizer.get("max_seq_len"))
         if self._is_of_pairs:
             self.collator = pair_collator(settings.data, tokens, limits, settings.pairs.prefix_sharing)

@@ -22,8 +22,8 @@ def limits_of(
     model: nn.Module,
     device: torch.device,
     tensor_parallel_dim: int = 1,
-    teacher: nn.Module | None = None,
     packed_attention: Kernel | None = None,
+    teacher: nn.Module | None = None,
 ) -> ModelLimits:
     """Returns the limits of samples and rows of a whole model, on any device, and the cost of a microbatch.
 
