@@ -46,7 +46,8 @@ class Stepper:
         Returns the gradient norm before clipping [], None with ``optimizer_in_bwd``.
         """
         grad_norm = clip_grad_norm_(self._model, self._settings.clip_grad_norm, name_of)
-        also: Tensor | bool = should_step is None  # of an optimizer that steps in the backward, else
+        # Without a norm (``optimizer_in_bwd``) a condition cannot be asked: the guard refuses False.
+        also: Tensor | bool = should_step is None
         if should_step is not None and grad_norm is not None:
             also = should_step(grad_norm)
         # Fused optimizers skip non-finite gradients without a device synchronization.
