@@ -57,10 +57,10 @@ def logged(folder, name):
 def trained(tmp_path_factory):
     """Returns the output folder of the embedded default after 10 update steps, at a rate for so few.
 
-    Its data are those of the Python that runs the tests.
+    Its data are those of the Python that runs the tests. At rates from 2e-3 some of them let the loss jump to 10, others not.
     """
     folder = tmp_path_factory.mktemp("embedded")
-    rate = ("optimizer.lr=4e-3", "lr_scheduler.num_warmup_steps=8")
+    rate = ("optimizer.lr=1e-3", "lr_scheduler.num_warmup_steps=10")
     few = ("run_val_every_n_steps=6", "dataset_val.num_validation_samples=32")
     screen = train(FULL, folder, "max_steps_per_epoch=10", "export_every_n_steps=9", *rate, *few)
     (folder / "screen").write_text(screen)
@@ -94,13 +94,13 @@ def test_train_and_validation_loss_fall(trained):
     losses, val_losses = logged(trained, "loss"), logged(trained, "val_loss")
     assert (len(losses), len(val_losses)) == (10, 3)  # before, after 6, and at the end
     assert losses[0] == pytest.approx(8.4, abs=0.1)  # about ln(4096), that of fresh weights
-    assert losses[-1] < 7.5
+    assert losses[-1] < losses[0] - 0.2  # 0.9 on Python 3.11
     assert val_losses[-1] < val_losses[0] - 0.2
 
 
 def test_generate_loads_the_model(trained):
     screen = answer(GENERATION, f"output_dir={trained}", "prompt.user=What does `os.path.join` do?")
-    assert "What does `os.path.join` do?\n\n" in screen
+    assert screen.count("What does `os.path.join` do?") == 2  # of the config and of the sample
     assert not list((trained / "epoch_0").glob(".*"))
 
 
@@ -127,7 +127,7 @@ def test_adapters_lower_the_validation_loss_and_generate_loads_the_merged_model(
     val_losses = logged(tmp_path, "val_loss")
     assert val_losses[-1] < val_losses[0] - 0.2
     folders = (f"checkpoint_dir={tmp_path}/epoch_0", f"output_dir={tmp_path}")
-    assert "Write `shlex.join`.\n\n" in answer(GENERATION, *folders, "prompt.user=Write `shlex.join`.")
+    assert answer(GENERATION, *folders, "prompt.user=Write `shlex.join`.").count("Write `shlex.join`.") == 2
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_the_student_approaches_its_teacher_and_has_its_tokenizer(trained, tmp_p
     divergences = logged(tmp_path, "val_kd_loss")
     assert len(divergences) == 3
     assert divergences[2] < divergences[1] < divergences[0]
-    assert divergences[2] < divergences[1] / 2
+    assert divergences[2] < divergences[0] / 2
     tokenizers = [each / "epoch_0" / "tokenizer.model" for each in (tmp_path, trained)]
     assert tokenizers[0].read_text() == tokenizers[1].read_text()
     question = "What does `os.path.join` do?"
