@@ -62,9 +62,8 @@ def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
     lengths: list[int] = []
     for sample in samples:
         read = TextReader(IGNORE_INDEX, drops_columns=True).prepare(sample, "sample")
-        is_target, documents = read.labels != IGNORE_INDEX, np.asarray(read.documents)
-        is_target[documents.cumsum() - documents] = False  # the first token of a document is not predicted
-        num_targets += int(is_target.sum())
+        documents = np.asarray(read.documents)
+        num_targets += int((read.labels != IGNORE_INDEX).sum())
         lengths += documents[: len(read.owners_and_ends()[1])].tolist()  # without padding, the last one
         tokens_fingerprint += int(fingerprint(torch.as_tensor(sample["tokens"]), pad_id))
     return StepContents(num_targets, sum(lengths), tokens_fingerprint, tuple(lengths))

@@ -16,6 +16,7 @@ from inspect import signature
 from itertools import chain, groupby, islice
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from recipe_utils.check_gradient.recipe_file import parser_of
@@ -98,10 +99,9 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
             yield _marked(tokenizer, tokens.tolist(), are_targets)
         if is_tree:
             continue
-        shown: Any = [("", {"tokens": sample.tokens, "labels": sample.labels})]
-        for side, each in zip(SIDES, sequences_of(sample, ignore_index), strict=True) if are_pairs else shown:
+        whole = [("", {"tokens": sample.tokens, "labels": np.append(ignore_index, sample.labels[:-1])})]
+        for side, each in zip(SIDES, sequences_of(sample, ignore_index), strict=True) if are_pairs else whole:
             are_targets = each["labels"] != ignore_index
-            are_targets[0] = False  # it is never predicted
             name = checked.name_of(index) + (side and f", {side}")
             yield f"\n{name}: {len(are_targets)} tokens, {are_targets.sum()} targets"
             yield _marked(tokenizer, each["tokens"].tolist(), are_targets.tolist())

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from recipe_utils.text.limits import NO_BOUNDS, ModelLimits, RowBounds
-from recipe_utils.text.samples import FIRST, TextSample
+from recipe_utils.text.samples import FIRST, TextSample, beside_predictors, beside_tokens
 from recipe_utils.text.trees import merge, sequences_of
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.order import StepIndex
@@ -94,8 +94,9 @@ class TextReader:
             others |= {key: array for key, array in arrays.items() if np.asarray(sample[key][:1]).dtype != np.int64}
         elif not self.drops_columns:
             check_all_taken(others, tokens, labels, name)
-        made = TextSample(name, at, tokens, labels, [len(tokens)], columns, values, others=others)
-        return _with_documents(made, self.ignore_index) if made.is_row else made
+        made = TextSample(name, at, tokens, labels, [len(tokens)], columns, values=values, others=others)
+        made = _with_documents(made, self.ignore_index) if made.is_row else made
+        return beside_predictors(made, self.ignore_index)
 
     def _tree_of(self, sequences: Mapping[str, Sample], name: str, at: StepIndex) -> TextSample:
         if not self.has_trees:
@@ -105,7 +106,7 @@ class TextReader:
         kept = []
         for which, sequence in sequences.items():
             made = self._sequence_of(sequence, f"{name}, {which}", at)
-            if (made.labels[1:] != self.ignore_index).any():
+            if (made.labels != self.ignore_index).any():
                 kept.append(made)
         # Where a sequence has a column, all have it.
         names = {name for made in kept for name in made.columns}
@@ -128,7 +129,8 @@ class TextReader:
         """Returns tokens and labels, and all other values that are trained on, by key: those of the data in any layout."""
         others = {key: value for key, value in sample.others.items() if key not in (*_KEYS, "is_cut")}
         if not sample.num_shared:
-            return (sample.tokens, sample.labels), {**others, **sample.columns, **sample.values}
+            columns = beside_tokens(sample, self.ignore_index)
+            return (sample.tokens, columns.pop("labels")), {**others, **columns, **sample.values}
         made = [*sequences_of(sample, self.ignore_index)]
         columns = {name: np.concatenate([each[name] for each in made]) for name in sample.columns}
         return [each[name] for each in made for name in ("tokens", "labels")], {**columns, **sample.values}
@@ -148,12 +150,12 @@ class TextReader:
         if sample.num_shared:
             yield from self._remarks_on_answers(sample)
             return
-        most, tokens, labels = self.bounds.max_seq_len or 0, sample.tokens, sample.labels
+        most, tokens = self.bounds.max_seq_len or 0, sample.tokens
         # Last tokens that should end a text: of a sample cut by torchtune, and of each document of a packed row.
         lasts = [most - 2] if len(tokens) == most - 1 else []
         if sample.is_row:  # the last document may continue in the next row
             lasts = (np.cumsum(np.asarray(sample.others["seq_lens"]))[:-1] - 1).tolist()
-        ends = [int(tokens[i]) for i in lasts if labels[i] == tokens[i]]
+        ends = [int(tokens[i]) for i in lasts if i and sample.labels[i - 1] == tokens[i]]
         if self.end_ids and not self.end_ids.issuperset(ends):
             text = "no end token, probably truncated; a text_pieces_dataset trains all of a text"
             yield f"{most - 1} tokens (tokenizer.max_seq_len={most}) with {text}"
