@@ -29,7 +29,7 @@ from recipe_utils.policy.rollout_rows import Answer, answers_of_rollout, is_grou
 from recipe_utils.text.conversations.file_rows import name_unread, name_unread_of_first
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.torchtune_names import IGNORE_INDEX
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import Facts, SampleError
 
 # ---- Advantages of a group's answers, from their rewards -------------------------------------------
 
@@ -85,8 +85,6 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         OSError: ``path`` cannot be read.
     """
 
-    makes_trees = True
-
     def __init__(
         self,
         tokenizer: Any,
@@ -106,6 +104,10 @@ class RolloutDataset(Dataset[dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def facts(self) -> Facts:
+        """Returns what its rows have."""
+        return Facts(True, self.has, self.advantage == "teacher", {"": self.content_hash})
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns ``sequences`` of the answers of a group, with columns; a SampleError names the row."""

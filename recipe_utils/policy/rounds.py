@@ -31,7 +31,7 @@ from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
 from recipe_utils.training.setup import Built
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import Facts, SampleError, facts_of
 
 _POLL_SECONDS = 0.2
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -73,10 +73,6 @@ class RoundsDataset(Dataset[dict[str, Any]]):
         ValueError: ``path`` is a file, or ``groups_per_round`` is below 1.
     """
 
-    comes_later = True
-    """There may be no sample before the first epoch begins."""
-    makes_trees = True
-
     def __init__(self, path: str, groups_per_round: int, advantage: str, read: Callable[[str], RolloutDataset]) -> None:
         self.path, self._num_groups, self.advantage, self._read = Path(path), groups_per_round, advantage, read
         if groups_per_round < 1:
@@ -92,6 +88,10 @@ class RoundsDataset(Dataset[dict[str, Any]]):
 
     def __len__(self) -> int:
         return self._num_groups
+
+    def facts(self) -> Facts:
+        """Returns what the rows of all rounds have."""
+        return Facts(True, self.has, self.advantage == "teacher", comes_later=(self,))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns a group of the open round."""
@@ -145,7 +145,7 @@ def add_rounds(
     built: Built, dataset: Any, settings: RoundSettings, sampler: ModelSampler | None, model: Runner
 ) -> None:
     """Adds the part that opens the file of each round, if ``dataset`` reads rounds, or transforms their samples."""
-    for rounds in (dataset, getattr(dataset, "dataset", None)):
+    for rounds in facts_of(dataset).comes_later:
         if isinstance(rounds, RoundsDataset):
             part = Rounds(built.run, rounds, settings, sampler, model.module, built.tokenizer)
             built.run.parts.add("rounds", part)
