@@ -237,6 +237,10 @@ def compare(recipe: str, given: Namespace, folder: Path, cfg: DictConfig) -> int
         raise ConfigError(f"recipe={recipe}: losses of images are not compared; give one of texts")
     if cfg.get("quantizer") is not None:
         raise ConfigError("quantizer: fake-quantized weights are not compared; remove it")
+    if "groups_per_round" in (OmegaConf.select(cfg, "dataset") or ()):
+        raise ConfigError(
+            "dataset.groups_per_round: rounds are not compared; take it out, and set path to a file of one"
+        )
     cfg = config_of(cfg, settings_class, folder, given.num_samples)
     is_cut, dtype = cut(cfg, folder), cfg.get("dtype") or "fp32"
     recorded = record(recipe_class, cfg, given.config.removesuffix(".yaml"))
