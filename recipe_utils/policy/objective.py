@@ -6,7 +6,6 @@ Example: a file without log-probabilities, of 4 update steps, needs the policy a
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from recipe_utils.policy.rollouts import WithoutEqualGroups
 from recipe_utils.settings.problems import Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.trees import makes_trees
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.log import Reported
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.objective import Declaration
+from recipe_utils.update_steps.samples import facts_of
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -56,7 +55,7 @@ def group_collator(
 ) -> RowCollator:
     """Returns the collator of groups: packed rows compute a group's prompt once, others have a row for each answer."""
     trees = "dataset", "set microbatching=least_padding, where each answer is a row with its prompt"
-    has_trees = any(map(makes_trees, datasets))
+    has_trees = any(facts_of(each).has_sequences for each in datasets)
     ignored = loss_fn.ignore_index
     return text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees, pads_sequences=True)
 
@@ -76,14 +75,14 @@ def without_equal_groups(datasets: tuple[Any, Any], loss_fn: PolicyLoss) -> tupl
 
 def needs_reference(loss_fn: PolicyLoss, *datasets: Any) -> bool:
     """Returns True if the loss takes log-probabilities of a reference that a file does not have."""
-    given = [each for dataset in datasets if dataset is not None for each in _sources(dataset)]
-    takes = loss_fn.has_kl or any(getattr(each, "advantage", "") == "teacher" for each in given)
-    return takes and not all(_has(each, "ref_logprobs") for each in given)
+    given = [facts_of(dataset) for dataset in datasets if dataset is not None]
+    takes = loss_fn.has_kl or any(facts.needs_reference for facts in given)
+    return takes and not all("ref_logprobs" in facts.fields for facts in given)
 
 
 def needs_start(loss_fn: PolicyLoss, loader: UpdateStepLoader) -> bool:
     """Returns True if a ratio is to the policy at the start of a round, in update steps after the first one."""
-    has_logprobs = all(_has(each, "logprobs") for each in _sources(loader.dataset.dataset))
+    has_logprobs = "logprobs" in facts_of(loader.dataset.dataset).fields
     return loader.order.num_steps(0) > 1 and (loss_fn.old == "start" or not has_logprobs)
 
 
@@ -107,18 +106,3 @@ def take_largest_ratio(loss_fn: PolicyLoss, ranks: Ranks) -> Tensor:
         largest, loss_fn.largest_ratio = loss_fn.largest_ratio.double(), None
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest
-
-
-def _sources(dataset: Any) -> Iterator[Any]:
-    """Yields the datasets that a dataset consists of or transforms."""
-    inner = getattr(dataset, "_datasets", None) or [getattr(dataset, "dataset", None)]
-    if inner == [None]:
-        yield dataset
-    for each in filter(None.__ne__, inner):
-        yield from _sources(each)
-
-
-def _has(dataset: Any, field: str) -> bool:
-    with suppress(AttributeError):  # of a dataset of one's own
-        return field in dataset.has
-    return False

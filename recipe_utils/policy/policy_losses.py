@@ -253,7 +253,9 @@ class PolicyLoss(TemperedLogProbs):
             old = torch.full_like(old, torch.nan)
         if "old" in targets.outputs:
             old = torch.where(old.isnan(), targets.outputs["old"].to(dtype), old)
-        reference = targets.outputs.get("reference", values["ref_logprobs"]).to(dtype)
+        reference = values["ref_logprobs"]
+        if "reference" in targets.outputs:
+            reference = torch.where(reference.isnan(), targets.outputs["reference"].to(dtype), reference)
         advantages = values["advantages"]
         if "teacher" not in targets.defaults:
             # On-policy distillation: zero, not NaN, for tokens without a teacher.

@@ -17,7 +17,7 @@ so that whatever divides the loss is known before the first forward, over all ra
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,7 +29,7 @@ from recipe_utils.policy.rollout_rows import Answer, answers_of_rollout, is_grou
 from recipe_utils.text.conversations.file_rows import name_unread, name_unread_of_first
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.torchtune_names import IGNORE_INDEX
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import Facts, SampleError
 
 # ---- Advantages of a group's answers, from their rewards -------------------------------------------
 
@@ -66,6 +66,8 @@ ADVANTAGES = ("given", *OF_REWARDS, "teacher")
 
 _COLUMNS = {"logprobs": "logprobs", "ref_logprobs": "ref_logprobs", "temperature": "temperatures"}
 """Key of rows -> column."""
+FIELDS = ("logprobs", "ref_logprobs", "reward")
+"""What all rows have or none, because it decides which models a training has beside the policy, and what is logged."""
 
 
 class RolloutDataset(Dataset[dict[str, Any]]):
@@ -79,13 +81,12 @@ class RolloutDataset(Dataset[dict[str, Any]]):
             reference minus that of the sampler (on-policy distillation).
         group_size: number of answers that each group must have; null allows any.
         truncates_answers: cuts answers of too long rollouts at their end; otherwise they are bad samples.
+        fields: which of :data:`FIELDS` all rows have; null: those of the first row.
 
     Raises:
-        ValueError: another ``advantage``, or a file of another format.
+        ValueError: another ``advantage``, other ``fields`` than in the first row, or a file of another format.
         OSError: ``path`` cannot be read.
     """
-
-    makes_trees = True
 
     def __init__(
         self,
@@ -94,18 +95,24 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         advantage: str = "mean_std",
         group_size: int | None = None,
         truncates_answers: bool = False,
+        fields: Iterable[str] | None = None,
     ) -> None:
         check_advantage(advantage)
         self._tokenizer, self._rows = tokenizer, PathRows(path)
         self.advantage, self._group_size, self._truncates = advantage, group_size, truncates_answers
         self.content_hash = f"{self._rows.content_hash}, advantage={advantage}"
         self._groups = [*_groups_of(self._rows)]
-        self.has = fields_of_first(self._rows)
-        """Fields that the first row has, and all others must have: ``logprobs``, ``reward``, ..."""
+        self.fields = fields_of_first(self._rows)
+        """Those of :data:`FIELDS` that the first row has, and all others must have."""
+        check_fields(self.fields if fields is None else fields, self.fields, path)
         name_unread_of_first(self, self._rows, lambda index: self._unread(read_rollout(self._rows[index])))
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def facts(self) -> Facts:
+        """Returns what its rows have."""
+        return Facts(True, self.fields, self.advantage == "teacher", {"": self.content_hash})
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns ``sequences`` of the answers of a group, with columns; a SampleError names the row."""
@@ -168,9 +175,9 @@ class RolloutDataset(Dataset[dict[str, Any]]):
 
     def _check_like_first(self, keys: Rollout) -> None:
         """Raises SampleError unless a row has what the loss takes, and as the first row has it."""
-        for field in ("logprobs", "ref_logprobs", "reward"):
-            if (field in keys.used) != (field in self.has):
-                one, other = ("it has no", "has") if field in self.has else ("it has", "has none")
+        for field in FIELDS:
+            if (field in keys.used) != (field in self.fields):
+                one, other = ("it has no", "has") if field in self.fields else ("it has", "has none")
                 raise SampleError(f"{one} {field}, and the first row {other}; write it in all rows, or in none")
         needed = {"given": "advantage", "teacher": "logprobs"}.get(self.advantage)
         if needed and needed not in keys.used:
@@ -185,11 +192,23 @@ class RolloutDataset(Dataset[dict[str, Any]]):
 
 
 def fields_of_first(rows: PathRows) -> frozenset[str]:
-    """Returns the fields of the first row that can be read."""
+    """Returns those of :data:`FIELDS` that the first row has that can be read."""
     for index in range(len(rows)):
         with suppress(Exception):  # any: raised again with the sample
-            return frozenset(read_rollout(rows[index]).used)
+            return frozenset(FIELDS) & read_rollout(rows[index]).used.keys()
     return frozenset()
+
+
+def check_fields(declared: Iterable[str], found: Iterable[str], path: Any) -> None:
+    """Raises ValueError for the first field that ``path`` has less or more than ``declared``, or that is none."""
+    if unknown := {*declared} - {*FIELDS}:
+        raise ValueError(f"dataset.fields={[*declared]}: {min(unknown)} is none of {', '.join(FIELDS)}; take it out")
+    for field in FIELDS:
+        if (field in found) != (field in declared):
+            has, instead = ("no ", "write them") if field in declared else ("", "leave them out")
+            taken = ", ".join(each for each in FIELDS if each in declared) or "none"
+            text = f"it has {has}{field}; {instead}, because all rows of the training have {taken}"
+            raise ValueError(f"dataset.path={path}: {text} (dataset.fields, or what its first file has)")
 
 
 def check_advantage(advantage: str) -> None:

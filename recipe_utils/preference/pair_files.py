@@ -53,7 +53,6 @@ class PairDataset(Dataset[dict[str, Any]]):
         self, tokenizer: Any, path: str | list[str], split: str | None = None, validation_fraction: float | None = None
     ) -> None:
         self._tokenizer, self._rows = tokenizer, PathRows(path, split, validation_fraction)
-        self.content_hash = self._rows.content_hash
         name_unread_of_first(self, self._rows, lambda index: _unread(self._read(index)))
 
     def __len__(self) -> int:

@@ -32,10 +32,10 @@ from recipe_utils.settings.read import check_keys, read_settings
 from recipe_utils.text.documents import chains
 from recipe_utils.text.limits import NO_LIMITS
 from recipe_utils.text.mixture import MixtureOrder, load_dataset
-from recipe_utils.text.trees import makes_trees, sequences_of
+from recipe_utils.text.trees import sequences_of
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.command import entry_point
-from recipe_utils.update_steps.samples import CheckedDataset, SampleError, unread
+from recipe_utils.update_steps.samples import CheckedDataset, SampleError, facts_of, unread
 from recipe_utils.update_steps.settings import DataSettings
 
 _KEYS = {
@@ -67,7 +67,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     check = check_is_pair if are_pairs else None
     dataset = build("dataset", load_dataset, cfg.dataset, tokenizer, check)
     ignore_index = values["loss"].get("ignore_index", -100)
-    has_trees = makes_trees(dataset)
+    has_trees = facts_of(dataset).has_sequences
     settings = replace(settings, microbatching="packed") if has_trees else settings
     if are_pairs:
         collator = pair_collator(settings, tokenizer, NO_LIMITS)

@@ -100,7 +100,7 @@ class TextReader:
 
     def _tree_of(self, sequences: Mapping[str, Sample], name: str, at: StepIndex) -> TextSample:
         if not self.has_trees:
-            text = "it has 'sequences'; set makes_trees = True in the class of its dataset"
+            text = "it has 'sequences'; return Facts(has_sequences=True) from a method facts() of its dataset"
             raise SampleError(f"{name}: {text}")
         # A sequence without a target would only cost time.
         kept = []

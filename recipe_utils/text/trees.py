@@ -11,7 +11,7 @@ the next token of its sequence, and so are all columns beside labels.
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,11 +38,6 @@ class _Segment:
     def __init__(self, places: np.ndarray, targets: np.ndarray, below: "Sequence[_Segment]" = ()) -> None:
         self.places, self.targets, self.below = places, targets, list(below)
         self.reach: int = len(places) + sum(child.reach for child in below)
-
-
-def makes_trees(dataset: Any) -> bool:
-    """Returns True if samples of a dataset, or of one of its sources, may have ``sequences``."""
-    return getattr(dataset, "makes_trees", False) or any(map(makes_trees, getattr(dataset, "_datasets", ())))
 
 
 def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index: int) -> TextSample:

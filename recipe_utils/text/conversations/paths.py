@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from recipe_utils.text.conversations.files import FileRows, suffix_of
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import Facts, SampleError
 
 _SUFFIXES = {".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv"}
 _SHARD = re.compile(r"-\d+-of-\d+")
@@ -74,6 +74,10 @@ class PathRows:
 
     def __len__(self) -> int:
         return self._ends[-1] if self._indices is None else len(self._indices)
+
+    def facts(self) -> Facts:
+        """Returns the hash of its files."""
+        return Facts(content={"": self.content_hash})
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Returns a row; raises SampleError, without its name, if it cannot be read."""

@@ -251,7 +251,7 @@ def test_trees_are_not_cut_for_ranks_that_compute_a_row_together():
 def test_sequences_of_a_dataset_that_does_not_say_so_are_refused():
     keys = {"microbatching": "packed"}
     collator = text_collator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, LIMITS)
-    with pytest.raises(SampleError, match="sample: it has 'sequences'; set makes_trees = True"):
+    with pytest.raises(SampleError, match=r"sample: it has 'sequences'; return Facts\(has_sequences=True\)"):
         collator.prepare({"sequences": [GOOD]}, "sample")
 
 
