@@ -80,6 +80,15 @@ class PathRows:
         file, index = self._place(index)
         return file[index]
 
+    def file_of(self, index: int) -> int:
+        """Returns the place of a row's file among the files."""
+        return self._files.index(self._place(index)[0])
+
+    def name_of(self, index: int) -> str:
+        """Returns the name of a row, such as ``line 5 of chat.jsonl``."""
+        file, index = self._place(index)
+        return file.name_of(index)
+
     @contextmanager
     def naming(self, index: int) -> Iterator[None]:
         """Raises any error of what is done with a row as a SampleError with its name."""

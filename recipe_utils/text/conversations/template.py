@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text
-from recipe_utils.text.conversations.schema import CONTENT, THINKING
+from recipe_utils.text.conversations.schema import CONTENT, THINKING, check_not_said
 from recipe_utils.update_steps.samples import SampleError
 
 Encoded = tuple[np.ndarray, np.ndarray]
@@ -379,7 +379,9 @@ class ChatTemplate:
             if chat[index]["role"] != "tool":
                 self._warn(f"the chat template leaves the name of a {chat[index]['role']} out")
         elif key not in CONTENT:
-            conversation.given.unread.append(key)
+            if trains[index]:
+                check_not_said({key: chat[index][key]}, chat[index]["role"], f"turn {index} (assistant): ")
+            conversation.given.unread.setdefault(key, chat[index][key])
         elif chat[index]["role"] != "assistant" or trains[index]:
             _refuse(chat, index, f"the chat template leaves its {key} out; remove the {key}")
         elif key not in THINKING:
