@@ -84,6 +84,10 @@ class PathRows:
         file, index = self._place(index)
         return file[index]
 
+    def file_of(self, index: int) -> int:
+        """Returns the place of a row's file among the files."""
+        return self._files.index(self._place(index)[0])
+
     @contextmanager
     def naming(self, index: int) -> Iterator[None]:
         """Raises any error of what is done with a row as a SampleError with its name."""
