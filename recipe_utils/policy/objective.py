@@ -6,6 +6,7 @@ Example: a file without log-probabilities, of 4 update steps, needs the policy a
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,20 @@ def group_collator(
     trees = "dataset", "set microbatching=least_padding, where each answer is a row with its prompt"
     has_trees = any(facts_of(each).has_sequences for each in datasets)
     ignored = loss_fn.ignore_index
-    return text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees, pads_sequences=True)
+    collator = text_collator(
+        settings, tokenizer, ignored, limits, has_trees, declared, trees=trees, pads_sequences=True
+    )
+    return replace(collator, reader=replace(collator.reader, has_fingerprints=True))
 
 
 def _without_effect(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> Iterator[Problem]:
     """Yields a correction of a file without log-probabilities, and a teacher that is the student."""
-    given = [facts_of(dataset) for dataset in datasets if dataset is not None]
+    given, data = [facts_of(dataset) for dataset in datasets if dataset is not None], built.settings.data
+    if built.cfg.get("reference") == "cached" and (data.max_ranks_per_row > 1 or any(f.comes_later for f in given)):
+        text = "is filled before training, with whole answers of all epochs, and rounds come later"
+        if data.max_ranks_per_row > 1:
+            text = "has whole answers, of which a rank has a share; remove max_ranks_per_row"
+        yield Problem("reference", f"a cache {text}; or set live or offload", "cached")
     # Of a dataset of one's own without facts nothing is known.
     if loss_fn.correction is not None and any(
         "logprobs" not in facts.fields and (facts.content or facts.fields) for facts in given

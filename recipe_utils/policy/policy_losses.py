@@ -101,6 +101,7 @@ class PolicyLoss(LinearLogProbs):
     """
 
     splits_backward = True
+    returns_sums = False
     totals: ClassVar = ("answer_tokens", "answers", "groups", "rewards", "equal_groups", "masked", "measured")
     """Tokens, answers, groups, rewards, groups of equal rewards and answers without a trained token of an update step,
     and tokens that are computed."""

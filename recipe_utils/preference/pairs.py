@@ -9,7 +9,6 @@ predicts A or C, so the tree (2, 3, 2) has it twice: 7 positions instead of 9, s
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,9 +25,7 @@ from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_
 from recipe_utils.update_steps.settings import DataSettings
 
 SIDES = ("chosen", "rejected")
-_OF_PAIRS = Declaration(
-    of_samples=("pairs", "chosen_tokens", "fingerprint"), divisor="pairs", totals=("pairs", "chosen_tokens")
-)
+_OF_PAIRS = Declaration(of_samples=("pairs", "chosen_tokens"), divisor="pairs", totals=("pairs", "chosen_tokens"))
 """Values of a pair's answers, see :func:`pair_as_group`."""
 
 
@@ -85,8 +82,7 @@ def mask_shared_turns(tokens: Sequence[np.ndarray], labels: Sequence[np.ndarray]
 def pair_as_group(pair: Sample, name: str) -> Mapping[str, Sample]:
     """Returns the sides of a pair, as torchtune's preference datasets return it, as the sequences of a group.
 
-    Turns that both share are masked. Values of both are the ``fingerprint`` [2] of the pair, by which log-probabilities of
-    the reference are found again; ``pairs``, 1 for chosen; and the number of ``chosen_tokens``.
+    Turns that both share are masked. Values of both are ``pairs``, 1 for chosen, and the number of ``chosen_tokens``.
 
     Raises:
         SampleError: a key is missing, or contains no token ids. All else is left to the reader.
@@ -104,10 +100,6 @@ def pair_as_group(pair: Sample, name: str) -> Mapping[str, Sample]:
         mask_shared_turns(tokens, labels)
         if np.array_equal(tokens[0], tokens[1]) and np.array_equal(labels[0], labels[1]):
             raise SkippedSampleError(f"{name}: its sides are equal")
-    digest = blake2b(digest_size=16)
-    for array in (each for side in zip(tokens, labels, strict=True) for each in side):
-        digest.update(len(array).to_bytes(8, "little") + array.tobytes())
-    beside["fingerprint"] = np.frombuffer(digest.digest(), dtype=np.int64)
     num_chosen = int((labels[0][1:] != IGNORE_INDEX).sum())
     chosen = {"tokens": tokens[0], "labels": labels[0], "pairs": 1, "chosen_tokens": num_chosen}
     rejected = {"tokens": tokens[1], "labels": labels[1], "pairs": 0, "chosen_tokens": 0}
@@ -130,12 +122,5 @@ def pair_collator(
         trees=("prefix_sharing=True", "set prefix_sharing=False") if shares else None,
         pads_sequences=True,
     )
-    bounds = collator.reader.bounds._replace(num_rows=2)
-    reader = replace(collator.reader, bounds=bounds, as_group=pair_as_group, is_whole=True, shares=shares)
-    return replace(collator, reader=reader)
-
-
-def layout_of(settings: DataSettings, prefix_sharing: bool | None) -> str:
-    """Returns the layout of rows of pairs; the rounding of log-probabilities depends on it."""
-    shares = ", prefixes shared" if prefix_sharing is not False else ""
-    return f"packed{shares}" if settings.is_packed else "padded"
+    made = replace(collator.reader, bounds=collator.reader.bounds._replace(num_rows=2), as_group=pair_as_group)
+    return replace(collator, reader=replace(made, is_whole=True, shares=shares, has_fingerprints=True))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,8 @@ class TextReader:
     """Returns the sequences of a sample in another form by name, such as those of a pair, each of which must have a target."""
     is_whole: bool = False
     """The sequences of a sample are in one microbatch, however long they are."""
+    has_fingerprints: bool = False
+    """Sequences have the value ``fingerprint`` [2] of their tokens, labels and temperatures, by which a cache finds them."""
     shares: bool = True
     """Sequences of a packed sample that begin alike become one tree."""
 
@@ -86,6 +89,8 @@ class TextReader:
             raise SampleError(f"{name}: it has no '{missing[0]}' {beside}, which the loss takes; it has {given}")
         columns = {key: check_column(sample[key], key, len(labels), name) for key in self.columns if key in sample}
         values = {key: _finite(sample[key], key, name)[None] for key in self.of_samples}
+        if self.has_fingerprints:
+            values["fingerprint"] = _fingerprint_of(tokens, labels, columns.get("temperatures", labels[:0]))[None]
         # The rest is kept for a collate_fn.
         unused = {"mask"} if self.keeps_types else {*_KEYS, *columns, *values}
         others = {key: value for key, value in sample.items() if key not in unused}
@@ -128,12 +133,13 @@ class TextReader:
     def content(self, sample: TextSample) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
         """Returns tokens and labels, and all other values that are trained on, by key: those of the data in any layout."""
         others = {key: value for key, value in sample.others.items() if key not in (*_KEYS, "is_cut")}
+        values = {name: value for name, value in sample.values.items() if name != "fingerprint"}
         if not sample.num_shared:
             columns = beside_tokens(sample, self.ignore_index)
-            return (sample.tokens, columns.pop("labels")), {**others, **columns, **sample.values}
+            return (sample.tokens, columns.pop("labels")), {**others, **columns, **values}
         made = [*sequences_of(sample, self.ignore_index)]
         columns = {name: np.concatenate([each[name] for each in made]) for name in sample.columns}
-        return [each[name] for each in made for name in ("tokens", "labels")], {**columns, **sample.values}
+        return [each[name] for each in made for name in ("tokens", "labels")], {**columns, **values}
 
     def count(self, counts: Mapping[str, float], values: Mapping[str, np.ndarray]) -> Mapping[str, float]:
         """Returns the counts with the number of samples with values, and the sums of values that are totals."""
@@ -177,6 +183,13 @@ class TextReader:
         prompts = [each["tokens"][: int((each["labels"] != self.ignore_index).argmax())] for each in sequences]
         if any(not np.array_equal(prompts[0], prompt) for prompt in prompts):
             yield "its two sides differ before their first target"
+
+
+def _fingerprint_of(*arrays: np.ndarray) -> np.ndarray:
+    digest = blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(len(array).to_bytes(8, "little") + array.tobytes())
+    return np.frombuffer(digest.digest(), dtype=np.int64)
 
 
 def end_ids_of(tokenizer: Any) -> frozenset[int]:
