@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 from distributed_runs import fork_context, run_distributed
-from recipe_utils.preference.cache import ReferenceCache
 
 from recipe_utils.files import CheckpointError
 from recipe_utils.parallel.process_group import new_cpu_group
