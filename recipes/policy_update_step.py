@@ -5,9 +5,6 @@ All of an update step is known before its first forward, so what divides the los
 the prompt of a group once.
 
     tune run full_policy_update_step --config llama3_2/5M_policy_update_step
-
-``python -m recipe_utils.settings full_policy_update_step`` prints all keys, and
-``tune cp full_policy_update_step my_recipe.py`` copies this file for changes.
 """
 
 import sys

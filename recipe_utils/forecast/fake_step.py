@@ -37,7 +37,7 @@ from recipe_utils.policy.policy_losses import PolicyLoss
 from recipe_utils.preference.pair_losses import PreferenceSettings
 from recipe_utils.preference.pair_losses import build_loss as build_pair_loss
 from recipe_utils.preference.pairs import PairSettings, pair_collator
-from recipe_utils.reference.reference import returning_log_probs
+from recipe_utils.reference.source import returning_log_probs
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.torchtune_names import instantiate

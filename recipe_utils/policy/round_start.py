@@ -23,7 +23,7 @@ from recipe_utils.models.weights import with_weights
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.policy.objective import needs_start
 from recipe_utils.policy.policy_losses import PolicyLoss
-from recipe_utils.reference.reference import returning_log_probs
+from recipe_utils.reference.source import returning_log_probs
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader

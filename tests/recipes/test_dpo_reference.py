@@ -26,7 +26,7 @@ from recipe_utils.files import CheckpointError
 from recipe_utils.models.frozen import FrozenModel
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.reference import cache
-from recipe_utils.reference.reference import OnePass
+from recipe_utils.reference.source import OnePass
 from recipe_utils.settings.problems import ConfigError
 
 PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 19, "kind": "alike_beginnings"}
