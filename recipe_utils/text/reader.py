@@ -133,7 +133,7 @@ class TextReader:
     def content(self, sample: TextSample) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
         """Returns tokens and labels, and all other values that are trained on, by key: those of the data in any layout."""
         others = {key: value for key, value in sample.others.items() if key not in (*_KEYS, "is_cut")}
-        values = {name: value for name, value in sample.values.items() if name != "fingerprint"}
+        values = {} if self.as_group else {name: sample.values[name] for name in self.of_samples}
         if not sample.num_shared:
             columns = beside_tokens(sample, self.ignore_index)
             return (sample.tokens, columns.pop("labels")), {**others, **columns, **values}
