@@ -57,7 +57,7 @@ def group_collator(
     trees = "dataset", "set microbatching=least_padding, where each answer is a row with its prompt"
     has_trees = any(facts_of(each).has_sequences for each in datasets)
     ignored = loss_fn.ignore_index
-    return text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees, pads_sequences=True)
+    return text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees)
 
 
 def problems_with_loss(loss: Mapping[str, Any], data: DataSettings) -> Iterator[Problem]:

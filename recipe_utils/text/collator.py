@@ -112,19 +112,17 @@ class RowCollator(Collator):
     def remarks(self, sample: TextSample | None = None) -> Iterator[str]:
         """Yields doubts about a sample; without one, a warning about samples longer than a microbatch."""
         longest, num_rows, bound = self.bounds.max_seq_len, self.bounds.num_rows, self.bounds.max_tokens
-        most = self.settings.max_ranks_per_row
+        settings, most = self.settings, self.settings.max_ranks_per_row
         if sample is not None:
             yield from self.reader.remarks(sample)
-        elif (
-            not self.settings.is_searched
-            and bound is not None
-            and (longest is None or most * bound < num_rows * longest)
-        ):
+        elif not settings.is_searched and bound is not None and (longest is None or most * bound < num_rows * longest):
             on_most = f", max_ranks_per_row={most}" if most > 1 else ""
+            is_cut = settings.is_packed and self.reader.has_trees and not self.bounds.couples_sequences
+            result = "may be cut into several microbatches" if is_cut else "gets a microbatch of its own"
             more = f"more than {most * bound} tokens" if most > 1 else "more tokens"
             yield (
                 f"max_tokens_per_microbatch={bound}{on_most}: a {self.noun} with {more} ("
-                f"{'twice ' * (num_rows == 2)}tokenizer.max_seq_len={longest}) gets a microbatch of its own"
+                f"{'twice ' * (num_rows == 2)}tokenizer.max_seq_len={longest}) {result}"
             )
 
     def length(self, sample: TextSample) -> int:

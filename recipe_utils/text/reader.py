@@ -132,6 +132,9 @@ class TextReader:
         before it packs; all others to ``max_seq_len``.
         """
         if sample.num_shared:
+            most_positions = self.bounds.of_tree
+            if self.bounds.settings.is_packed and len(sample.num_shared) > 1:
+                yield f"more than {most_positions} positions, cut into several microbatches"
             return
         most, tokens, labels = self.bounds.max_seq_len or 0, sample.tokens, sample.labels
         # Last tokens that should end a text: of a sample cut by torchtune, and of each document of a packed row.
