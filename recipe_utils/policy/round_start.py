@@ -20,7 +20,6 @@ from torch import Tensor
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.models.frozen import (
     Attached,
-    FrozenModel,
     frozen_copy,
     nothing_attached,
     start_of_adapters,
@@ -63,7 +62,8 @@ class RoundStart(Part):
             trained = {name: p for name, p in parameters_by_name(model.module).items() if p.requires_grad}
             self._weights = {name: p.detach().clone() for name, p in trained.items()}
         during = partial(with_weights, model.module, self._weights)
-        self._frozen = returning_log_probs(trained_model(model, "old", during), loss_fn)
+        frozen = trained_model(model, "old", during)
+        self._frozen = replace(frozen, returning=loss_fn.returning_log_probs, attracts=False)
 
     @torch.no_grad()
     def before(self, step: UpdateStep) -> None:
@@ -113,7 +113,7 @@ def build_reference(
         if offloads:
             text = "reference=offload: not used, it shares its base with the trained model"
             log_rank_zero(text, logging.WARNING)
-        model = returning_log_probs(same, loss_fn)
+        model = replace(same, returning=loss_fn.returning_log_probs)
     else:
         log_probs = TemperedLogProbs(loss_fn.tokens_per_chunk, loss_fn.num_output_chunks)
         model = frozen_copy(
@@ -123,14 +123,3 @@ def build_reference(
             keys=(_KEY, _KEY),
         )
     return model.attached, model.fingerprints
-
-
-def returning_log_probs(model: FrozenModel, loss_fn: PolicyLoss) -> FrozenModel:
-    """Returns a frozen model that ends in ``loss_fn``, which returns log-probabilities in its forwards."""
-
-    @contextmanager
-    def during_forward() -> Iterator[None]:
-        with model.during_forward(), loss_fn.returning_log_probs():
-            yield
-
-    return replace(model, during_forward=during_forward)
