@@ -65,7 +65,7 @@ class PolicyRecipe:
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        self.built = built = training.build_components(cfg, settings, run)  # tokenizer, meta_model, both checkpointers
+        self.built = built = training.build_components(cfg, settings, run, drops=False)  # tokenizer, meta_model, ...
         self.loss_fn = loss_fn = build("loss", policy.build_policy_loss, cfg.loss)
         self.declared = build("", declared_by, loss_fn)  # columns beside tokens, the divisor and further totals, sums
         sampler, self.sampler_val = (build(key, instantiate, cfg.get(key)) for key in ("sampler", "sampler_val"))
@@ -73,7 +73,7 @@ class PolicyRecipe:
         # Data: the collator makes rows that this model can compute.
         datasets = data.load_datasets(cfg, built.tokenizer)
         limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, settings.model.packed_attention)
-        collator = policy.group_collator(settings.data, built.tokenizer, limits, datasets, loss_fn, self.declared)
+        collator = policy.group_collator(built, limits, datasets, loss_fn, self.declared)
         computed = policy.without_equal_groups(datasets, loss_fn)
         self.loader, self.val_loader = data.build_loaders(*computed, collator, settings.data, ranks, built.num_to_run)
 
@@ -85,6 +85,7 @@ class PolicyRecipe:
         start = policy.RoundStart(run, self.model, loss_fn, self.loader)
         self.attached = models.one_after_the_other(reference, start.attached)
         self.stepper = training.build_stepper(built, self.model)
+        run.parts.add("ratios", policy.Ratios(run, loss_fn, self.loader))
         run.parts.add("round_start", start)
         training.add_usual_parts(built, self.model, self.stepper, self.validate, self.loader, self.val_loader, loss_fn)
         training.resume_run(built, self.model, self.stepper, self.loader, frozen)
@@ -124,7 +125,6 @@ class PolicyRecipe:
         if self.val_loader is None:
             return rewards
         sums, totals = training.sum_over(self.val_loader, self.model, self.attached)
-        policy.take_largest_ratio(self.loss_fn, self.ranks)  # it is none of the next update step
         metrics = {f"val_{name}": value for name, value in zip(self.declared.sums, sums, strict=True)}
         counts = {**dict.fromkeys(metrics, "measured"), "val_loss": self.declared.divisor}
         return {**rewards, **parallel.means_over_ranks(metrics, totals, counts, self.ranks.dp_degree)}
@@ -133,8 +133,7 @@ class PolicyRecipe:
         """Trains until the last epoch or a requested stop."""
         for step in self.run.steps(self.loader, self.declared.divisor, policy.ROLLOUTS):
             metrics, grad_norm = self.update(step)
-            largest = policy.take_largest_ratio(self.loss_fn, self.ranks) if len(metrics) > 1 else None
-            self.run.finish(step, metrics, grad_norm, ratio_max=largest, **policy.counts_of(step))
+            self.run.finish(step, metrics, grad_norm, **policy.counts_of(step))
 
 
 @training.entry_point

@@ -20,7 +20,7 @@ def text_collator(
     has_trees: bool = False,
     declared: Declaration = NOTHING_DECLARED,
     shares_beginnings: bool = True,
-    trees: tuple[str, str] = ("split_turns=shared", "set dataset.split_turns=True"),
+    trees: tuple[str, str] | None = ("split_turns=shared", "set dataset.split_turns=True"),
 ) -> RowCollator:
     """Returns the collator of text, whose update steps count target tokens.
 
@@ -33,7 +33,8 @@ def text_collator(
         declared: columns and values of samples that a loss takes.
         shares_beginnings: samples of a packed row that begin alike may become one tree. False for objectives that take
             other positions than targets, such as noise by sample: a position that is shared exists once.
-        trees: the ``key=value`` that makes trees and what to set instead, for errors.
+        trees: the ``key=value`` that makes trees and what to set instead, for errors; None if
+            sequences stay apart.
 
     Raises:
         ConfigError: the model does not support ``microbatching: packed``, or rows of trees; or ``declared`` is divided
@@ -51,12 +52,7 @@ def text_collator(
     # The reader checks samples in workers; it has no tokenizer.
     reader = TextReader(
         ignore_index,
-        RowBounds(
-            settings,
-            limits,
-            getattr(tokenizer, "max_seq_len", None),
-            couples_sequences=declared.couples_sequences,
-        ),
+        RowBounds(settings, limits, getattr(tokenizer, "max_seq_len", None)),
         declared.columns,
         declared.of_samples,
         tuple(name for name in declared.totals if name in {*declared.columns, *declared.of_samples}),
@@ -64,6 +60,7 @@ def text_collator(
         has_trees,
         keeps_types=not settings.collate_fn.startswith("torchtune."),
         has_own_positions=settings.collate_fn == DataSettings.collate_fn,
+        couples_sequences=declared.couples_sequences,
     )
     shares = settings.is_packed and is_alone and shares_beginnings and limits.shares_beginnings
     collate_fn = None if reader.has_own_positions else component_at(settings.collate_fn)

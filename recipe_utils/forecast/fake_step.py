@@ -20,6 +20,7 @@ from recipe_utils.distillation.teacher import TeacherSettings
 from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.losses.attach import HiddenAtTargets
 from recipe_utils.losses.divergences import TeacherHidden
+from recipe_utils.losses.log_probs import LinearLogProbs
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.construct import build_on_meta
@@ -33,7 +34,7 @@ from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, single_optimizers
 from recipe_utils.parallel.fsdp import gradient_sync, local
 from recipe_utils.parallel.settings import RankSettings
-from recipe_utils.policy.policy_losses import PolicyLoss, TemperedLogProbs
+from recipe_utils.policy.policy_losses import PolicyLoss
 from recipe_utils.preference.pair_losses import PreferenceSettings
 from recipe_utils.preference.pair_losses import build_loss as build_pair_loss
 from recipe_utils.preference.pairs import PairSettings, pair_collator
@@ -94,7 +95,7 @@ class FakeTraining:
             frozen_loss = loss_fn if getattr(loss_fn.loss_fn, "needs_reference", True) else None
         else:
             loss_fn = build_distillation_loss(cfg, settings.teacher.kd_ratio if self._has_teacher else 0)
-            frozen_loss = TemperedLogProbs() if getattr(loss_fn, "has_kl", False) else None
+            frozen_loss = LinearLogProbs() if getattr(loss_fn, "has_kl", False) else None
         if self._has_teacher:
             modules = settings.model.without_gradients(
                 dtype=settings.teacher.teacher_dtype or settings.model.dtype,

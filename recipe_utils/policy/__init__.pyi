@@ -3,9 +3,9 @@ from recipe_utils.policy.objective import build_policy_loss as build_policy_loss
 from recipe_utils.policy.objective import counts_of as counts_of
 from recipe_utils.policy.objective import group_collator as group_collator
 from recipe_utils.policy.objective import problems_with_loss as problems_with_loss
-from recipe_utils.policy.objective import take_largest_ratio as take_largest_ratio
 from recipe_utils.policy.objective import without_equal_groups as without_equal_groups
 from recipe_utils.policy.policy_losses import PolicyLoss as PolicyLoss
+from recipe_utils.policy.ratios import Ratios as Ratios
 from recipe_utils.policy.rollouts import RolloutDataset as RolloutDataset
 from recipe_utils.policy.round_start import PolicySettings as PolicySettings
 from recipe_utils.policy.round_start import RoundStart as RoundStart

@@ -26,10 +26,10 @@ from torch.utils.data import Dataset
 
 from recipe_utils.policy.rollout_keys import Rollout
 from recipe_utils.policy.rollout_rows import Answer, answers_of_rollout, is_group, read_rollout
-from recipe_utils.text.conversations.file_rows import name_unread, name_unread_of_first
+from recipe_utils.text.conversations.file_rows import judge_unread, name_unread_of_first
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.torchtune_names import IGNORE_INDEX
-from recipe_utils.update_steps.samples import Facts, SampleError
+from recipe_utils.update_steps.samples import Facts, SampleError, UnusedError
 
 # ---- Advantages of a group's answers, from their rewards -------------------------------------------
 
@@ -40,10 +40,18 @@ _EPSILON = 1e-6
 """Added to the standard deviation, as in verl; TRL adds 1e-4."""
 
 
+_ROUNDING = 1e-12
+"""Differences of rewards that are 0 but for rounding, in parts of the largest: 0.1 + 0.2 - 0.3."""
+_LARGEST = float(np.finfo(np.float32).max) ** 0.5
+"""Bound of rewards and advantages, whose squares are numbers in fp32."""
+
+
 def mean(rewards: np.ndarray) -> np.ndarray:
-    """Returns rewards [m] minus their mean (Dr. GRPO, arXiv:2503.20783)."""
-    from_first = rewards - rewards[0]  # exactly 0 if all are equal; the mean of three times 0.1 is not 0.1
-    return from_first - from_first.mean()
+    """Returns rewards [m] minus their mean (Dr. GRPO, arXiv:2503.20783), exactly 0 where they are equal."""
+    from_first = rewards - rewards[0]
+    found = from_first - from_first.mean()
+    # The mean of three times 0.1 is not 0.1, and that of 0.3, 0.425 and 0.55 is not 0.425.
+    return np.where(np.abs(found) <= _ROUNDING * np.abs(rewards).max(), 0.0, found)
 
 
 def mean_std(rewards: np.ndarray) -> np.ndarray:
@@ -75,13 +83,14 @@ class RolloutDataset(Dataset[dict[str, Any]]):
 
     Args:
         tokenizer: tokenizes rows of texts; rows may contain token ids. Its ``max_seq_len`` bounds rollouts.
-        path: file or files of rows, see :class:`.PathRows`. Rows of a group may be anywhere in them.
+        path: file or files of rows, see :class:`.PathRows`. Rows of a group may be anywhere in a file.
         advantage: ``given`` by the file; or computed from the rewards of a group: ``mean``, ``mean_std``,
             ``leave_one_out``, see :data:`OF_REWARDS`; or ``teacher``: per token, log-probability of the
             reference minus that of the sampler (on-policy distillation).
         group_size: number of answers that each group must have; null allows any.
         truncates_answers: cuts answers of too long rollouts at their end; otherwise they are bad samples.
         fields: which of :data:`FIELDS` all rows have; null: those of the first row.
+        ignored_keys: keys of rows, turns and calls that are dropped, and would be refused for their form otherwise.
 
     Raises:
         ValueError: another ``advantage``, other ``fields`` than in the first row, or a file of another format.
@@ -96,16 +105,18 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         group_size: int | None = None,
         truncates_answers: bool = False,
         fields: Iterable[str] | None = None,
+        ignored_keys: Sequence[str] = (),
     ) -> None:
         check_advantage(advantage)
         self._tokenizer, self._rows = tokenizer, PathRows(path)
         self.advantage, self._group_size, self._truncates = advantage, group_size, truncates_answers
+        self._ignored = ignored_keys
         self.content_hash = f"{self._rows.content_hash}, advantage={advantage}"
-        self._groups = [*_groups_of(self._rows)]
-        self.fields = fields_of_first(self._rows)
+        self._groups = [*_groups_of(self._rows, ignored_keys)]
+        self.fields = fields_of_first(self._rows, ignored_keys)
         """Those of :data:`FIELDS` that the first row has, and all others must have."""
         check_fields(self.fields if fields is None else fields, self.fields, path)
-        name_unread_of_first(self, self._rows, lambda index: self._unread(read_rollout(self._rows[index])))
+        name_unread_of_first(self, self._rows, lambda index: self._unread(self._read(index)))
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -115,40 +126,56 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         return Facts(True, self.fields, self.advantage == "teacher", {"": self.content_hash})
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns ``sequences`` of the answers of a group, with columns; a SampleError names the row."""
-        rows, answers, unread = self._groups[index], list[Answer](), list[str]()
+        """Returns ``sequences`` of the answers of a group, with columns; a SampleError names the row.
+
+        Beside them are the numbers of their ``answers``, which parts of one have in common, and the names of their ``rows``.
+        """
+        rows, answers, row_of = self._groups[index], list[Answer](), list[int]()
         for row in rows:
             with self._rows.naming(row):
-                keys = read_rollout(self._rows[row])
-                unread += self._unread(keys)
+                keys = self._read(row)
                 self._check_like_first(keys)
-                answers += answers_of_rollout(keys, self._tokenizer, self._truncates)
+                of_row = answers_of_rollout(keys, self._tokenizer, self._truncates)
+                lengths = (len(each.tokens) - each.num_prompt for each in of_row)
+                judge_unread(self, f"{self._rows.path}", self._unread(keys), (~each.mask for each in of_row), *lengths)
+                answers, row_of = answers + of_row, row_of + [row] * len(of_row)
         # What the group lacks as a whole is an error of its first row.
         with self._rows.naming(rows[0]):
-            sequences = [*self._sequences_of(answers)]
-        name_unread(self, f"{self._rows.path}", unread)
-        return {"sequences": sequences}
+            self._check_one_prompt(answers, row_of)
+            made = [*self._sequences_of(answers)]
+        return {
+            "sequences": [sequence for _, _, sequence in made],
+            "answers": [answer for answer, _, _ in made],
+            "rows": [self._rows.name_of(row_of[place]) for _, place, _ in made],
+        }
 
-    def _sequences_of(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-        """Yields the answers that have a trained token, with their columns."""
+    def _read(self, index: int) -> Rollout:
+        return read_rollout(self._rows[index], self._ignored)
+
+    def _sequences_of(self, answers: Sequence[Answer]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yields the answers that have a trained token, with their columns, behind their numbers and places in ``answers``."""
         # Parts of one rollout are one answer: one reward, one share of a mean over answers.
-        parts: dict[Any, list[Answer]] = {}
+        parts: dict[Any, dict[int, Answer]] = {}
         for index, answer in enumerate(answers):
-            parts.setdefault(index if answer.rollout is None else ("rollout", answer.rollout), []).append(answer)
+            parts.setdefault(index if answer.rollout is None else ("rollout", answer.rollout), {})[index] = answer
         if self._group_size not in (None, len(parts)):
             raise SampleError(f"the group is not whole: {len(parts)} answers, dataset.group_size={self._group_size}")
-        rewards = np.array([_reward_of(of_one) for of_one in parts.values()])
+        rewards = np.array([_reward_of([*of_one.values()]) for of_one in parts.values()])
         advantages, has_rewards = self._advantages_of(rewards), not np.isnan(rewards).any()
         # Weights beside tokens sum to 1 for an answer, and to 1 for a group.
-        num_of_group = max(sum(answer.num_trained for answer in answers), 1)
-        is_equal = has_rewards and len(rewards) > 1 and bool((rewards == rewards[0]).all())
-        for of_one, reward, advantage in zip(parts.values(), rewards, advantages, strict=True):
-            num_of_answer = sum(part.num_trained for part in of_one)
-            for part in (part for part in of_one if part.num_trained):
+        sizes = np.array([sum(part.num_trained for part in of_one.values()) for of_one in parts.values()])
+        num_of_group, is_masked = max(int(sizes.sum()), 1), sizes == 0
+        is_equal = has_rewards and len(rewards) > 1 and not mean(rewards).any()
+        # Rewards of answers without a trained token count in the mean reward, beside the tokens of the others.
+        of_masked = rewards[is_masked].sum() / num_of_group
+        of_answers = zip(parts.values(), rewards, advantages, sizes, strict=True)
+        for number, (of_one, reward, advantage, num_of_answer) in enumerate(of_answers):
+            for place, part in ((place, part) for place, part in of_one.items() if part.num_trained):
                 beside = {
                     "answers": 1 / num_of_answer,
                     "groups": 1 / num_of_group,
-                    **({"rewards": reward / num_of_answer} if has_rewards else {}),
+                    **({"masked": is_masked.sum() / num_of_group} if is_masked.any() else {}),
+                    **({"rewards": reward / num_of_answer + of_masked} if has_rewards else {}),
                     "equal_groups": is_equal / num_of_group,
                     "advantages": advantage,
                     **({"teacher": 1.0} if self.advantage == "teacher" else {}),
@@ -158,10 +185,13 @@ class RolloutDataset(Dataset[dict[str, Any]]):
                     columns["advantages"] = part.beside["advantage"]
                 columns |= {column: part.beside[key] for key, column in _COLUMNS.items() if key in part.beside}
                 labels = np.where(part.mask, part.tokens, IGNORE_INDEX)
-                yield {"tokens": part.tokens, "labels": labels, **columns}
+                yield number, place, {"tokens": part.tokens, "labels": labels, **columns}
 
     def _advantages_of(self, rewards: np.ndarray) -> np.ndarray:
         """Returns the advantages [m] of answers with rewards [m], NaN where the file has none; 0 if they are by token."""
+        if (np.abs(rewards) > _LARGEST).any():
+            text = f"reward={rewards[np.abs(rewards).argmax()]:g}: its square is no number in fp32"
+            raise SampleError(f"{text}; scale rewards to at most {_LARGEST:.0e}")
         if self.advantage not in OF_REWARDS:
             return np.zeros(len(rewards))
         if np.isnan(rewards).any():
@@ -183,19 +213,40 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         if needed and needed not in keys.used:
             raise SampleError(f"it has no {needed}, which dataset.advantage={self.advantage} needs; write it")
 
-    def _unread(self, keys: Rollout) -> list[str]:
-        """Returns the keys of a row that are not read."""
-        used, names = keys.used, [*keys.others]
-        if "advantage" in used and self.advantage != "given":
-            names.append(f"{used['advantage']} (dataset.advantage={self.advantage})")
-        return names
+    def _check_one_prompt(self, answers: Sequence[Answer], row_of: Sequence[int]) -> None:
+        """Raises SampleError unless the answers, of rows ``row_of``, have one prompt; a part of a rollout may have another."""
+        parts: dict[Any, list[int]] = {}
+        for index, answer in enumerate(answers):
+            parts.setdefault(index if answer.rollout is None else ("rollout", answer.rollout), []).append(index)
+        first, *others = parts.values()
+        for other in others:
+            if not any(_have_one_prompt(answers[one], answers[two]) for one in first for two in other):
+                text = f"its group has answers to different prompts (that of {self._rows.name_of(row_of[other[0]])} is another)"
+                raise SampleError(f"{text}; write another {'/'.join(_NAMES)} for each prompt")
+
+    def _unread(self, keys: Rollout) -> dict[str, Any]:
+        """Returns what is not read of a row, by its key."""
+        is_read = "advantage" not in keys.used or self.advantage == "given"
+        return keys.others | (
+            {} if is_read else {f"{keys.used['advantage']} (dataset.advantage={self.advantage})": None}
+        )
 
 
-def fields_of_first(rows: PathRows) -> frozenset[str]:
+_NAMES = ("group", "step")
+
+
+def _have_one_prompt(one: Answer, other: Answer) -> bool:
+    """Returns True if two answers have equal tokens before them, as far as both rows tell which these are."""
+    num = min(one.num_prompt, other.num_prompt)
+    is_known = one.knows_prompt and other.knows_prompt
+    return (one.num_prompt == other.num_prompt or not is_known) and np.array_equal(one.tokens[:num], other.tokens[:num])
+
+
+def fields_of_first(rows: PathRows, ignored: Sequence[str] = ()) -> frozenset[str]:
     """Returns those of :data:`FIELDS` that the first row has that can be read."""
     for index in range(len(rows)):
         with suppress(Exception):  # any: raised again with the sample
-            return frozenset(FIELDS) & read_rollout(rows[index]).used.keys()
+            return frozenset(FIELDS) & read_rollout(rows[index], ignored).used.keys()
     return frozenset()
 
 
@@ -217,8 +268,8 @@ def check_advantage(advantage: str) -> None:
         raise ValueError(f"dataset.advantage={advantage}: set it to one of {', '.join(ADVANTAGES)}")
 
 
-def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
-    """Yields the rows of each group, in the order of their first ones.
+def _groups_of(rows: PathRows, ignored: Sequence[str]) -> Iterator[Sequence[int]]:
+    """Yields the rows of each group, in the order of their first ones. Numbers of groups begin anew in each file.
 
     Reads each row once, unless the first one is a group of its own, as then are all others.
     """
@@ -229,7 +280,7 @@ def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
     for index in range(len(rows)):
         try:
             row: Mapping[str, Any] = rows[index]
-            if index == 0 and is_group(read_rollout(row)):
+            if index == 0 and is_group(read_rollout(row, ignored)):
                 yield from ([each] for each in range(len(rows)))
                 return
             step, group, rollout = (
@@ -240,13 +291,20 @@ def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
             groups[("row", index)] = [index]
             continue
         if group is not None or rollout is not None:
-            key: Any = ("group", step, json.dumps(["rollout", rollout] if group is None else group))
+            name = json.dumps(["rollout", rollout]) if group is None else _name_of(group)
+            key: Any = ("group", rows.file_of(index), step, name)
             last_prompt = []
         else:  # neighbors with one prompt are a group
             first = first if any(prompt) and prompt == last_prompt else index
             key, last_prompt = ("row", first), prompt
         groups.setdefault(key, []).append(index)
     yield from groups.values()
+
+
+def _name_of(group: Any) -> str:
+    """Returns the name of a group: 1, 1.0 and "1" are one."""
+    is_whole = isinstance(group, float) and group.is_integer()
+    return json.dumps(int(group)) if is_whole else group if isinstance(group, str) else json.dumps(group)
 
 
 def _reward_of(parts: Sequence[Answer]) -> float:
@@ -262,7 +320,7 @@ def _reward_of(parts: Sequence[Answer]) -> float:
 
 # ---- Groups without advantages, which cost no forward and stay in what the loss is divided by ------
 
-_SUMMED = ("answers", "groups", "rewards", "equal_groups")
+_SUMMED = ("answers", "groups", "rewards", "equal_groups", "masked")
 
 
 class WithoutEqualGroups(Dataset[Any]):
@@ -287,6 +345,30 @@ class WithoutEqualGroups(Dataset[Any]):
         if not sequences or any(np.any(s.get(key, 0)) for s in sequences for key in ("advantages", "teacher")):
             return sample
         return {"sequences": [_standing_for(sequences)]}
+
+
+class WholeAnswers(Dataset[Any]):
+    """Rollouts of ``dataset``, of which an answer in several parts is an error.
+
+    ``kind: sequence`` has one ratio of an answer, which is known once all of its parts are; they may be in several
+    microbatches, whose gradients are computed one after the other.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns the sample. Raises UnusedError for an answer in several parts."""
+        sample = self.dataset[index]
+        answers = sample.get("answers", []) if isinstance(sample, Mapping) else []
+        for number in answers:
+            if (num_parts := answers.count(number)) > 1:
+                text = f"its answer has {num_parts} parts, and loss.kind=sequence needs all of them before a gradient"
+                raise UnusedError(f"{sample['rows'][answers.index(number)]}: {text}; set loss.kind=clipped")
+        return sample
 
 
 def _standing_for(sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

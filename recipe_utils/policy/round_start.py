@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
+from recipe_utils.losses.log_probs import LinearLogProbs
 from recipe_utils.models.frozen import (
     Attached,
     frozen_copy,
@@ -29,7 +30,7 @@ from recipe_utils.models.runner import Rows, Runner
 from recipe_utils.models.weights import with_weights
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.policy.objective import needs_reference, needs_start
-from recipe_utils.policy.policy_losses import PolicyLoss, TemperedLogProbs
+from recipe_utils.policy.policy_losses import PolicyLoss
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.training.parts.protocol import Part
@@ -115,7 +116,7 @@ def build_reference(
             log_rank_zero(text, logging.WARNING)
         model = replace(same, returning=loss_fn.returning_log_probs)
     else:
-        log_probs = TemperedLogProbs(loss_fn.tokens_per_chunk, loss_fn.num_output_chunks)
+        log_probs = LinearLogProbs(loss_fn.tokens_per_chunk, loss_fn.num_output_chunks)
         model = frozen_copy(
             *("reference", built.meta_model, log_probs, built.ref_checkpointer, modules, ranks, rows),
             # FSDP2's own offload requires the weights on the CPU.

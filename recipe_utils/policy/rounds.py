@@ -6,7 +6,7 @@ steps and exports ``epoch_0``. Then training waits for ``rounds/round_0002.jsonl
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -134,11 +134,17 @@ def rollout_dataset(
     truncates_answers: bool = False,
     groups_per_round: int | None = None,
     fields: list[str] | None = None,
+    ignored_keys: Sequence[str] = (),
 ) -> RolloutDataset | RoundsDataset:
     """Returns the :class:`RolloutDataset` of a file or files, or, of a folder, the :class:`RoundsDataset`."""
     check_advantage(advantage)
     read = partial(
-        RolloutDataset, tokenizer, advantage=advantage, group_size=group_size, truncates_answers=truncates_answers
+        RolloutDataset,
+        tokenizer,
+        advantage=advantage,
+        group_size=group_size,
+        truncates_answers=truncates_answers,
+        ignored_keys=ignored_keys,
     )
     if groups_per_round is None:
         return read(path, fields=fields)

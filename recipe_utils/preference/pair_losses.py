@@ -20,6 +20,7 @@ from torchtune.rlhf.loss import DPOLoss
 
 from recipe_utils.losses.chunks import OutputLayer, Record
 from recipe_utils.losses.log_probs import LinearLogProbs
+from recipe_utils.losses.sequences import sums_of_sequences
 from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.settings.problems import build
 from recipe_utils.torchtune_names import instantiate
@@ -176,8 +177,9 @@ class PreferenceLoss(nn.Module):
         ``targets`` may have reference log-probabilities [2, p] attached. For the arguments see
         :mod:`recipe_utils.losses.attach`.
         """
-        num_targets = targets.of_samples["num_targets"]
-        policy = sums_of_answers(self.log_probs(output, hidden, targets, backward_in_parts), num_targets)
+        of_targets = self.log_probs(output, hidden, targets, backward_in_parts)
+        # Two answers of each pair, chosen before rejected
+        policy, num_targets = (each.view(-1, 2).T for each in sums_of_sequences(of_targets, targets))
         reference = targets.outputs.get("reference")
         if not getattr(self.loss_fn, "needs_reference", True):
             reference = torch.zeros_like(policy)
@@ -186,7 +188,7 @@ class PreferenceLoss(nn.Module):
         log_probs = torch.cat([policy, reference])
         if getattr(self.loss_fn, "normalizes_length", False):
             # Per pair: the recipe still divides the loss by the number of pairs.
-            log_probs = log_probs / add_prefixes(num_targets).repeat(2, 1)
+            log_probs = log_probs / num_targets.repeat(2, 1)
         losses, chosen, rejected = self.loss_fn(*log_probs)
         for record in self.records:
             assert targets.items is not None
@@ -257,20 +259,3 @@ def _check_direction(loss_fn: Any, name: str) -> None:
             f"loss: {name} teaches {teaches} where policy and reference agree (its slope along the margin is "
             f"{slope:g}); look at the sign and size of its arguments, such as beta and label_smoothing"
         )
-
-
-def sums_of_answers(log_probs: Tensor, num_targets: Tensor) -> Tensor:
-    """Returns sums over the targets of each chosen and each rejected answer, [2, p] in fp64, of log-probabilities [n].
-
-    Targets of a shared prefix count for both answers (:class:`recipe_utils.preference.pairs.PairReader`). In fp64,
-    because a loss takes differences of large sums; in a fixed order, so that equal models give equal sums.
-    """
-    # unsafe: the check would synchronize with the device, and fails without pairs.
-    lengths = num_targets.flatten()
-    return add_prefixes(torch.segment_reduce(log_probs.double(), "sum", lengths=lengths, unsafe=True, initial=0))
-
-
-def add_prefixes(of_segments: Tensor) -> Tensor:
-    """Adds what shared prefixes have to both answers: [2, p] of the segments [2 * p, 2] of sequences."""
-    shared, chosen, _, rejected = of_segments.view(-1, 4).unbind(1)
-    return torch.stack([shared + chosen, shared + rejected])

@@ -203,8 +203,8 @@ class OnePass(Order):
 
 
 def _pairs_of(microbatch: Microbatch) -> Pairs:
-    fingerprints = microbatch.targets.of_samples["fingerprint"][::2]  # the same for both answers
-    return Pairs(microbatch.names, [row.tobytes() for row in fingerprints.numpy()])
+    fingerprints = microbatch.targets.of_samples["fingerprint"][::2].numpy()  # the same for both answers
+    return Pairs(microbatch.names, [row.tobytes() for row in fingerprints])
 
 
 def _explain(microbatch: Microbatch, log_probs: Tensor) -> str:

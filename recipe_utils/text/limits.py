@@ -159,8 +159,6 @@ class RowBounds(NamedTuple):
     """Rows of a sample if padded."""
     budget: int | None = None
     """Positions per microbatch in place of ``max_tokens_per_microbatch``, as a search finds them."""
-    couples_sequences: bool = False
-    """The sequences of a sample stay together."""
 
     @property
     def max_tokens(self) -> int | None:
@@ -181,8 +179,6 @@ class RowBounds(NamedTuple):
         """Returns the most positions of a tree; they are cut when read, before the budget of their update step is known."""
         if not self.settings.is_packed:
             return 1  # a tree of each sequence
-        if self.couples_sequences:
-            return sys.maxsize // 2  # any, and some more
         tokens = None if self.settings.is_searched else self.of_microbatch
         longest = self.settings.batch_size * (self.max_seq_len or self.limits.max_seq_len)
         return (tokens or longest) * self.settings.max_ranks_per_row

@@ -83,6 +83,7 @@ class Row(NamedTuple):
     reference: str = "model"
     """Or ``file``: that of the KL, or of the advantage ``teacher``."""
     epochs: int = 1
+    dual: float | None = None
 
     @property
     def world_size(self):
@@ -104,6 +105,7 @@ class Row(NamedTuple):
         """Keys of the loss."""
         own = {"kind": self.kind, "normaliser": self.normaliser, "old": self.old, "correction": self.correction}
         own |= {"clip_low": CLIPS[self.kind][0], "clip_high": CLIPS[self.kind][1]}
+        own |= {"clip_dual": self.dual} if self.dual else {}
         if self.normaliser == "constant":
             own["tokens_per_answer"] = 9
         if self.correction:
@@ -129,6 +131,7 @@ def possible_rows():
             row.plan == "spanning" and (row.kind == "sequence" or "fsdp" not in row.layout),
             row.plan == "output apart" and row.layout not in ("fsdp-2", "fsdp-4", "hsdp-2x2"),
             row.layout == "tp-2" and row.model == "lora",
+            row.advantage == "teacher" and row.reference == "model" and row.model == "lora",  # which is the student
             row.reference == "file" and not row.needs_reference,
         ]
         if not any(refused):
@@ -147,6 +150,7 @@ FAST = [
     Row("one", "packed", "reinforce", "prompts", "k1", advantage="leave_one_out", model="lora"),
     Row("one", "cut", "clipped", "prompts", "k2", "start", epochs=2),
     Row("fsdp-2", "packed", "clipped", "answers", "k2", "start", "mask"),
+    Row("fsdp-2", "packed", "clipped", "tokens", dual=1.2),
     Row("fsdp-2", "padded", "sequence", "tokens", advantage="given"),
     Row("fsdp-2", "spanning", "cispo", "prompts", "k2", model="lora"),
     Row("fsdp-2", "cut", "reinforce", "constant", advantage="teacher"),
@@ -157,11 +161,17 @@ FAST = [
 ROWS = covering_array(FAST, list(possible_rows()), items_of)
 
 
+def groups_of(row):
+    """Returns the groups of a training; a ratio of answers needs whole ones."""
+    groups = policies.make_groups()
+    return policies.of_whole_answers(groups) if row.kind == "sequence" else groups
+
+
 def case_of(row, weights_folder, folder):
     """Returns arguments of :func:`run_row`."""
-    path = folder / f"{row.advantage}_{row.has_given_reference}.jsonl"
+    path = folder / f"{row.advantage}_{row.has_given_reference}_{row.kind}.jsonl"
     given = {"advantage": row.advantage == "given", "ref_logprobs": row.has_given_reference}
-    policies.write(path, policies.make_groups(), [key for key, is_given in given.items() if not is_given])
+    policies.write(path, groups_of(row), [key for key, is_given in given.items() if not is_given])
     changes = {
         "model": MODELS[row.model],
         "dataset": {
@@ -190,7 +200,7 @@ def case_of(row, weights_folder, folder):
 @cache
 def expected_steps(row):
     """Returns metrics and gradients of each update step, answer by answer."""
-    groups, steps = policies.make_groups(), []
+    groups, steps = groups_of(row), []
     with tiny.float64_throughout():
         if row.model == "lora":
             model, reference = tiny.adapted_model(MODELS["lora"]).double(), tiny.merged_model(MODELS["lora"])

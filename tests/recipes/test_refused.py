@@ -170,6 +170,8 @@ REFUSED = {
     (DINO, "max_ranks_per_row=2"): "max_ranks_per_row=2: all images have the same number of tokens, .* remove the key",
     (DINO, "max_tokens_per_microbatch=64"): "max_tokens_per_microbatch=64: all images have .* remove the key",
     (DINO, "microbatching=packed"): "microbatching=packed: all images have the same number of tokens, .* remove the key",
+    (DINO, "custom_sharded_layers=[tok_embeddings,output]"): "- custom_sharded_layers=output: the loss calls .* take it out",
+    (DINO, "custom_sharded_layers=[output.dino.prototypes]"): "custom_sharded_layers=output.dino.prototypes: the loss",
     (DINO, "dataset={_component_: tiny.samples_dataset, tokenizer: null}"): "dataset: .*labels.* and no image; set it to a dataset of",
     # ---- Crops, masks and what is compared
     (DINO, "transform.std=[0.9]"): r"checkpointer.image_std=\[0.4\]: .* transform.std=\[0.9\]; set it to \$\{transform.std\}",

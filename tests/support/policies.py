@@ -59,6 +59,11 @@ def make_groups(num_groups=NUM_GROUPS, seed=0):
     return groups
 
 
+def of_whole_answers(groups):
+    """Returns groups without parts of answers but the first."""
+    return [[{k: v for k, v in parts[0].items() if k != "rollout"} for parts in by_answer(rows)] for rows in groups]
+
+
 def write(path, groups, leave_out=("ref_logprobs", "advantage")):
     """Writes a file of one answer a line, without some keys."""
     rows = [{key: value for key, value in row.items() if key not in leave_out} for group in groups for row in group]
@@ -139,7 +144,11 @@ def terms_of(row, advantage, log_probs, old, sampled, reference, loss):
         term = -advantage * log_probs
     else:
         term = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        if loss.get("clip_dual"):  # as verl writes it
+            term = torch.where(advantage < 0, term.minimum(-loss["clip_dual"] * advantage), term)
     found = {"ratio": ratio}
+    if loss.get("clip_dual"):
+        found["clipped_dual"] = (ratio > loss["clip_dual"]) & (advantage < 0)
     if low is not None:
         found["clipped_low"] = (ratio < 1 - low) & (advantage < 0)
     if high is not None:
@@ -176,14 +185,16 @@ def policy_gradient(model, start, reference, groups, loss, how="mean_std"):
     num_tokens, num_answers = sum(map(sum, sizes)), sum(size > 0 for of_group in sizes for size in of_group)
     num_groups = sum(sum(of_group) > 0 for of_group in sizes)
     total, measured, rewards_of_answers, num_equal = 0.0, [], [], 0
+    num_masked = sum(size == 0 for of_group in sizes for size in of_group if any(of_group))
     for answers, of_group in zip(groups, sizes, strict=True):
         rewards = [parts[0]["reward"] for parts in answers]
         is_equal = len(set(rewards)) == 1
         num_equal += is_equal and sum(of_group) > 0
         for parts, size, reward, of_answer in zip(answers, of_group, rewards, advantages_of(rewards, how), strict=True):
+            if any(of_group):
+                rewards_of_answers.append(reward)
             if not size:
                 continue
-            rewards_of_answers.append(reward)
             weight = {
                 "tokens": 1 / num_tokens,
                 "answers": 1 / (num_answers * size),
@@ -218,5 +229,6 @@ def policy_gradient(model, start, reference, groups, loss, how="mean_std"):
         "equal_groups": num_equal / num_groups,
         "num_groups": num_groups,
         "num_answers": num_answers,
+        "num_masked": num_masked,
         "num_tokens": num_tokens,
     }

@@ -3,7 +3,7 @@
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from recipe_utils.text.conversations.file_rows import Texts, conversation_of, name_unread, name_unread_of_first
+from recipe_utils.text.conversations.file_rows import Texts, conversation_of, judge_unread, name_unread_of_first
 from recipe_utils.text.conversations.files import temporary_file
 from recipe_utils.text.conversations.messages import Conversation
 from recipe_utils.text.conversations.paths import PathRows
@@ -33,6 +33,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         split_turns: makes one sample of each assistant turn, whose history is not trained. ``shared``:
             one of each conversation, whose turns compute common beginnings once.
         split, validation_fraction: take the rows of one side, see :class:`.PathRows`.
+        ignored_keys: keys of rows, turns and calls that are dropped, and would be refused for their form otherwise.
 
     Raises:
         ValueError: another tokenizer, another value of ``split_turns`` or ``split``, or a file of another format.
@@ -46,13 +47,14 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         split_turns: bool | str = False,
         split: str | None = None,
         validation_fraction: float | None = None,
+        ignored_keys: Sequence[str] = (),
     ) -> None:
         if not isinstance(tokenizer, FolderTokenizer):
             raise ValueError("dataset: set tokenizer to a folder_tokenizer, which takes tool calls")
         if split_turns not in (True, False, "shared"):
             raise ValueError(f"dataset.split_turns={split_turns}: set it to True, False or shared")
         self._has_sequences = split_turns == "shared"
-        self._tokenizer = tokenizer
+        self._tokenizer, self._ignored = tokenizer, ignored_keys
         self._rows = rows = PathRows(path, split, validation_fraction)
         name_unread_of_first(self, rows, self._unread_of)
         # Row, and number of messages, of each sample.
@@ -85,17 +87,18 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         with self._rows.naming(index):
             row = self._read(index)
             sample = self._of_texts(row) if isinstance(row, Texts) else self._of_messages(row, end)
-        name_unread(self, f"{self._rows.path}", row.unread)
+            masks = (np.equal(each["labels"], IGNORE_INDEX) for each in sample.get("sequences", [sample]))
+            judge_unread(self, f"{self._rows.path}", row.unread, masks, *_num_turns(row))
         return sample
 
-    def _unread_of(self, index: int) -> list[str]:
+    def _unread_of(self, index: int) -> Iterable[str]:
         row = self._read(index)
         if index == 0 and isinstance(row, Conversation):
             self._tokenizer.tokenize(row)  # finds the keys of turns that the template does not print
         return row.unread
 
     def _read(self, index: int) -> Conversation | Texts:
-        return conversation_of(self._rows[index], self._tokenizer.template_variables)
+        return conversation_of(self._rows[index], self._tokenizer.template_variables, self._ignored)
 
     def _of_texts(self, row: Texts) -> dict[str, Any]:
         (sample,) = (_sample(*each) for each in tokenize_texts(self._tokenizer, row))
@@ -148,6 +151,11 @@ def _sample(tokens: Any, mask: Any) -> dict[str, Any]:
 
 _ALL = 0
 """Number of messages of a sample that is not cut."""
+
+
+def _num_turns(row: Conversation | Texts) -> tuple[int, ...]:
+    """Returns the numbers of turns, and of those of the assistant."""
+    return () if isinstance(row, Texts) else (len(row.chat), sum(turn["role"] == "assistant" for turn in row.chat))
 
 
 def _ends_of_turns(row: Conversation | Texts) -> list[int]:
@@ -234,6 +242,6 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
         others = [key for key, value in row.items() if key != self._column and (value or value == 0)]
         if lost := [key for key in others if key in ("weight", "weights", "loss_weight")]:
             raise SampleError(f"{lost[0]}={row[lost[0]]}: it would be lost; set dataset.loss_weight, or remove it")
-        name_unread(self, f"{self._rows.path}", others)
         tokens: list[int] = self._tokenizer.encode(text=text, add_bos=True, add_eos=self._add_eos)
+        judge_unread(self, f"{self._rows.path}", {key: row[key] for key in others}, [], len(tokens))
         return tokens

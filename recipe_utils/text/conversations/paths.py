@@ -84,15 +84,24 @@ class PathRows:
         file, index = self._place(index)
         return file[index]
 
+    def file_of(self, index: int) -> int:
+        """Returns the place of a row's file among the files."""
+        return self._files.index(self._place(index)[0])
+
     @contextmanager
     def naming(self, index: int) -> Iterator[None]:
         """Raises any error of what is done with a row as a SampleError with its name."""
-        file, index = self._place(index)  # an IndexError ends an iteration
+        self._place(index)  # an IndexError ends an iteration
         try:
             yield
         except Exception as error:  # any: a row may have any form
             kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
-            raise SampleError(f"{file.name_of(index)}: {kind}{error}") from None
+            raise SampleError(f"{self.name_of(index)}: {kind}{error}") from None
+
+    def name_of(self, index: int) -> str:
+        """Returns the name of a row, such as ``line 2 of a.jsonl``."""
+        file, index = self._place(index)
+        return file.name_of(index)
 
     def _place(self, index: int) -> tuple[FileRows, int]:
         """Returns the file of a row, and the row's index in it."""

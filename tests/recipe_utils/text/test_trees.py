@@ -34,9 +34,9 @@ def sequence(tokens, are_targets):
 def targets_of(sequences):
     """Returns each target with the tokens before it, and how often it occurs."""
     return Counter(
-        (tuple(each.tokens[:i].tolist()), int(each.labels[i]))
+        (tuple(each.tokens[: i + 1].tolist()), int(each.labels[i]))
         for each in sequences
-        for i in range(1, len(each.tokens))
+        for i in range(len(each.tokens))
         if each.labels[i] != IGNORE
     )
 
@@ -86,7 +86,7 @@ def test_columns_values_owners_and_ends_are_those_of_the_sequences(drawn, max_to
     expected = sorted(
         (int(s.labels[i]), s.columns["number"][i], number, len(s.tokens) - 1, int(s.tokens[-1]))
         for number, s in enumerate(sequences)
-        for i in range(1, len(s.tokens))
+        for i in range(len(s.tokens))
         if s.labels[i] != IGNORE
     )
     sample = merge(sequences, max_tokens, IGNORE)
