@@ -32,6 +32,7 @@ _OF_PAIRS = Declaration(
     of_samples=("pairs", "chosen_tokens", "common_tokens", "fingerprint"),
     divisor="pairs",
     totals=("pairs", "chosen_tokens"),
+    couples_sequences=True,
 )
 """Values of a pair's answers, see :func:`pair_as_group`."""
 
@@ -146,8 +147,7 @@ def pair_collator(
     collator = text_collator(
         *(settings, tokenizer, IGNORE_INDEX, limits, True, _OF_PAIRS, shares),
         trees=("prefix_sharing=True", "set prefix_sharing=False") if shares else None,
-        pads_sequences=True,
     )
     as_group = partial(pair_as_group, shares=shares)
-    made = replace(collator.reader, bounds=collator.reader.bounds._replace(num_rows=2), as_group=as_group)
-    return replace(collator, reader=replace(made, is_whole=True, shares=shares))
+    bounds = collator.reader.bounds._replace(num_rows=2)
+    return replace(collator, reader=replace(collator.reader, bounds=bounds, as_group=as_group, shares=shares))

@@ -53,7 +53,7 @@ class TextReader:
     as_group: Callable[[Sample, str], Mapping[str, Sample]] | None = None
     """Returns the sequences of a sample in another form by name, such as those of a pair. Their value ``common_tokens`` is the
     number of targets that the first one has for all of them."""
-    is_whole: bool = False
+    couples_sequences: bool = False
     """The sequences of a sample are in one microbatch, however long they are."""
     has_fingerprints: bool = False
     """Sequences have the value ``fingerprint`` [2] of their tokens, labels and temperatures, by which a cache finds them."""
@@ -123,7 +123,7 @@ class TextReader:
         if not kept:
             raise SkippedSampleError(f"{name}: none of its sequences has a target")
         most: int | None = self.bounds.of_tree
-        if self.is_whole and self.bounds.settings.is_packed:
+        if self.couples_sequences and self.bounds.settings.is_packed:
             most = None if self.shares else 1
         sample = merge(kept, most, self.ignore_index)._replace(name=name)
         if len(sample.documents) > 1 and self.bounds.settings.max_ranks_per_row > 1:
@@ -156,7 +156,7 @@ class TextReader:
         before it packs; all others to ``max_seq_len``.
         """
         if sample.num_shared:
-            yield from self._remarks_on_answers(sample)
+            yield from self._remarks_on_group(sample)
             return
         most, tokens = self.bounds.max_seq_len or 0, sample.tokens
         # Last tokens that should end a text: of a sample cut by torchtune, and of each document of a packed row.
@@ -184,8 +184,10 @@ class TextReader:
             other["labels"][places] = first["labels"][places]
         return made
 
-    def _remarks_on_answers(self, sample: TextSample) -> Iterator[str]:
-        """Yields a text if an answer of a pair is probably truncated, or its answers are not to one prompt."""
+    def _remarks_on_group(self, sample: TextSample) -> Iterator[str]:
+        """Yields a text if a group is cut, an answer of a pair is probably truncated, or they are not to one prompt."""
+        if self.bounds.settings.is_packed and len(sample.num_shared) > 1 and not self.couples_sequences:
+            yield f"more than {self.bounds.of_tree} positions, cut into several microbatches"
         if self.as_group is None:
             return
         sequences = self._answers_of(sample)
