@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from recipe_utils.data.collators import text_collator
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.policy.policy_losses import PolicyLoss
-from recipe_utils.policy.rollouts import WholeAnswers, WithoutEqualGroups
+from recipe_utils.policy.rollouts import OF_REWARDS, WholeAnswers, WithoutEqualGroups
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.limits import ModelLimits
@@ -62,8 +62,15 @@ def group_collator(
 
 
 def _without_effect(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> Iterator[Problem]:
-    """Yields a correction of a file without log-probabilities, and a teacher that is the student."""
+    """Yields a correction of a file without log-probabilities, a teacher that is the student, and what no sampler writes."""
     given = [each for dataset in datasets if dataset is not None for each in sources_of(dataset)]
+    sampler, advantages = built.cfg.get("sampler"), {getattr(each, "advantage", "") for each in sources_of(datasets[0])}
+    if sampler is not None and "given" in advantages:
+        text = "a sampler writes rewards and no advantages; set mean_std, or take sampler out"
+        yield Problem("dataset.advantage", text, "given")
+    if sampler is not None and sampler.get("group_size") == 1 and advantages & OF_REWARDS.keys():
+        text = f"one answer has nothing to compare it with (dataset.advantage={min(advantages)}); set it to 2 or more"
+        yield Problem("sampler.group_size", text, 1)
     # Of a dataset of one's own without ``has`` nothing is known.
     if loss_fn.correction is not None and any(
         "logprobs" not in (getattr(each, "has", None) or {"logprobs"}) for each in given
