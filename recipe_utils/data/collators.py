@@ -20,7 +20,7 @@ def text_collator(
     has_trees: bool = False,
     declared: Declaration = NOTHING_DECLARED,
     shares_beginnings: bool = True,
-    trees: tuple[str, str] = ("split_turns=shared", "set dataset.split_turns=True"),
+    trees: tuple[str, str] | None = ("split_turns=shared", "set dataset.split_turns=True"),
     pads_sequences: bool = False,
 ) -> RowCollator:
     """Returns the collator of text, whose update steps count target tokens.
@@ -34,7 +34,8 @@ def text_collator(
         declared: columns and values of samples that a loss takes.
         shares_beginnings: samples of a packed row that begin alike may become one tree. False for objectives that take
             other positions than targets, such as noise by sample: a position that is shared exists once.
-        trees: the ``key=value`` that makes trees and what to set instead, for errors.
+        trees: the ``key=value`` that makes trees and what to set instead, for errors; None if
+            sequences stay apart.
         pads_sequences: without ``packed``, each sequence of a sample is a row; otherwise this is an error.
 
     Raises:

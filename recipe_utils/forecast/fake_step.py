@@ -34,10 +34,10 @@ from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, sin
 from recipe_utils.parallel.fsdp import gradient_sync, local
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.policy.policy_losses import PolicyLoss
-from recipe_utils.policy.round_start import returning_log_probs
 from recipe_utils.preference.pair_losses import PreferenceSettings
 from recipe_utils.preference.pair_losses import build_loss as build_pair_loss
 from recipe_utils.preference.pairs import PairSettings, pair_collator
+from recipe_utils.reference.source import returning_log_probs
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.torchtune_names import instantiate
@@ -92,7 +92,7 @@ class FakeTraining:
         modules, frozen_loss = settings.model.without_gradients(), None
         if self._is_of_pairs:
             loss_fn: Any = build_pair_loss(cfg, settings.objective.tokens_per_chunk)
-            frozen_loss = loss_fn if getattr(loss_fn.loss_fn, "needs_reference", True) else None
+            frozen_loss = loss_fn if loss_fn.needs_reference else None
         else:
             loss_fn = build_distillation_loss(cfg, settings.teacher.kd_ratio if self._has_teacher else 0)
             frozen_loss = LinearLogProbs() if getattr(loss_fn, "has_kl", False) else None

@@ -6,7 +6,7 @@ Example: a file without log-probabilities, of 4 update steps, needs the policy a
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from recipe_utils.policy.rollouts import OF_REWARDS, WholeAnswers, WithoutEqualG
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.trees import makes_trees
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.log import Reported
 from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.objective import Declaration
+from recipe_utils.update_steps.samples import facts_of
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -56,30 +56,41 @@ def group_collator(
         raise ConfigError(*problems)
     settings, tokenizer = built.settings.data, built.tokenizer
     trees = "dataset", "set microbatching=least_padding, where each answer is a row with its prompt"
-    has_trees = any(map(makes_trees, datasets))
+    has_trees = any(facts_of(each).has_sequences for each in datasets)
     ignored = loss_fn.ignore_index
-    return text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees, pads_sequences=True)
+    collator = text_collator(
+        settings, tokenizer, ignored, limits, has_trees, declared, trees=trees, pads_sequences=True
+    )
+    return replace(collator, reader=replace(collator.reader, has_fingerprints=True))
 
 
 def _without_effect(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> Iterator[Problem]:
     """Yields a correction of a file without log-probabilities, a teacher that is the student, and what no sampler writes."""
-    given = [each for dataset in datasets if dataset is not None for each in sources_of(dataset)]
-    sampler, advantages = built.cfg.get("sampler"), {getattr(each, "advantage", "") for each in sources_of(datasets[0])}
+    given, data = [facts_of(dataset) for dataset in datasets if dataset is not None], built.settings.data
+    if built.cfg.get("reference") == "cached" and (data.max_ranks_per_row > 1 or any(f.comes_later for f in given)):
+        text = "is filled before training, with whole answers of all epochs, and rounds come later"
+        if data.max_ranks_per_row > 1:
+            text = "has whole answers, of which a rank has a share; remove max_ranks_per_row"
+        yield Problem("reference", f"a cache {text}; or set live or offload", "cached")
+    sampler, advantages = (
+        built.cfg.get("sampler"),
+        {rounds.advantage for facts in given for rounds in facts.comes_later},
+    )
     if sampler is not None and "given" in advantages:
         text = "a sampler writes rewards and no advantages; set mean_std, or take sampler out"
         yield Problem("dataset.advantage", text, "given")
     if sampler is not None and sampler.get("group_size") == 1 and advantages & OF_REWARDS.keys():
         text = f"one answer has nothing to compare it with (dataset.advantage={min(advantages)}); set it to 2 or more"
         yield Problem("sampler.group_size", text, 1)
-    # Of a dataset of one's own without ``has`` nothing is known.
+    # Of a dataset of one's own without facts nothing is known.
     if loss_fn.correction is not None and any(
-        "logprobs" not in (getattr(each, "has", None) or {"logprobs"}) for each in given
+        "logprobs" not in facts.fields and (facts.content or facts.fields) for facts in given
     ):
         text = (
             "the dataset has no logprobs, so there is no other sampler to correct; write them, or take correction out"
         )
         yield Problem("loss.correction", text, loss_fn.correction)
-    if not any(getattr(each, "advantage", "") == "teacher" and not _has(each, "ref_logprobs") for each in given):
+    if not any(facts.needs_reference and "ref_logprobs" not in facts.fields for facts in given):
         return
     instead, own = "write the teacher's ref_logprobs", built.cfg.checkpointer
     has_adapters = bool(find_adapters(built.meta_model).modules)
@@ -118,14 +129,14 @@ def without_equal_groups(datasets: tuple[Any, Any], loss_fn: PolicyLoss) -> tupl
 
 def needs_reference(loss_fn: PolicyLoss, *datasets: Any) -> bool:
     """Returns True if the loss takes log-probabilities of a reference that a file does not have."""
-    given = [each for dataset in datasets if dataset is not None for each in sources_of(dataset)]
-    takes = loss_fn.has_kl or any(getattr(each, "advantage", "") == "teacher" for each in given)
-    return takes and not all(_has(each, "ref_logprobs") for each in given)
+    given = [facts_of(dataset) for dataset in datasets if dataset is not None]
+    takes = loss_fn.has_kl or any(facts.needs_reference for facts in given)
+    return takes and not all("ref_logprobs" in facts.fields for facts in given)
 
 
 def needs_start(loss_fn: PolicyLoss, loader: UpdateStepLoader) -> bool:
     """Returns True if a ratio is to the policy at the start of a round, in update steps after the first one."""
-    has_logprobs = all(_has(each, "logprobs") for each in sources_of(loader.dataset.dataset))
+    has_logprobs = "logprobs" in facts_of(loader.dataset.dataset).fields
     return loader.order.num_steps(0) > 1 and (loss_fn.old == "start" or not has_logprobs)
 
 
@@ -141,18 +152,3 @@ def counts_of(step: UpdateStep) -> dict[str, float | None]:
         "mean_reward": totals["rewards"] / (num_answers + num_masked) if num_answers and has_rewards else None,
         "equal_groups": round(totals["equal_groups"]) / num_groups if num_groups and has_rewards else None,
     }
-
-
-def sources_of(dataset: Any) -> Iterator[Any]:
-    """Yields the datasets that a dataset consists of or transforms."""
-    inner = getattr(dataset, "_datasets", None) or [getattr(dataset, "dataset", None)]
-    if inner == [None]:
-        yield dataset
-    for each in filter(None.__ne__, inner):
-        yield from sources_of(each)
-
-
-def _has(dataset: Any, field: str) -> bool:
-    with suppress(AttributeError):  # of a dataset of one's own
-        return field in dataset.has
-    return False

@@ -101,6 +101,7 @@ class PolicyLoss(LinearLogProbs):
     """
 
     splits_backward = True
+    returns_sums = False
     totals: ClassVar = ("answer_tokens", "answers", "groups", "rewards", "equal_groups", "masked", "measured")
     """Tokens, answers, groups, rewards, groups of equal rewards and answers without a trained token of an update step,
     and tokens that are computed."""
@@ -257,7 +258,9 @@ class PolicyLoss(LinearLogProbs):
             old = torch.full_like(old, torch.nan)
         if "old" in targets.outputs:
             old = torch.where(old.isnan(), targets.outputs["old"].to(dtype), old)
-        reference = targets.outputs.get("reference", values["ref_logprobs"]).to(dtype)
+        reference = values["ref_logprobs"]
+        if "reference" in targets.outputs:
+            reference = torch.where(reference.isnan(), targets.outputs["reference"].to(dtype), reference)
         advantages = values["advantages"]
         if "teacher" not in targets.defaults:
             # On-policy distillation: zero, not NaN, for tokens without a teacher.

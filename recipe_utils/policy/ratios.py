@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipe_utils.policy.objective import sources_of
 from recipe_utils.policy.policy_losses import MAX_EXPONENT, PolicyLoss, Seen
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
-from recipe_utils.update_steps.samples import unread
+from recipe_utils.update_steps.samples import facts_of, unread
 from recipe_utils.update_steps.step import UpdateStep
 
 _TOLERANCE = 0.05
@@ -44,7 +43,7 @@ class Ratios(Part):
     def begin(self, epoch: int) -> None:
         """Reads the last update step of the epoch before, while its samples can be read."""
         self._read()
-        has_rounds = any(hasattr(each, "comes_later") for each in sources_of(self._loader.dataset.dataset))
+        has_rounds = bool(facts_of(self._loader.dataset.dataset).comes_later)
         is_sampled = epoch == 0 or has_rounds
         self._follows_sampling = is_sampled and self._run.state.samples_consumed == 0
 

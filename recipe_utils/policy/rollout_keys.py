@@ -1,13 +1,58 @@
-"""Keys of rollouts in files as tools write them: each is used, known as harmless, or named as not read.
+"""Keys of rollouts in files as tools write them: each is used, known as harmless, judged by its form, or refused.
 
 Example: ``{"group_index": 3, "tokens": [1, 7, 9, 4, 2], "response_length": 2, "rollout_log_probs": [-0.1, -2.3], "reward": 1.0,
-"status": "completed"}``, as slime writes it, has the answer 4 2 to the prompt 1 7 9 in group 3; ``status`` is
-``finish_reason`` under another name. ``python -m recipe_utils.policy.rollout_keys`` prints the table of the page.
+"status": "completed"}``, as slime writes it, has the answer 4 2 to the prompt 1 7 9 in group 3, which is whole. ``python -m recipe_utils.policy.rollout_keys`` prints the table of the page.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
-from recipe_utils.text.conversations.schema import MEDIA, Keys, known_as, table_of
+from pydantic import BeforeValidator
+
+from recipe_utils.text.conversations.schema import MEDIA, Keys, known_as, shown, table_of
+from recipe_utils.update_steps.samples import SampleError
+
+_COMPLETE = {
+    "stop", "stopped", "eos", "eos_token", "end_turn", "end_of_turn", "stop_sequence", "stop_token", "stop_word",
+    "complete", "completed", "finish", "finished", "done", "success", "succeeded", "ok", "tool_call", "tool_calls",
+    "tool_use", "function_call",
+}  # fmt: skip
+"""Words of engines for an answer that ended by itself. Any other may be of one that was cut."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """End of an answer, as an engine calls it."""
+
+    is_cut: bool
+    reason: str = field(compare=False)
+
+
+def _ending(value: Any) -> Any:
+    """Returns the ending of an answer, or of each; ``{"type": "length"}`` and ``FinishReason.LENGTH`` are ``length``."""
+    if isinstance(value, list):
+        return [each if each is None else _ending(each) for each in value]
+    word = value.get("type", value.get("reason")) if isinstance(value, Mapping) else value
+    name = word.rsplit(".", 1)[-1].strip().lower().replace("-", "_") if isinstance(word, str) else ""
+    return Ending(name not in _COMPLETE, shown(value))
+
+
+def _stop(value: Any) -> Any:
+    """Returns the same of vLLM's ``stop_reason``, which may be the number of the token that ended the answer."""
+    if isinstance(value, list):
+        return [each if each is None else _stop(each) for each in value]
+    is_token = isinstance(value, int) and not isinstance(value, bool)
+    return Ending(False, shown(value)) if is_token else _ending(value)
+
+
+def _cut(value: Any) -> Any:
+    """Returns the same of a mark of answers that were cut."""
+    if isinstance(value, list):
+        return [each if each is None else _cut(each) for each in value]
+    if value not in (0, 1):
+        raise SampleError("set it to true or false")
+    return Ending(bool(value), shown(value))
 
 
 class Rollout(Keys):
@@ -16,7 +61,7 @@ class Rollout(Keys):
     prompt: Any = known_as("text of the user, or messages; not read beside token ids", "prompt")
     completion: Any = known_as(
         "text of the assistant, or messages; a list of them in a row of a group; not read beside token ids",
-        "completion", "completions", "response", "responses",
+        "completion", "completions", "response", "responses", is_empty=True,
     )  # fmt: skip
     messages: Any = known_as(
         "whole conversation, whose assistant turns are trained unless their `weight` is 0", "messages", "conversation"
@@ -26,25 +71,37 @@ class Rollout(Keys):
     completion_ids: Any = known_as(
         "tokens of the answer, with its stop token if the policy sampled one",
         "completion_ids", "completion_tokens", "completion_token_ids", "response_ids", "response_tokens",
-        "response_token_ids",
+        "response_token_ids", is_empty=True,
     )  # fmt: skip
     tokens: Any = known_as("tokens of prompt and answer", "tokens", "token_ids", "input_ids")
     mask: Any = known_as(
         "1 for each token that the policy sampled, 0 for others, such as outputs of tools: of all tokens, or of the answer",
-        "mask", "loss_mask", "completion_mask", "response_mask",
+        "mask",
+        "loss_mask",
+        "completion_mask",
+        "response_mask",
+        "tool_mask",
+        "env_mask",
+        is_empty=True,
+    )
+    attention_mask: Any = known_as(
+        "0 for each token that is padding, which is removed with all that is beside it: of all tokens, or of the answer",
+        "attention_mask", "attention_masks",
     )  # fmt: skip
     response_length: Any = known_as("number of the last of `tokens` that are the answer", "response_length")
     logprobs: Any = known_as(
         "log-probability of each sampled token in the policy that sampled it",
-        "logprobs", "log_probs", "old_log_probs", "old_logprobs", "rollout_log_probs", "sampling_logprobs",
+        "logprobs", "log_probs", "old_log_probs", "old_logprobs", "rollout_log_probs", "sampling_logprobs", is_empty=True,
     )  # fmt: skip
     ref_logprobs: Any = known_as(
-        "the same in a reference or teacher", "ref_logprobs", "ref_log_probs", "teacher_logprobs", "teacher_log_probs"
-    )
+        "the same in a reference or teacher",
+        "ref_logprobs", "ref_log_probs", "teacher_logprobs", "teacher_log_probs", is_empty=True,
+    )  # fmt: skip
     reward: Any = known_as("a number", "reward", "rewards")
-    advantage: Any = known_as("a number, or one for each token", "advantage", "advantages")
+    advantage: Any = known_as("a number, or one for each token", "advantage", "advantages", is_empty=True)
     group: Any = known_as(
-        "answers to one prompt have equal values; without it, rows that follow each other with equal prompts are a group",
+        "answers to one prompt have equal values in a file; without it, rows that follow each other with equal prompts "
+        "are a group",
         "group", "group_id", "group_index", "prompt_idx",
     )  # fmt: skip
     step: Any = known_as("part of the group's name, if a file has several steps of a training", "step")
@@ -52,10 +109,17 @@ class Rollout(Keys):
     temperature: Any = known_as(
         "divided the sampler's logits (1): a number, or one for each token", "temperature", "temperatures"
     )
-    finish_reason: Any = known_as(
-        "a text that was cut (`length`, `truncated`) is refused, because its stop token would be trained",
-        "finish_reason", "status",
+    finish_reason: Annotated[Any, BeforeValidator(_ending)] = known_as(
+        "a text that is not known as complete (`stop`, `eos`, `end_turn`, `completed`, `tool_calls`, ...) is refused, because "
+        "its stop token would be trained", "finish_reason", "finish_reasons",
     )  # fmt: skip
+    status: Annotated[Any, BeforeValidator(_ending)] = known_as("the same", "status", "statuses")
+    stop_reason: Annotated[Any, BeforeValidator(_stop)] = known_as(
+        "the same, without a `finish_reason`; or the token that ended the answer", "stop_reason", "stop_reasons"
+    )
+    truncated: Annotated[Any, BeforeValidator(_cut)] = known_as(
+        "true if a text was cut, which is refused", "truncated", "is_truncated", "aborted"
+    )
     policy_version: Any = known_as("harmless", "policy_version", "policy_versions")
     model_input: Any = known_as("Tinker's tokens but the last", "model_input")
     loss_fn_inputs: Any = known_as(

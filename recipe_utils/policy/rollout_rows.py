@@ -10,7 +10,7 @@ answer whose token 4 is the output of a tool::
 Shapes: t tokens, of which c are the answer's and n are trained.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,18 +19,17 @@ import numpy as np
 from recipe_utils.policy.rollout_keys import Rollout
 from recipe_utils.text.conversations.file_rows import turns_of
 from recipe_utils.text.conversations.messages import Conversation, read_tools
-from recipe_utils.text.conversations.schema import shown
+from recipe_utils.text.conversations.schema import shown, without_keys
 from recipe_utils.text.torchtune_messages import tokenize_conversation
 from recipe_utils.update_steps.samples import SampleError, whole_numbers
 
 _OF_ANSWERS = (
-    "completion", "completion_ids", "tokens", "mask", "response_length", "logprobs", "ref_logprobs", "reward", "advantage",
-    "rollout", "temperature", "finish_reason",
+    "completion", "completion_ids", "tokens", "mask", "attention_mask", "response_length", "logprobs", "ref_logprobs",
+    "reward", "advantage", "rollout", "temperature", "finish_reason", "status", "stop_reason", "truncated",
 )  # fmt: skip
 """Keys of which a row of a group has a list with a value for each answer."""
 _BESIDE = ("logprobs", "ref_logprobs", "temperature", "advantage")
 """Keys of numbers beside tokens."""
-_CUT = ("length", "truncated")
 _ROUNDING = 1e-3
 """A log-probability may be above 0 by as much."""
 
@@ -43,6 +42,10 @@ class Answer:
     """[t] int64: prompt and answer."""
     mask: np.ndarray
     """[t] bool: True for tokens that are trained."""
+    num_prompt: int
+    """Number of tokens before the answer."""
+    knows_prompt: bool = True
+    """False if the row does not tell where the answer begins; they are then those before the first trained one."""
     beside: Mapping[str, np.ndarray] = field(default_factory=dict)
     """[t] fp64 each, 0 beside tokens that are not trained: ``logprobs``, ``ref_logprobs``, ``temperature``, ``advantage``."""
     reward: float | None = None
@@ -55,10 +58,14 @@ class Answer:
         return int(self.mask.sum())
 
 
-def read_rollout(row: Any) -> Rollout:
-    """Returns the keys of a row; raises SampleError for a row that is no object, and for content that would be lost."""
+def read_rollout(row: Any, ignored: Collection[str] = ()) -> Rollout:
+    """Returns the keys of a row but for ``ignored`` ones.
+
+    Raises SampleError for a row that is no object, and for content that would be lost.
+    """
     if not isinstance(row, Mapping):
         raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
+    row = without_keys(row, ignored)
     return Rollout.of(_unshifted(row) if "loss_fn_inputs" in row else row)
 
 
@@ -88,8 +95,9 @@ def answers_of_rollout(keys: Rollout, tokenizer: Any, truncates: bool = False) -
     answers = []
     for index in range(max(sizes.values())):
         of_answer = {name: values[index] for name, values in lists.items() if values[index] is not None}
-        if lacking := [keys.used[name] for name in (*_BESIDE, "reward") if name in lists.keys() - of_answer.keys()]:
-            raise SampleError(f"answer {index}: the group is not whole: its {lacking[0]} is null; write it")
+        if lacking := [name for name in (*_BESIDE, "reward") if name in lists.keys() - of_answer.keys()]:
+            remedy = "remove the answer, or score it" if lacking == ["reward"] else "write it"
+            raise SampleError(f"answer {index}: the group is not whole: its {keys.used[lacking[0]]} is null; {remedy}")
         try:
             answers.append(_answer_of({**given, **of_answer}, keys.used, tokenizer, truncates))
         except SampleError as error:
@@ -100,8 +108,16 @@ def answers_of_rollout(keys: Rollout, tokenizer: Any, truncates: bool = False) -
 def _answer_of(given: Mapping[str, Any], names: Mapping[str, str], tokenizer: Any, truncates: bool) -> Answer:
     """Returns one answer of values by field; ``names`` are the keys of the file."""
     tokens, num_prompt, mask = _tokens_of(given, names, tokenizer)
-    answer = Answer(tokens, _mask_of(given, names, tokens, num_prompt, mask))
-    if answer.mask[:1].any():
+    knows_prompt = num_prompt > 0 and "messages" not in given and (mask is None or bool(mask.any()))
+    mask = _mask_of(given, names, tokens, num_prompt, mask)
+    # Padding is no token of the answer; it is removed once all that stands beside tokens is read.
+    is_token = np.ones(len(tokens), dtype=bool)
+    if "attention_mask" in given:
+        numbers = _zeros_and_ones(given["attention_mask"], names["attention_mask"], len(tokens), num_prompt)
+        is_token[len(tokens) - len(numbers) :] = numbers == 1
+    first = num_prompt if knows_prompt else int(mask.argmax())
+    answer = Answer(tokens, mask & is_token, int(is_token[:first].sum()), knows_prompt)
+    if answer.mask[is_token][:1].any():
         text = "the first token is trained, and no token before it predicts it; write a prompt, or set its mask to 0"
         raise SampleError(text)
     # Numbers beside tokens, of whatever part of the tokens the file has them.
@@ -109,6 +125,9 @@ def _answer_of(given: Mapping[str, Any], names: Mapping[str, str], tokenizer: An
     reward = given.get("reward")
     if reward is not None and (not isinstance(reward, int | float) or not np.isfinite(reward)):
         raise SampleError(f"{names['reward']}={shown(reward)}: set it to a finite number")
+    if not is_token.all():
+        beside = {name: numbers[is_token] for name, numbers in beside.items()}
+        answer = replace(answer, tokens=tokens[is_token], mask=answer.mask[is_token])
     answer = replace(
         answer, beside=beside, reward=None if reward is None else float(reward), rollout=given.get("rollout")
     )
@@ -124,12 +143,10 @@ def _tokens_of(
     """Returns tokens [t], the number of the prompt's, and of texts the mask [t]; of ids it is a key."""
     if "tokens" in given:
         tokens = whole_numbers(given, "tokens", names["tokens"])
-        length = given.get("response_length")
-        num_answer = length if isinstance(length, int) else len(_list(given.get("completion_ids")))
-        if not num_answer:
-            num_prompt = len(_list(given.get("prompt_ids")))
-            num_answer = len(tokens) - num_prompt if num_prompt or "mask" in given else 0
-        if not 0 < num_answer <= len(tokens):
+        num_answer = given.get("response_length", len(given["completion_ids"]) if "completion_ids" in given else None)
+        if num_answer is None and ("prompt_ids" in given or "mask" in given):
+            num_answer = len(tokens) - len(given.get("prompt_ids", ()))
+        if not isinstance(num_answer, int) or not 0 <= num_answer <= len(tokens):
             text = f"which of its {len(tokens)} {names['tokens']} are the answer is unknown; write mask"
             raise SampleError(f"{text}, or prompt_ids and completion_ids")
         return tokens, len(tokens) - num_answer, None
@@ -146,9 +163,13 @@ def _tokens_of(
             f"{problem} (of the keys of rollouts: {found}); write prompt_ids and completion_ids, or texts"
         )
     # Texts: the chat template's tokens, of which those of the answer are trained, with its stop token.
-    if (reason := given.get("finish_reason")) in _CUT:
-        text = "its text was cut, and its stop token would be trained; write token ids, or remove it"
-        raise SampleError(f"{names['finish_reason']}={reason}: {text}")
+    for key in ("finish_reason", "status", "truncated", *(["stop_reason"] if "finish_reason" not in given else [])):
+        ends = given.get(key, [])
+        if cut := [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None and end.is_cut]:
+            text = (
+                "its text is not known as complete, and its stop token would be trained; write token ids, or remove it"
+            )
+            raise SampleError(f"{names[key]}={cut[0].reason}: {text}")
     if "messages" in given:
         chat, weights = turns_of(given["messages"], "user", names["messages"])
     else:
@@ -167,16 +188,21 @@ def _mask_of(
     num_tokens = len(tokens)
     if "mask" not in given:
         return np.arange(num_tokens) >= num_prompt if mask is None else mask
-    key = names["mask"]
-    numbers = _numbers(given["mask"], key)
+    numbers = _zeros_and_ones(given["mask"], names["mask"], num_tokens, num_prompt)
+    sampled = np.zeros(num_tokens, dtype=bool)
+    sampled[num_tokens - len(numbers) :] = numbers == 1
+    return sampled
+
+
+def _zeros_and_ones(values: Any, key: str, num_tokens: int, num_prompt: int) -> np.ndarray:
+    """Returns a mask of all tokens, or of the answer, as fp64."""
+    numbers = _numbers(values, key)
     if len(numbers) not in (num_tokens, num_tokens - num_prompt):
         text = f"{len(numbers)} {key} for {num_tokens} tokens, {num_tokens - num_prompt} of them the answer's"
         raise SampleError(f"{text}; write one for each token of either")
     if not np.isin(numbers, (0, 1)).all():
         raise SampleError(f"{key} contains {numbers[~np.isin(numbers, (0, 1))][0]:g}; set each to 0 or 1")
-    sampled = np.zeros(num_tokens, dtype=bool)
-    sampled[-len(numbers) :] = numbers == 1
-    return sampled
+    return numbers
 
 
 def _fitted(answer: Answer, most: int | None, truncates: bool) -> Answer:
@@ -281,10 +307,6 @@ def _data(value: Any) -> list[Any]:
         if "chunks" in value:
             return [token for chunk in value["chunks"] for token in chunk["tokens"]]
         value = value.get("data")
-    return _list(value)
-
-
-def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
@@ -294,6 +316,6 @@ def _numbers(values: Sequence[Any], key: str) -> np.ndarray:
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
         raise SampleError(f"{key}={shown(values)}: it is no list of numbers") from None
-    if numbers.ndim != 1:
+    if numbers.ndim != 1 or any(isinstance(value, str) for value in values):
         raise SampleError(f"{key}={shown(values)}: it is no list of numbers")
     return numbers

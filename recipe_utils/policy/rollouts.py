@@ -17,7 +17,7 @@ so that whatever divides the loss is known before the first forward, over all ra
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,10 +26,10 @@ from torch.utils.data import Dataset
 
 from recipe_utils.policy.rollout_keys import Rollout
 from recipe_utils.policy.rollout_rows import Answer, answers_of_rollout, is_group, read_rollout
-from recipe_utils.text.conversations.file_rows import name_unread, name_unread_of_first
+from recipe_utils.text.conversations.file_rows import judge_unread, name_unread_of_first
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.torchtune_names import IGNORE_INDEX
-from recipe_utils.update_steps.samples import SampleError, UnusedError
+from recipe_utils.update_steps.samples import Facts, SampleError, UnusedError
 
 # ---- Advantages of a group's answers, from their rewards -------------------------------------------
 
@@ -74,6 +74,8 @@ ADVANTAGES = ("given", *OF_REWARDS, "teacher")
 
 _COLUMNS = {"logprobs": "logprobs", "ref_logprobs": "ref_logprobs", "temperature": "temperatures"}
 """Key of rows -> column."""
+FIELDS = ("logprobs", "ref_logprobs", "reward")
+"""What all rows have or none, because it decides which models a training has beside the policy, and what is logged."""
 
 
 class RolloutDataset(Dataset[dict[str, Any]]):
@@ -81,19 +83,19 @@ class RolloutDataset(Dataset[dict[str, Any]]):
 
     Args:
         tokenizer: tokenizes rows of texts; rows may contain token ids. Its ``max_seq_len`` bounds rollouts.
-        path: file or files of rows, see :class:`.PathRows`. Rows of a group may be anywhere in them.
+        path: file or files of rows, see :class:`.PathRows`. Rows of a group may be anywhere in a file.
         advantage: ``given`` by the file; or computed from the rewards of a group: ``mean``, ``mean_std``,
             ``leave_one_out``, see :data:`OF_REWARDS`; or ``teacher``: per token, log-probability of the
             reference minus that of the sampler (on-policy distillation).
         group_size: number of answers that each group must have; null allows any.
         truncates_answers: cuts answers of too long rollouts at their end; otherwise they are bad samples.
+        fields: which of :data:`FIELDS` all rows have; null: those of the first row.
+        ignored_keys: keys of rows, turns and calls that are dropped, and would be refused for their form otherwise.
 
     Raises:
-        ValueError: another ``advantage``, or a file of another format.
+        ValueError: another ``advantage``, other ``fields`` than in the first row, or a file of another format.
         OSError: ``path`` cannot be read.
     """
-
-    makes_trees = True
 
     def __init__(
         self,
@@ -102,41 +104,53 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         advantage: str = "mean_std",
         group_size: int | None = None,
         truncates_answers: bool = False,
+        fields: Iterable[str] | None = None,
+        ignored_keys: Sequence[str] = (),
     ) -> None:
         check_advantage(advantage)
         self._tokenizer, self._rows = tokenizer, PathRows(path)
         self.advantage, self._group_size, self._truncates = advantage, group_size, truncates_answers
+        self._ignored = ignored_keys
         self.content_hash = f"{self._rows.content_hash}, advantage={advantage}"
-        self._groups = [*_groups_of(self._rows)]
-        self.has = fields_of_first(self._rows)
-        """Fields that the first row has, and all others must have: ``logprobs``, ``reward``, ..."""
-        name_unread_of_first(self, self._rows, lambda index: self._unread(read_rollout(self._rows[index])))
+        self._groups = [*_groups_of(self._rows, ignored_keys)]
+        self.fields = fields_of_first(self._rows, ignored_keys)
+        """Those of :data:`FIELDS` that the first row has, and all others must have."""
+        check_fields(self.fields if fields is None else fields, self.fields, path)
+        name_unread_of_first(self, self._rows, lambda index: self._unread(self._read(index)))
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def facts(self) -> Facts:
+        """Returns what its rows have."""
+        return Facts(True, self.fields, self.advantage == "teacher", {"": self.content_hash})
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns ``sequences`` of the answers of a group, with columns; a SampleError names the row.
 
         Beside them are the numbers of their ``answers``, which parts of one have in common, and the names of their ``rows``.
         """
-        rows, answers, unread, names = self._groups[index], list[Answer](), list[str](), list[str]()
+        rows, answers, row_of = self._groups[index], list[Answer](), list[int]()
         for row in rows:
             with self._rows.naming(row):
-                keys = read_rollout(self._rows[row])
-                unread += self._unread(keys)
+                keys = self._read(row)
                 self._check_like_first(keys)
-                answers += answers_of_rollout(keys, self._tokenizer, self._truncates)
-            names += [self._rows.name_of(row)] * (len(answers) - len(names))
+                of_row = answers_of_rollout(keys, self._tokenizer, self._truncates)
+                lengths = (len(each.tokens) - each.num_prompt for each in of_row)
+                judge_unread(self, f"{self._rows.path}", self._unread(keys), (~each.mask for each in of_row), *lengths)
+                answers, row_of = answers + of_row, row_of + [row] * len(of_row)
         # What the group lacks as a whole is an error of its first row.
         with self._rows.naming(rows[0]):
+            self._check_one_prompt(answers, row_of)
             made = [*self._sequences_of(answers)]
-        name_unread(self, f"{self._rows.path}", unread)
         return {
             "sequences": [sequence for _, _, sequence in made],
             "answers": [answer for answer, _, _ in made],
-            "rows": [names[place] for _, place, _ in made],
+            "rows": [self._rows.name_of(row_of[place]) for _, place, _ in made],
         }
+
+    def _read(self, index: int) -> Rollout:
+        return read_rollout(self._rows[index], self._ignored)
 
     def _sequences_of(self, answers: Sequence[Answer]) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Yields the answers that have a trained token, with their columns, behind their numbers and places in ``answers``."""
@@ -191,28 +205,61 @@ class RolloutDataset(Dataset[dict[str, Any]]):
 
     def _check_like_first(self, keys: Rollout) -> None:
         """Raises SampleError unless a row has what the loss takes, and as the first row has it."""
-        for field in ("logprobs", "ref_logprobs", "reward"):
-            if (field in keys.used) != (field in self.has):
-                one, other = ("it has no", "has") if field in self.has else ("it has", "has none")
+        for field in FIELDS:
+            if (field in keys.used) != (field in self.fields):
+                one, other = ("it has no", "has") if field in self.fields else ("it has", "has none")
                 raise SampleError(f"{one} {field}, and the first row {other}; write it in all rows, or in none")
         needed = {"given": "advantage", "teacher": "logprobs"}.get(self.advantage)
         if needed and needed not in keys.used:
             raise SampleError(f"it has no {needed}, which dataset.advantage={self.advantage} needs; write it")
 
-    def _unread(self, keys: Rollout) -> list[str]:
-        """Returns the keys of a row that are not read."""
-        used, names = keys.used, [*keys.others]
-        if "advantage" in used and self.advantage != "given":
-            names.append(f"{used['advantage']} (dataset.advantage={self.advantage})")
-        return names
+    def _check_one_prompt(self, answers: Sequence[Answer], row_of: Sequence[int]) -> None:
+        """Raises SampleError unless the answers, of rows ``row_of``, have one prompt; a part of a rollout may have another."""
+        parts: dict[Any, list[int]] = {}
+        for index, answer in enumerate(answers):
+            parts.setdefault(index if answer.rollout is None else ("rollout", answer.rollout), []).append(index)
+        first, *others = parts.values()
+        for other in others:
+            if not any(_have_one_prompt(answers[one], answers[two]) for one in first for two in other):
+                text = f"its group has answers to different prompts (that of {self._rows.name_of(row_of[other[0]])} is another)"
+                raise SampleError(f"{text}; write another {'/'.join(_NAMES)} for each prompt")
+
+    def _unread(self, keys: Rollout) -> dict[str, Any]:
+        """Returns what is not read of a row, by its key."""
+        is_read = "advantage" not in keys.used or self.advantage == "given"
+        return keys.others | (
+            {} if is_read else {f"{keys.used['advantage']} (dataset.advantage={self.advantage})": None}
+        )
 
 
-def fields_of_first(rows: PathRows) -> frozenset[str]:
-    """Returns the fields of the first row that can be read."""
+_NAMES = ("group", "step")
+
+
+def _have_one_prompt(one: Answer, other: Answer) -> bool:
+    """Returns True if two answers have equal tokens before them, as far as both rows tell which these are."""
+    num = min(one.num_prompt, other.num_prompt)
+    is_known = one.knows_prompt and other.knows_prompt
+    return (one.num_prompt == other.num_prompt or not is_known) and np.array_equal(one.tokens[:num], other.tokens[:num])
+
+
+def fields_of_first(rows: PathRows, ignored: Sequence[str] = ()) -> frozenset[str]:
+    """Returns those of :data:`FIELDS` that the first row has that can be read."""
     for index in range(len(rows)):
         with suppress(Exception):  # any: raised again with the sample
-            return frozenset(read_rollout(rows[index]).used)
+            return frozenset(FIELDS) & read_rollout(rows[index], ignored).used.keys()
     return frozenset()
+
+
+def check_fields(declared: Iterable[str], found: Iterable[str], path: Any) -> None:
+    """Raises ValueError for the first field that ``path`` has less or more than ``declared``, or that is none."""
+    if unknown := {*declared} - {*FIELDS}:
+        raise ValueError(f"dataset.fields={[*declared]}: {min(unknown)} is none of {', '.join(FIELDS)}; take it out")
+    for field in FIELDS:
+        if (field in found) != (field in declared):
+            has, instead = ("no ", "write them") if field in declared else ("", "leave them out")
+            taken = ", ".join(each for each in FIELDS if each in declared) or "none"
+            text = f"it has {has}{field}; {instead}, because all rows of the training have {taken}"
+            raise ValueError(f"dataset.path={path}: {text} (dataset.fields, or what its first file has)")
 
 
 def check_advantage(advantage: str) -> None:
@@ -221,8 +268,8 @@ def check_advantage(advantage: str) -> None:
         raise ValueError(f"dataset.advantage={advantage}: set it to one of {', '.join(ADVANTAGES)}")
 
 
-def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
-    """Yields the rows of each group, in the order of their first ones.
+def _groups_of(rows: PathRows, ignored: Sequence[str]) -> Iterator[Sequence[int]]:
+    """Yields the rows of each group, in the order of their first ones. Numbers of groups begin anew in each file.
 
     Reads each row once, unless the first one is a group of its own, as then are all others.
     """
@@ -233,7 +280,7 @@ def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
     for index in range(len(rows)):
         try:
             row: Mapping[str, Any] = rows[index]
-            if index == 0 and is_group(read_rollout(row)):
+            if index == 0 and is_group(read_rollout(row, ignored)):
                 yield from ([each] for each in range(len(rows)))
                 return
             step, group, rollout = (
@@ -244,13 +291,20 @@ def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
             groups[("row", index)] = [index]
             continue
         if group is not None or rollout is not None:
-            key: Any = ("group", step, json.dumps(["rollout", rollout] if group is None else group))
+            name = json.dumps(["rollout", rollout]) if group is None else _name_of(group)
+            key: Any = ("group", rows.file_of(index), step, name)
             last_prompt = []
         else:  # neighbors with one prompt are a group
             first = first if any(prompt) and prompt == last_prompt else index
             key, last_prompt = ("row", first), prompt
         groups.setdefault(key, []).append(index)
     yield from groups.values()
+
+
+def _name_of(group: Any) -> str:
+    """Returns the name of a group: 1, 1.0 and "1" are one."""
+    is_whole = isinstance(group, float) and group.is_integer()
+    return json.dumps(int(group)) if is_whole else group if isinstance(group, str) else json.dumps(group)
 
 
 def _reward_of(parts: Sequence[Answer]) -> float:

@@ -19,7 +19,7 @@ from recipe_utils.text.conversations.file_rows import (
     after_system,
     answers_of,
     check_repeated,
-    name_unread,
+    judge_unread,
     name_unread_of_first,
     read_row,
     turns_before,
@@ -43,6 +43,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         tokenizer: a :class:`FolderTokenizer`; or one of torchtune for rows without tool calls and thinking.
         path: file or files of rows, see :class:`.PathRows`.
         split, validation_fraction: take the rows of one side, see :class:`.PathRows`.
+        ignored_keys: keys of rows, turns and calls that are dropped, and would be refused for their form otherwise.
 
     Raises:
         ValueError: a wrong split, or a file of another format.
@@ -50,10 +51,15 @@ class PairDataset(Dataset[dict[str, Any]]):
     """
 
     def __init__(
-        self, tokenizer: Any, path: str | list[str], split: str | None = None, validation_fraction: float | None = None
+        self,
+        tokenizer: Any,
+        path: str | list[str],
+        split: str | None = None,
+        validation_fraction: float | None = None,
+        ignored_keys: Sequence[str] = (),
     ) -> None:
         self._tokenizer, self._rows = tokenizer, PathRows(path, split, validation_fraction)
-        self.content_hash = self._rows.content_hash
+        self._ignored = ignored_keys
         name_unread_of_first(self, self._rows, lambda index: _unread(self._read(index)))
 
     def __len__(self) -> int:
@@ -68,7 +74,7 @@ class PairDataset(Dataset[dict[str, Any]]):
                 tokenized = tokenize_texts(self._tokenizer, row)
             else:
                 tokenized = self._of_messages(row)
-        name_unread(self, f"{self._rows.path}", _unread(row))
+            judge_unread(self, f"{self._rows.path}", _unread(row), (mask for _, mask in tokenized))
         sample = {}
         for side, (tokens, mask) in zip(SIDES, tokenized, strict=True):
             sample[f"{side}_input_ids"] = tokens
@@ -76,7 +82,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         return sample
 
     def _read(self, index: int) -> tuple[Conversation, Conversation] | Texts:
-        return read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()))
+        return read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()), self._ignored)
 
     def _of_messages(self, sides: Sequence[Conversation]) -> list[tuple[Sequence[int], Any]]:
         tokenized = list[tuple[Sequence[int], Any]]()
@@ -88,22 +94,24 @@ class PairDataset(Dataset[dict[str, Any]]):
         return tokenized
 
 
-def _unread(row: tuple[Conversation, Conversation] | Texts) -> list[str]:
+def _unread(row: tuple[Conversation, Conversation] | Texts) -> dict[str, Any]:
     return row.unread if isinstance(row, Texts) else row[0].unread
 
 
-def read_pair(row: Any, variable_names: Collection[str] = ()) -> tuple[Conversation, Conversation] | Texts:
+def read_pair(
+    row: Any, variable_names: Collection[str] = (), ignored: Collection[str] = ()
+) -> tuple[Conversation, Conversation] | Texts:
     """Returns the conversations of a pair, of which the answers alone are trained; or its texts, if it has only texts.
 
     Raises SampleError if ``chosen`` or ``rejected`` is missing, where the answers begin is not certain, or a key has content
     that is in no turn.
     """
-    keys, variables = read_row(row, variable_names)
+    keys, variables = read_row(row, variable_names, ignored)
     for side in SIDES:
         if getattr(keys, side) is None:
             text = "a row has chosen and rejected, and may have what precedes them"
             raise SampleError(f"it has no {side} (its keys: {', '.join(row)}); {text}")
-    unread = [*keys.others]
+    unread = dict(keys.others)
     answers = [getattr(keys, side) for side in SIDES]
     before = {"system", "messages", "question", "input", "tools"} & keys.used.keys()
     if not before and all(isinstance(text, str) for text in (*answers, keys.prompt or "")):

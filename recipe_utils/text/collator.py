@@ -61,7 +61,7 @@ class RowCollator(Collator):
         if not settings.is_packed:
             return Layout(settings.make_plan(bound, limits.cost, self.bounds.num_rows), settings.moves_samples)
         multiple = limits.multiple_of_packed_rows(bound, self.trees, settings.max_ranks_per_row)
-        if bound is None and self.reader.has_trees:
+        if bound is None and self.reader.has_trees and not self.reader.is_whole:
             bound = settings.batch_size * limits.max_seq_len
         plan = settings.make_plan(bound, limits.cost, fills_rows=multiple != limits.row_multiple)
         return Layout(plan, settings.moves_samples, row_multiple=multiple)
@@ -137,7 +137,12 @@ class RowCollator(Collator):
         """Makes a microbatch of at least one sample, or a share of it, or one of each tree that a sample was cut into."""
         if self.settings.is_packed or not self.reader.keeps_types:
             _warn_once(", ".join(sorted(map(str, self._unknown_keys(samples[0])))))
-        if self.settings.is_packed and len(samples) == 1 and len(samples[0].num_shared) > 1:
+        if (
+            self.settings.is_packed
+            and len(samples) == 1
+            and len(samples[0].num_shared) > 1
+            and not self.reader.is_whole
+        ):
             return [self._row([tree]) for tree in split_trees(samples[0])]
         row = self._row(samples)
         return [row if share == WHOLE else share_of_row(row, share, len(samples), self.layout.row_multiple)]

@@ -15,12 +15,12 @@ from recipe_utils.text.conversations.file_rows import (
     after_system,
     answers_of,
     check_repeated,
-    name_unread,
+    judge_unread,
     read_row,
     turns_before,
 )
 from recipe_utils.text.conversations.messages import Conversation, content_as_text, read_tools
-from recipe_utils.text.conversations.schema import CALLS, MEDIA, ROLES, THINKING, Turn
+from recipe_utils.text.conversations.schema import CALLS, MEDIA, ROLES, THINKING, Turn, check_not_said
 from recipe_utils.update_steps.samples import SampleError
 
 
@@ -48,6 +48,8 @@ def tokenize_conversation(
     for message, weight in zip(conversation.chat, conversation.weights, strict=True):
         if lost := lost_keys(message):
             raise SampleError(f"torchtune's tokenizers lose {', '.join(lost)}; set tokenizer to a folder_tokenizer")
+        if weight:
+            check_not_said({key: message[key] for key in message if key not in ("role", "content")}, message["role"])
         content = content_as_text(message.get("content"))
         messages.append(Message(role=message["role"], content=content, masked=not weight))
     both: tuple[list[int], list[bool]] = tokenizer.tokenize_messages(messages)
@@ -69,6 +71,7 @@ def check_row(transform: Any, row: Mapping[str, Any], columns: Sequence[str], re
         weight = Turn.of({key: message[key] for key in marks}).weight if marks else None
         if weight not in (None, 1) and _role(message) == "assistant":
             raise SampleError(f"torchtune's messages lose its {', '.join(marks)}; {remedy}")
+        check_not_said({key: message[key] for key in message if key not in Turn.names()}, _role(message))
         if not isinstance(_content(message), (str, list)):
             raise ValueError(f"the content of a message is {_content(message)!r} instead of text")
     # What stands beside them may repeat a turn, but not add one, nor tools.
@@ -81,7 +84,8 @@ def check_row(transform: Any, row: Mapping[str, Any], columns: Sequence[str], re
         raise SampleError(f"torchtune's datasets leave its system text out; {remedy}")
     if read_tools(keys.tools):
         raise SampleError(f"torchtune's datasets leave its tools out; {remedy}")
-    name_unread(transform, "dataset", keys.others)
+    is_answer = [_role(message) == "assistant" for message in messages]
+    judge_unread(transform, "dataset", keys.others, [], len(messages), sum(is_answer))
 
 
 def _content(message: Mapping[str, Any]) -> Any:

@@ -85,7 +85,7 @@ class Row(NamedTuple):
     advantage: str = "mean_std"
     model: str = "untied"
     reference: str = "model"
-    """Or ``file``: that of the KL, or of the advantage ``teacher``."""
+    """Of the KL, or of the advantage ``teacher``; or ``cached`` log-probabilities of that, or those of the ``file``."""
     epochs: int = 1
     dual: float | None = None
 
@@ -153,13 +153,13 @@ FAST = [
     Row("one", "padded", "sequence", "answers", "k3"),
     Row("one", "cut", "cispo", "constant", None, "start", "truncate", "mean"),
     Row("one", "packed", "reinforce", "prompts", "k1", advantage="leave_one_out", model="lora"),
-    Row("one", "cut", "clipped", "prompts", "k2", "start", epochs=2),
+    Row("one", "cut", "clipped", "prompts", "k2", "start", epochs=2, reference="cached"),
     Row("fsdp-2", "packed", "clipped", "answers", "k2", "start", "mask"),
     Row("fsdp-2", "packed", "clipped", "tokens", dual=1.2),
     Row("fsdp-2", "padded", "sequence", "tokens", advantage="given"),
     Row("fsdp-2", "spanning", "cispo", "prompts", "k2", model="lora"),
     Row("fsdp-2", "cut", "reinforce", "constant", advantage="teacher"),
-    Row("pp-2", "packed", "clipped", "constant", "k2", "start"),
+    Row("pp-2", "packed", "clipped", "constant", "k2", "start", reference="cached"),
     Row("fsdp-4", "packed", "sequence", "prompts"),
     Row("fsdp-4", "padded", "cispo", "tokens", "k2", "start", reference="file"),
 ]
@@ -190,6 +190,7 @@ def case_of(row, weights_folder, folder):
         "gradient_accumulation_steps": ...,
         "shuffle": False,
         "epochs": row.epochs,
+        "reference": "cached" if row.reference == "cached" else "live",
         **LAYOUTS[row.layout][1],
         **PLANS[row.plan],
     }

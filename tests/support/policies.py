@@ -8,6 +8,8 @@ import statistics
 import tiny
 import torch
 
+from recipe_utils.update_steps.samples import Facts
+
 NUM_GROUPS, PER_STEP = 12, 4
 LOSS = {"old": "file", "correction": None, "kl_weight": 0.0}
 """Defaults of the loss."""
@@ -68,12 +70,6 @@ def write(path, groups, leave_out=("ref_logprobs", "advantage")):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-class Groups(list):
-    """Samples of several sequences."""
-
-    makes_trees = True
-
-
 def graded_groups(tokenizer, num_groups):
     """Returns groups with advantages by token, and without log-probabilities, as a dataset of one's own does."""
     sequences = [
@@ -87,7 +83,7 @@ def graded_groups(tokenizer, num_groups):
         ]
         for rows in make_groups(num_groups)
     ]
-    return Groups({"sequences": of_group} for of_group in sequences)
+    return tiny.WithFacts([{"sequences": of_group} for of_group in sequences], Facts(has_sequences=True))
 
 
 # ---- Formulas ------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from recipe_utils.text.conversations.file_rows import Texts, conversation_of, name_unread, name_unread_of_first
+from recipe_utils.text.conversations.file_rows import Texts, conversation_of, judge_unread, name_unread_of_first
 from recipe_utils.text.conversations.files import temporary_file
 from recipe_utils.text.conversations.messages import Conversation
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.torchtune_names import IGNORE_INDEX, log_rank_zero
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import Facts, SampleError
 
 _MOST_CHARACTERS = 1 << 24
 """Longest document; a tokenizer takes 4 GB for it."""
@@ -33,6 +33,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         split_turns: makes one sample of each assistant turn, whose history is not trained. ``shared``:
             one of each conversation, whose turns compute common beginnings once.
         split, validation_fraction: take the rows of one side, see :class:`.PathRows`.
+        ignored_keys: keys of rows, turns and calls that are dropped, and would be refused for their form otherwise.
 
     Raises:
         ValueError: another tokenizer, another value of ``split_turns`` or ``split``, or a file of another format.
@@ -46,15 +47,15 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         split_turns: bool | str = False,
         split: str | None = None,
         validation_fraction: float | None = None,
+        ignored_keys: Sequence[str] = (),
     ) -> None:
         if not isinstance(tokenizer, FolderTokenizer):
             raise ValueError("dataset: set tokenizer to a folder_tokenizer, which takes tool calls")
         if split_turns not in (True, False, "shared"):
             raise ValueError(f"dataset.split_turns={split_turns}: set it to True, False or shared")
-        self.makes_trees = split_turns == "shared"
-        self._tokenizer = tokenizer
+        self._has_sequences = split_turns == "shared"
+        self._tokenizer, self._ignored = tokenizer, ignored_keys
         self._rows = rows = PathRows(path, split, validation_fraction)
-        self.content_hash = rows.content_hash
         name_unread_of_first(self, rows, self._unread_of)
         # Row, and number of messages, of each sample.
         self._turns: tuple[array[int], array[int]] | None = None
@@ -71,6 +72,10 @@ class ConversationDataset(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._rows) if self._turns is None else len(self._turns[0])
 
+    def facts(self) -> Facts:
+        """Returns the hash of its files, and ``has_sequences`` with ``split_turns: shared``."""
+        return self._rows.facts()._replace(has_sequences=self._has_sequences)
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns ``tokens`` and ``labels`` of a conversation, or ``sequences`` with these of each turn.
 
@@ -82,25 +87,26 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         with self._rows.naming(index):
             row = self._read(index)
             sample = self._of_texts(row) if isinstance(row, Texts) else self._of_messages(row, end)
-        name_unread(self, f"{self._rows.path}", row.unread)
+            masks = (np.equal(each["labels"], IGNORE_INDEX) for each in sample.get("sequences", [sample]))
+            judge_unread(self, f"{self._rows.path}", row.unread, masks, *_num_turns(row))
         return sample
 
-    def _unread_of(self, index: int) -> list[str]:
+    def _unread_of(self, index: int) -> Iterable[str]:
         row = self._read(index)
         if index == 0 and isinstance(row, Conversation):
             self._tokenizer.tokenize(row)  # finds the keys of turns that the template does not print
         return row.unread
 
     def _read(self, index: int) -> Conversation | Texts:
-        return conversation_of(self._rows[index], self._tokenizer.template_variables)
+        return conversation_of(self._rows[index], self._tokenizer.template_variables, self._ignored)
 
     def _of_texts(self, row: Texts) -> dict[str, Any]:
         (sample,) = (_sample(*each) for each in tokenize_texts(self._tokenizer, row))
-        return {"sequences": [sample]} if self.makes_trees else {**sample, "labels": sample["labels"].tolist()}
+        return {"sequences": [sample]} if self._has_sequences else {**sample, "labels": sample["labels"].tolist()}
 
     def _of_messages(self, row: Conversation, end: int) -> dict[str, Any]:
         is_fraction = [weight not in (0, 1) for weight in row.weights]
-        if self.makes_trees:
+        if self._has_sequences:
             if any(is_fraction):
                 text = "split_turns=shared keeps no weights of targets; set split_turns=True"
                 raise SampleError(f"weight={row.weights[is_fraction.index(True)]:g}: {text}")
@@ -147,6 +153,11 @@ _ALL = 0
 """Number of messages of a sample that is not cut."""
 
 
+def _num_turns(row: Conversation | Texts) -> tuple[int, ...]:
+    """Returns the numbers of turns, and of those of the assistant."""
+    return () if isinstance(row, Texts) else (len(row.chat), sum(turn["role"] == "assistant" for turn in row.chat))
+
+
 def _ends_of_turns(row: Conversation | Texts) -> list[int]:
     """Returns the number of messages up to each trained turn; _ALL if none is."""
     weights = [] if isinstance(row, Texts) else row.weights
@@ -182,8 +193,7 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
         validation_fraction: float | None = None,
     ) -> None:
         self._rows = rows = PathRows(path, split, validation_fraction, text_key=column)
-        self.content_hash, self._tokenizer = rows.content_hash, tokenizer
-        self._column, self._add_eos = column, add_eos
+        self._tokenizer, self._column, self._add_eos = tokenizer, column, add_eos
         self._file, start = temporary_file(self), time.monotonic()
         bounds, first_pieces, end = array("q", [0]), array("q"), 0
         with open(self._file, "wb") as file:
@@ -232,6 +242,6 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
         others = [key for key, value in row.items() if key != self._column and (value or value == 0)]
         if lost := [key for key in others if key in ("weight", "weights", "loss_weight")]:
             raise SampleError(f"{lost[0]}={row[lost[0]]}: it would be lost; set dataset.loss_weight, or remove it")
-        name_unread(self, f"{self._rows.path}", others)
         tokens: list[int] = self._tokenizer.encode(text=text, add_bos=True, add_eos=self._add_eos)
+        judge_unread(self, f"{self._rows.path}", {key: row[key] for key in others}, [], len(tokens))
         return tokens

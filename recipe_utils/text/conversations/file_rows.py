@@ -10,9 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
+
 from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools, read_turns
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.schema import FileRow, parsed, shown
+from recipe_utils.text.conversations.schema import FileRow, check_masks, check_no_label, parsed, shown, without_keys
 from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.update_steps.samples import SampleError
 
@@ -28,19 +30,23 @@ class Texts:
 
     prompt: str | None
     answers: tuple[str, ...]
-    unread: list[str]
-    """Keys of the row that are not read."""
+    unread: dict[str, Any]
+    """What is not read of the row, by its key."""
 
 
-def read_row(row: Any, variable_names: Collection[str] = ()) -> tuple[FileRow, dict[str, Any]]:
-    """Returns the keys of a row, and the values of those that the chat template reads as ``variable_names``.
+def read_row(
+    row: Any, variable_names: Collection[str] = (), ignored: Collection[str] = ()
+) -> tuple[FileRow, dict[str, Any]]:
+    """Returns the keys of a row but for ``ignored`` ones, and the values of those that the template reads as ``variable_names``.
 
     Raises SampleError for a row that is no object, and for content that would be lost.
     """
     if not isinstance(row, Mapping):
         raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
+    row = without_keys(row, ignored)
     names = (row.keys() & {*variable_names}) - FileRow.names().keys()
     keys = FileRow.of({key: value for key, value in row.items() if key not in names})
+    check_no_label(keys.others)
     variables = keys.chat_template_kwargs or {}
     if unknown := variables.keys() - {*variable_names}:
         text = "the chat template reads no such variable; correct its name"
@@ -48,13 +54,15 @@ def read_row(row: Any, variable_names: Collection[str] = ()) -> tuple[FileRow, d
     return keys, {**{key: row[key] for key in row if key in names and row[key] is not None}, **variables}
 
 
-def conversation_of(row: Any, variable_names: Collection[str] = ()) -> Conversation | Texts:
+def conversation_of(
+    row: Any, variable_names: Collection[str] = (), ignored: Collection[str] = ()
+) -> Conversation | Texts:
     """Returns the conversation of a row, or its texts if it has those of a prompt and a completion alone.
 
     Raises SampleError with what was found instead, and for a key with content that is in no turn.
     """
-    keys, variables = read_row(row, variable_names)
-    unread = [*keys.others]
+    keys, variables = read_row(row, variable_names, ignored)
+    unread = dict(keys.others)
     given = keys.used.keys()
     if given == {"prompt", "completion"} and isinstance(keys.prompt, str) and isinstance(keys.completion, str):
         return Texts(keys.prompt, (keys.completion,), unread)
@@ -69,7 +77,7 @@ def conversation_of(row: Any, variable_names: Collection[str] = ()) -> Conversat
         chat, weights = [*chat, *answer], [*(0.0 for _ in weights), *answer_weights]
     chat, weights = after_system(keys.system, chat, weights)
     check_repeated({**sources, **answers}, chat, name)
-    unread += [side for side in ("chosen", "rejected") if side in given]
+    unread |= {side: None for side in ("chosen", "rejected") if side in given}
     return Conversation(chat, weights, read_tools(keys.tools), variables, unread)
 
 
@@ -141,6 +149,18 @@ def name_unread_of_first(dataset: Any, rows: PathRows, unread_of: Callable[[int]
         with suppress(Exception):  # any: raised again with the sample
             keys += unread_of(index)
     name_unread(dataset, f"{rows.path}", keys)
+
+
+def judge_unread(dataset: Any, name: str, unread: Mapping[str, Any], masks: Iterable[Any], *lengths: int) -> None:
+    """Logs the keys of a row that ``dataset`` does not read.
+
+    Raises SampleError for one with the form of a mask [t], or [n] of trained tokens, where ``masks`` [t] are True for those
+    that are not trained; or of one of ``lengths``.
+    """
+    if any(isinstance(value, list) for value in unread.values()):
+        of_tokens = [number for mask in masks for number in (len(mask), len(mask) - int(np.sum(mask)))]
+        check_masks(unread, [*of_tokens, *lengths])
+    name_unread(dataset, name, unread)
 
 
 def name_unread(dataset: Any, name: str, keys: Iterable[str]) -> None:

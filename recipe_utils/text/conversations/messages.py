@@ -7,7 +7,18 @@ from typing import Any
 
 from torchtune.data import Message
 
-from recipe_utils.text.conversations.schema import CALL, CALLS, CONTENT, EMPTY, TOOL, Call, Turn, parsed, shown
+from recipe_utils.text.conversations.schema import (
+    CALL,
+    CALLS,
+    CONTENT,
+    EMPTY,
+    TOOL,
+    Call,
+    Turn,
+    check_not_said,
+    parsed,
+    shown,
+)  # fmt: skip
 from recipe_utils.update_steps.samples import SampleError
 
 Chat = list[dict[str, Any]]
@@ -27,8 +38,8 @@ class Conversation:
     tools: Tools = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
-    unread: list[str] = field(default_factory=list)
-    """Keys of the row and of its turns that are not read."""
+    unread: dict[str, Any] = field(default_factory=dict)
+    """What is not read of the row and of its turns, by its key."""
 
 
 def read_turns(turns: Any) -> tuple[Chat, list[float]]:
@@ -78,7 +89,7 @@ def in_openai_format(message: Any) -> tuple[dict[str, Any], float]:
         raise SampleError(f"weight={weight:g} of a {turn.role}: only assistants train")
     # Keys without a value are left out: templates ask whether a key exists.
     openai: dict[str, Any] = {"role": turn.role}
-    content_key = next((key for key in ("content", "value") if key in message), None)
+    content_key = turn.used.get("content") or next((key for key in ("content", "value") if key in message), None)
     calls = turn.tool_calls
     if content_key is not None:
         openai["content"], calls = _content(message[content_key], turn.role, calls)
@@ -140,6 +151,7 @@ def _content(content: Any, role: str, calls: Any) -> tuple[Any, Any]:
             or not isinstance(part.get("text"), str)
         ):
             raise SampleError(f"content: only text is supported, not {shown(part)}")
+        check_not_said({key: value for key, value in part.items() if key not in ("type", "text")}, role)
     if not parts and content != [] and calls is None:
         raise SampleError(f"content={str(content)[:60]}: it is no text; write text, or a list of text parts")
     return [{"type": "text", "text": part["text"]} for part in parts] or None, calls
@@ -161,6 +173,7 @@ def _calls(given: Any) -> list[dict[str, Any]]:
         arguments = read.arguments or {}
         if (unknown := read.others.keys() - _IDS) and not arguments:
             raise SampleError(f"tool_calls: its {', '.join(sorted(unknown))} would be lost; write {CALL}")
+        check_not_said({key: read.others[key] for key in unknown}, "assistant")
         others = {key: value for key, value in call.items() if value not in EMPTY and key not in Call.names()}
         if "function" in call:
             others.setdefault("type", "function")  # DeepSeek-V3's template reads it

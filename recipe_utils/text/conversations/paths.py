@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from recipe_utils.text.conversations.files import FileRows, suffix_of
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import Facts, SampleError
 
 _SUFFIXES = {".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv"}
 _SHARD = re.compile(r"-\d+-of-\d+")
@@ -75,10 +75,18 @@ class PathRows:
     def __len__(self) -> int:
         return self._ends[-1] if self._indices is None else len(self._indices)
 
+    def facts(self) -> Facts:
+        """Returns the hash of its files."""
+        return Facts(content={"": self.content_hash})
+
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Returns a row; raises SampleError, without its name, if it cannot be read."""
         file, index = self._place(index)
         return file[index]
+
+    def file_of(self, index: int) -> int:
+        """Returns the place of a row's file among the files."""
+        return self._files.index(self._place(index)[0])
 
     @contextmanager
     def naming(self, index: int) -> Iterator[None]:

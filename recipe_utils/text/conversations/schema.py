@@ -1,13 +1,16 @@
-"""Keys of rows, turns, calls and tools in data files as tools write them: each is used, refused, or named as not read.
+"""Keys of rows, turns, calls and tools in data files as tools write them: each is used, judged by its form, or refused.
 
 Example: of the row {"system_prompt": "Be brief.", "conversations": [...], "topic": "sums", "views": null} two keys are
 used under other names (``system``, ``messages``), ``topic`` is named as not read, and ``views`` has no value. With
 ``"system": "Be long."`` beside it, the row is refused: two texts for one key. With ``"weight": 0.5``, too: what it asks for
-would be lost. ``python -m recipe_utils.text.conversations.schema`` prints the table of the page from the models below.
+would be lost; and with a key of any name that could decide what is trained (``"keep": [1, 0]`` beside two answers, see
+:func:`check_masks`), or that the model may have said (see :func:`is_said`), unless ``ignored_keys`` has its name.
+``python -m recipe_utils.text.conversations.schema`` prints the table of the page from the models below.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from functools import cache
 from math import inf
 from typing import Annotated, Any, ClassVar, Self
@@ -35,8 +38,87 @@ CALLS = ("function_call", "tool_call")
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 _SWITCHES = ("on", "off", True, False)
 """Values of a key of thinking that tell how a row was made."""
+_WHOLE = ("arguments", "args", "parameters", "tools", "functions", "available_tools")
+"""Keys of objects whose keys are content."""
+_LEVELS = ("on", "off", "none", "minimal", "low", "medium", "high", "true", "false")
+"""Texts of the same, in turns."""
 CALL = '{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}'
 TOOL = '{"type": "function", "function": {"name": "f", "parameters": {...}}}'
+
+
+IGNORE = "or set dataset.ignored_keys=[{}]"
+"""Remedy for a key that is not read."""
+_MOST_WORDS = 4
+"""Number of words of a text that labels something, such as a place or a date."""
+_IS_THOUGHT = re.compile("think|thought|reasoning|rationale|scratchpad|(^|_)(cot|analysis)(_|$)", re.IGNORECASE)
+_IS_LABEL = re.compile("(^|_)(labels?|kto)(_|$)", re.IGNORECASE)
+
+
+def is_said(key: str, value: Any) -> bool:
+    """Returns True if a value of an assistant's turn may be what the model said.
+
+    That is a text of more than a few words, a list of texts or of objects with texts, or whatever is called a thought.
+    """
+    if isinstance(value, str):
+        # Many scripts have no blanks between words.
+        num_words = (
+            len(value.split()) + len(re.findall("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0eff]", value)) // 2
+        )
+        return num_words > _MOST_WORDS or bool(_IS_THOUGHT.search(key) and value.lower() not in _LEVELS)
+    if isinstance(value, Mapping):
+        return any(is_said(f"{key}_{name}", inner) for name, inner in value.items())
+    texts = [each for each in value if each] if isinstance(value, list) else []
+    objects = [name for each in texts if isinstance(each, Mapping) for name, text in each.items() if _has_text(text)]
+    return bool({*objects} - {"id", "type"}) or any(not isinstance(each, Mapping) and _has_text(each) for each in texts)
+
+
+def check_not_said(values: Mapping[str, Any], role: str, owner: str = "") -> None:
+    """Raises SampleError, for ``owner``, if one of the values of an assistant's turn, which nobody reads, may be what the model said."""
+    for key, value in values.items():
+        if role == "assistant" and is_said(key, value):
+            text = f"{owner}its {key}={shown(value)} may be what the model said, and would be lost"
+            raise SampleError(f"{text}; write it as reasoning_content or content, {IGNORE.format(key)}")
+
+
+def _has_text(value: Any) -> bool:
+    if isinstance(value, list | Mapping):
+        return any(map(_has_text, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, str) and bool(value.strip())
+
+
+def check_masks(values: Mapping[str, Any], lengths: Collection[int]) -> None:
+    """Raises SampleError if one of the values, which nobody reads, has the form of a mask: 0 (False) and 1 in one of ``lengths``."""
+    for key, value in values.items():
+        for numbers in value if isinstance(value, list) and value and isinstance(value[0], list) else [value]:
+            is_mask = isinstance(numbers, list) and 0 in numbers and all(each in (0, 1) for each in numbers)
+            if is_mask and len(numbers) in lengths:
+                text = f"{len(numbers)} numbers 0 and 1, as many as what may be trained: a mask that is not read would be lost"
+                raise SampleError(f"{key}: {text}; rename it to a key that is read, {IGNORE.format(key)}")
+
+
+def check_no_label(values: Mapping[str, Any]) -> None:
+    """Raises SampleError if one of the values, which nobody reads, tells good answers from bad ones, as KTO's ``label`` does."""
+    for key, value in values.items():
+        verdict = value.lower() if isinstance(value, str) else value
+        if _IS_LABEL.search(key) and verdict in (0, 1, "true", "false"):
+            text = "bad answers would be trained as good ones; remove the key, and the rows of bad answers"
+            raise SampleError(f"{key}={value!r}: it would be lost, and {text}, {IGNORE.format(key)}")
+
+
+def without_keys(value: Any, ignored: Collection[str]) -> Any:
+    """Returns a row without keys; so are its turns, their parts and their calls. Arguments, tools and texts stay."""
+    if not ignored:
+        return value
+    inner = parsed(value)
+    if isinstance(inner, Mapping) and not isinstance(value, str):
+        return {
+            key: each if key in _WHOLE else without_keys(each, ignored)
+            for key, each in inner.items()
+            if key not in ignored
+        }
+    objects = [each for each in inner if isinstance(each, Mapping)] if isinstance(inner, list) else []
+    are_turns = objects and all({"role", "from", "type", "function", "name"} & each.keys() for each in objects)
+    return [without_keys(each, ignored) for each in inner] if are_turns else value
 
 
 def parsed(value: Any) -> Any:
@@ -70,9 +152,14 @@ def _object(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def known_as(meaning: str, *names: str) -> Any:
-    """Returns a field of :class:`Keys` with the names that it has in files, the preferred one first."""
-    return Field(None, validation_alias=AliasChoices(*names), description=meaning)
+def known_as(meaning: str, *names: str, is_empty: bool = False) -> Any:
+    """Returns a field of :class:`Keys` with the names that it has in files, the preferred one first.
+
+    ``""``, ``[]`` and ``{}`` are values if it may be empty (``is_empty``); of other fields they are as absent.
+    """
+    return Field(
+        None, validation_alias=AliasChoices(*names), description=meaning, json_schema_extra={"is_empty": is_empty}
+    )
 
 
 class Keys(BaseModel):
@@ -91,6 +178,13 @@ class Keys(BaseModel):
         return {name: field for field, info in fields.items() for name in info.validation_alias.choices}
 
     @classmethod
+    @cache
+    def may_be_empty(cls) -> frozenset[str]:
+        """Returns the fields of which ``""``, ``[]`` and ``{}`` are values."""
+        fields: Any = cls.model_fields
+        return frozenset(field for field, info in fields.items() if info.json_schema_extra["is_empty"])
+
+    @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Returns the keys with a value; others are as absent.
 
@@ -98,6 +192,11 @@ class Keys(BaseModel):
         would be lost.
         """
         names, filled = cls.names(), {key: value for key, value in given.items() if value or value == 0}
+        # An empty value counts where no other name of its field has one.
+        for key, value in given.items() if len(filled) < len(given) else ():
+            field = names.get(key)
+            if field in cls.may_be_empty() and value is not None and all(names.get(each) != field for each in filled):
+                filled[key] = value
         try:
             keys = cls.model_validate(filled)
         except ValidationError as error:
@@ -141,7 +240,7 @@ class Turn(Keys):
     )
     content: Any = known_as(
         "text, or a list of text parts, joined if the template has no branch for lists; of a tool also any other value, "
-        "as JSON text", "content", "value"
+        "as JSON text", "content", "value", is_empty=True
     )  # fmt: skip
     tool_calls: Any = known_as(
         "a list, one call, or JSON text; a turn `from` `function_call` has them as its `value`",
@@ -175,10 +274,13 @@ class FileRow(Keys):
     completion: Any = known_as(
         "answer, or turns; behind the text of a `prompt`, both are trained without a chat template, as TRL does",
         "completion",
+        is_empty=True,
     )
-    answer: Any = known_as("answer of the assistant, or its calls", "output", "response", "answer", "answers")
-    chosen: Any = known_as("better answer of a pair, with or without the turns before it", "chosen")
-    rejected: Any = known_as("worse answer", "rejected")
+    answer: Any = known_as(
+        "answer of the assistant, or its calls", "output", "response", "answer", "answers", is_empty=True
+    )
+    chosen: Any = known_as("better answer of a pair, with or without the turns before it", "chosen", is_empty=True)
+    rejected: Any = known_as("worse answer", "rejected", is_empty=True)
     tools: Any = known_as("a list, one tool, or JSON text", "tools", "functions", "available_tools")
     chat_template_kwargs: dict[str, Any] | None = known_as(
         "variables of the chat template; so is each key that the template reads, such as `documents`",

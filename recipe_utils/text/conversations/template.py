@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text
-from recipe_utils.text.conversations.schema import CONTENT, THINKING
+from recipe_utils.text.conversations.schema import CONTENT, THINKING, check_not_said
 from recipe_utils.update_steps.samples import SampleError
 
 Encoded = tuple[np.ndarray, np.ndarray]
@@ -78,8 +78,8 @@ class Rendering:
 class ChatTemplate:
     """Chat template, with text ``source``, of the folder ``path``; ``render`` prints with it.
 
-    It reads ``variables``. ``stop_tokens`` are ids of tokens that end a generation, and their texts; ``control_tokens``
-    are texts of added tokens that the template prints. ``warn`` logs a text, once.
+    It reads ``variables``. ``stop_tokens`` are ids of tokens that end a generation, and their texts, as are ``added``
+    those of added tokens; ``control_tokens`` are texts of those that the template prints. ``warn`` logs a text, once.
     """
 
     def __init__(
@@ -89,12 +89,14 @@ class ChatTemplate:
         variables: Set[str],
         stop_tokens: Mapping[int, str],
         control_tokens: Sequence[str],
+        added: Mapping[int, str],
         path: Path,
         warn: Callable[[str], None],
     ) -> None:
         self._render, self._source, self._variables, self._path, self._warn = render, source, variables, path, warn
         self._stop_tokens, self._stop = stop_tokens, any_of([*stop_tokens.values()])
         self._control = any_of([*stop_tokens.values(), *control_tokens])
+        self._added = added
         self._inspected: set[str] = set()  # what was searched for a warning, once
 
     def fitted(self, given: Conversation) -> Rendering:
@@ -145,6 +147,9 @@ class ChatTemplate:
         for index, start, limit in self._turns(conversation, chat, trains, text, printed):
             first, last = np.searchsorted(ends, [start, limit], side="right")
             if chat[index]["role"] == "assistant":
+                first += self._is_of_prompt(
+                    text, start, int(ends[first - 1]) if first else 0, tokens[:last], first, encode
+                )
                 while last > first and tokens[last - 1] not in self._stop_tokens:
                     last -= 1
                 if last == first:
@@ -160,6 +165,27 @@ class ChatTemplate:
         found = self._changes(conversation, len(trains), text) if printed is None else printed
         self._check(conversation, trains, text, spans, found, exact)
         return tokens, turns
+
+    def _is_of_prompt(
+        self, text: str, start: int, end: int, tokens: np.ndarray, first: int, encode: Callable[[str], Encoded]
+    ) -> bool:
+        """Returns True if the ``first`` of ``tokens`` behind character ``end`` begins before ``start``, and is the prompt's.
+
+        Control tokens may take the blanks of an answer behind them (Phi-3). Any other token that reaches over the border is
+        a target, and is named once.
+        """
+        if end >= start or first >= len(tokens):
+            return False
+        if (content := self._added.get(int(tokens[first]))) is not None:
+            return content in text[end:start]
+        if "border" not in self._inspected:
+            self._inspected.add("border")
+            if len(encode(text[:start])[0]) > first:
+                shown = text[end : start + 9].strip(" ")
+                self._warn(
+                    f"a target begins in the generation prompt, such as in {shown!r}: its tokens merge with the answer's"
+                )
+        return False
 
     def _turns(
         self, conversation: Rendering, chat: Chat, trains: Sequence[bool], text: str, printed: list[Printed] | None
@@ -379,7 +405,9 @@ class ChatTemplate:
             if chat[index]["role"] != "tool":
                 self._warn(f"the chat template leaves the name of a {chat[index]['role']} out")
         elif key not in CONTENT:
-            conversation.given.unread.append(key)
+            if trains[index]:
+                check_not_said({key: chat[index][key]}, chat[index]["role"], f"turn {index} (assistant): ")
+            conversation.given.unread.setdefault(key, chat[index][key])
         elif chat[index]["role"] != "assistant" or trains[index]:
             _refuse(chat, index, f"the chat template leaves its {key} out; remove the {key}")
         elif key not in THINKING:

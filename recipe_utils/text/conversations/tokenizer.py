@@ -114,7 +114,9 @@ class FolderTokenizer:
         self._special = any_of([added[i].content for i in self._special_ids])
         used = [token.content for token in added.values() if token.content in source]
         variables = self.template_variables
-        self._template = ChatTemplate(self._render, source, variables, names, used, self._path, self._warn)
+        self._template = ChatTemplate(
+            self._render, source, variables, names, used, self._separators, self._path, self._warn
+        )
 
     def _json_of(self, name: str) -> dict[str, Any]:
         """Returns the content of a file of the folder, if it exists."""

@@ -129,6 +129,15 @@ def test_the_first_update_has_a_ratio_of_exactly_one(given):
         assert sums["clipped_high"] == 0
 
 
+@pytest.mark.parametrize(("column", "name"), [("ref_logprobs", "reference"), ("logprobs", "old")])
+def test_log_probabilities_of_the_file_count_before_those_of_a_model(column, name, given):
+    output, hidden, targets = given
+    loss_fn, known, numbers = PolicyLoss(kl_weight=0.3), torch.arange(NUM) % 2 == 0, targets.values[column]
+    values = {**targets.values, column: torch.where(known, numbers, torch.nan)}
+    both = targets._replace(values=values, outputs={name: torch.where(known, 9.0, numbers)})
+    torch.testing.assert_close(loss_fn(output, hidden, both), loss_fn(output, hidden, targets), rtol=0, atol=0)
+
+
 FAR = (0.0, 3.0, 15.0, 30.0, 90.0, 120.0, 1e4)
 """How far below the policy's a sampler's, or a reference's, log-probability is."""
 

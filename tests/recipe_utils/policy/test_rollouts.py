@@ -3,11 +3,15 @@
 import gzip
 import json
 import re
+import tempfile
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 from chats import CHATML, tokenizer_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recipe_utils.cli.registry import recipe_path
 from recipe_utils.policy import rollout_dataset
@@ -183,10 +187,154 @@ def test_texts_are_tokenized_by_the_template_with_their_stop_token(tmp_path):
         trained = [t for t, is_masked in zip(tokens, mask, strict=True) if not is_masked]
         assert [t for t in sequence["labels"] if t != -100] == trained
         assert trained[-1] in tokenizer.stop_tokens
+
+
+@pytest.mark.parametrize(
+    ("ending", "is_whole"),
+    [
+        *(({"finish_reason": reason}, True) for reason in ("stop", "STOP", "FinishReason.STOP", "tool_calls", "end-turn", None, {"type": "stop", "matched": 2})),
+        *(({"finish_reason": reason}, False) for reason in ("length", "LENGTH", "abort", "max_tokens", "content_filter", "error", {"type": "length", "length": 64}, {"a": 1}, 1, True)),
+        *(({"status": status}, status == "completed") for status in ("completed", "aborted", "failed", "truncated", "pending", 500)),
+        ({"stop_reason": "max_tokens"}, False), ({"stop_reason": 7}, True), ({"finish_reason": "stop", "stop_reason": "</answer>"}, True),
+        ({"finish_reason": "stop", "status": "completed"}, True), ({"finish_reason": "length", "status": "completed"}, False),
+        ({"truncated": True}, False), ({"is_truncated": 1}, False), ({"truncated": False}, True), ({"truncated": "false"}, False),
+        ({"finish_reason": ["stop", "stop"]}, True), ({"finish_reasons": ["stop", {"type": "length"}]}, False), ({"truncated": [False, True]}, False),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_not_known_as_complete_is_refused(ending, is_whole, tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "model", CHATML)
+    rows = [{"prompt": "one two", "completions": ["three", "four five"], "rewards": [1, 0], **ending}]
+    if not any(isinstance(value, list) for value in ending.values()):
+        rows = [
+            {**rows[0], "completions": text} | {"rewards": reward}
+            for text, reward in zip(rows[0]["completions"], (1, 0), strict=True)
+        ]
+    dataset = dataset_of(tmp_path, *rows, tokenizer=tokenizer)
+    if is_whole:
+        assert len(dataset[0]["sequences"]) == 2
+    else:
+        key = next(key for key in reversed(ending) if ending[key] != "completed")
+        with pytest.raises(
+            SampleError, match=f"line 1 of .*{key}=.*(; write token ids, or remove it|set it to true or false)"
+        ):
+            dataset[0]
+        ids = [{"prompt_ids": PROMPT, "completion_ids": ANSWER, "reward": reward, **ending} for reward in (1, 0)]
+        if "list" not in str([*map(type, ending.values())]) and ending != {"truncated": "false"}:
+            assert len(dataset_of(tmp_path, *ids)[0]["sequences"]) == 2  # their mask tells what is trained
+
+
+MASK = [1, 0, 1]
+
+
+@pytest.mark.parametrize("key", ["tool_mask", "env_mask"])
+def test_masks_of_trl_are_read(key, tmp_path):
+    rows = [{"prompt_ids": PROMPT, "completion_ids": ANSWER, key: MASK, "reward": reward} for reward in (1, 0)]
+    assert [s["labels"] for s in sequences_of(dataset_of(tmp_path, *rows)[0])] == [[-100, -100, 9, -100, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"action_mask": MASK}, {"assistant_masks": [0, 0, *MASK]}, {"response_loss_mask": [True, False, True]}, {"x": [0, 0]},
+     {"by": [[0, 0, 1], [1, 1, 1]]}, {"messages": 3, "loss_masks": [1, 0, 1.0]}],
+)  # fmt: skip
+def test_a_mask_under_any_name_is_refused_until_it_is_ignored(keys, tmp_path):
+    """As many as the answer, all, or the trained tokens are."""
+    rows = [{"prompt_ids": PROMPT, "completion_ids": ANSWER, "mask": MASK, "reward": reward} for reward in (1, 0)]
+    (key,) = keys.keys() - {"messages"}
     with pytest.raises(
-        SampleError, match="finish_reason=length: its text was cut, and its stop token would be trained"
+        SampleError, match=rf"line 1 of .*{key}: \d numbers 0 and 1.* or set dataset.ignored_keys=\[{key}\]"
     ):
-        dataset_of(tmp_path, {**rows[0], "finish_reason": ["stop", "length"]}, tokenizer=tokenizer)[0]
+        dataset_of(tmp_path, *({**row, **keys} for row in rows))[0]
+    ignoring = dataset_of(tmp_path, *({**row, **keys} for row in rows), ignored_keys=[key])
+    assert sequences_of(ignoring[0]) == sequences_of(dataset_of(tmp_path, *rows, name="own.jsonl")[0])
+
+
+def test_padding_is_removed_with_what_stands_beside_it(tmp_path):
+    """As verl writes it; prompts are padded on the left, answers on the right."""
+    whole = [
+        {"tokens": [5, 6, 9, 2], "mask": [0, 0, 1, 1], "logprobs": [-0.5, -0.25], "group": 0, "reward": r}
+        for r in (1, 0)
+    ]
+    attention = [0, 0, 0, 1, 1, 1, 1, 0, 0]
+    verl = {
+        "input_ids": [0, 0, 0, 5, 6, 9, 2, 0, 0], "attention_mask": attention, "response_length": 4,
+        "response_mask": [1, 1, 0, 0], "rollout_log_probs": [-0.5, -0.25, 0, 0],
+    }  # fmt: skip
+    parts = {"prompt_ids": [0, 0, 0, 5, 6], "completion_ids": [9, 2, 0, 0], "attention_mask": attention}
+    forms = [verl, {**verl, "response_mask": [1] * 4}, {**parts, "logprobs": [-0.5, -0.25]}, {**parts, "logprobs": [0] * 5 + [-0.5, -0.25, 0, 0]}, {**parts, "prompt_ids": [5, 6], "attention_mask": [1, 1, 0, 0], "logprobs": [-0.5, -0.25, -9, -9]}]  # fmt: skip
+    (expected,) = map(sequences_of, dataset_of(tmp_path, *whole))
+    for form in forms:
+        (found,) = map(
+            sequences_of, dataset_of(tmp_path, *({**form, "group": 0, "reward": r} for r in (1, 0)), name="p.jsonl")
+        )
+        assert found == expected
+
+
+def test_groups_are_of_a_file_and_have_one_prompt(tmp_path):
+    def row(group, last, **keys):
+        return {"group": group, "prompt_ids": [5, 6, last], "completion_ids": [9, 2], "reward": 1.0, **keys}
+
+    a, b = (
+        dataset_of(tmp_path, *(row(g, 7 + int(g) + more) for g in (0, 1, 1.0, "0")), name=f"{more}.jsonl")
+        for more in (0, 5)
+    )
+    assert [len(both[g]["sequences"]) for both in (a, b) for g in range(2)] == [2] * 4
+    both = rollout_dataset(Tokenizer, [str(tmp_path / "0.jsonl"), str(tmp_path / "5.jsonl")])
+    assert [*map(sequences_of, both)] == [*map(sequences_of, a), *map(sequences_of, b)]
+    for other in (row(0, 8), row(0, 8, iteration=2), {**row(0, 7), "prompt_ids": [5, 6]}, row(0, 8, rollout="b")):
+        with pytest.raises(
+            SampleError, match=r"line 1 of .*different prompts \(that of line 2 of .*c.jsonl is another\)"
+        ):
+            dataset_of(tmp_path, row(0, 7), other, name="c.jsonl")[0]
+    agents = row(0, 7, rollout="a"), row(0, 9, rollout="a"), row(0, 9, rollout="b"), row(0, 7, rollout="b")
+    assert len(dataset_of(tmp_path, *agents, name="d.jsonl")[0]["sequences"]) == 4
+
+
+ANSWERS = st.lists(
+    st.tuples(st.lists(st.integers(3, 9), max_size=3), st.sampled_from([0, 0.5, 1]), st.booleans(), st.booleans()),
+    min_size=2, max_size=4,
+)  # fmt: skip
+
+
+@given(ANSWERS, st.sampled_from(["prompt_ids", "tokens"]), st.booleans())
+def test_a_group_in_a_row_is_its_answers_one_a_line(answers, form, has_logprobs):
+    """Empty answers, masks and log-probabilities are values in both."""
+
+    def answer(tokens, reward, is_masked, is_cut):
+        mask = {"mask": [0] * len(tokens)} if is_masked else {"mask": [1] * len(tokens)}
+        ids = (
+            {"completion_ids": tokens}
+            if form == "prompt_ids"
+            else {"tokens": [1, 7, *tokens], "response_length": len(tokens)}
+        )
+        logprobs = {"logprobs": [] if is_masked else [-0.5] * len(tokens)} if has_logprobs else {}
+        return {**ids, **mask, **logprobs, "reward": reward, "finish_reason": "length" if is_cut else "stop"}
+
+    of_answers = [answer(*each) for each in answers]
+    prompt = {"prompt_ids": [1, 7]} if form == "prompt_ids" else {}
+    group = {**prompt, **{key: [each[key] for each in of_answers] for key in of_answers[0]}}
+    with tempfile.TemporaryDirectory() as folder:
+        lines = dataset_of(Path(folder), *({**prompt, **each, "group": 0} for each in of_answers))
+        (found,) = map(sequences_of, lines)
+        (expected,) = map(sequences_of, dataset_of(Path(folder), group, name="group.jsonl"))
+    assert found == expected
+    trained = [tokens for tokens, _, is_masked, _ in answers if tokens and not is_masked]
+    assert [[t for t in each["labels"] if t != -100] for each in found] == trained
+
+
+def test_an_empty_text_trains_its_stop_token_and_one_of_a_group_or_a_line_is_the_same(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "model", CHATML)
+    texts, rewards = ["", "It"], [1, 0]
+    lines = [
+        {"prompt": "Hi", "completion": text, "reward": reward} for text, reward in zip(texts, rewards, strict=True)
+    ]
+    (found,) = map(sequences_of, dataset_of(tmp_path, *lines, tokenizer=tokenizer))
+    group = {"prompt": "Hi", "completions": texts, "rewards": rewards}
+    assert found == sequences_of(dataset_of(tmp_path, group, tokenizer=tokenizer, name="group.jsonl")[0])
+    assert [tokenizer.decode([t for t in each["labels"] if t != -100], False) for each in found] == [
+        "<|im_end|>",
+        "It<|im_end|>",
+    ]
 
 
 def changed(**keys):

@@ -34,9 +34,9 @@ def sequence(tokens, are_targets):
 def targets_of(sequences):
     """Returns each target with the tokens before it, and how often it occurs."""
     return Counter(
-        (tuple(each.tokens[:i].tolist()), int(each.labels[i]))
+        (tuple(each.tokens[: i + 1].tolist()), int(each.labels[i]))
         for each in sequences
-        for i in range(1, len(each.tokens))
+        for i in range(len(each.tokens))
         if each.labels[i] != IGNORE
     )
 
@@ -86,7 +86,7 @@ def test_columns_values_owners_and_ends_are_those_of_the_sequences(drawn, max_to
     expected = sorted(
         (int(s.labels[i]), s.columns["number"][i], number, len(s.tokens) - 1, int(s.tokens[-1]))
         for number, s in enumerate(sequences)
-        for i in range(1, len(s.tokens))
+        for i in range(len(s.tokens))
         if s.labels[i] != IGNORE
     )
     sample = merge(sequences, max_tokens, IGNORE)
@@ -251,7 +251,7 @@ def test_trees_are_not_cut_for_ranks_that_compute_a_row_together():
 def test_sequences_of_a_dataset_that_does_not_say_so_are_refused():
     keys = {"microbatching": "packed"}
     collator = text_collator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, LIMITS)
-    with pytest.raises(SampleError, match="sample: it has 'sequences'; set makes_trees = True"):
+    with pytest.raises(SampleError, match=r"sample: it has 'sequences'; return Facts\(has_sequences=True\)"):
         collator.prepare({"sequences": [GOOD]}, "sample")
 
 

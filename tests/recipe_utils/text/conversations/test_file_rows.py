@@ -170,6 +170,57 @@ def test_content_that_would_be_lost_is_refused_by_its_key(row, error, read):
         read(row)
 
 
+TOOL_CALL = {"type": "function", "function": CALL}
+OF_FORM = [  # keys of a row, of its answer, of a part of it, and of a call
+    ({"label": False}, {}, {}, {}), ({"label": 1}, {}, {}, {}), ({"kto_label": "False"}, {}, {}, {}),
+    ({"is_trained": [0, 1]}, {}, {}, {}), ({"keep": [0]}, {}, {}, {}), ({"supervised": [False] * 32}, {}, {}, {}),
+    ({}, {"thought": "hm"}, {}, {}), ({}, {"inner_thoughts": ["hm"]}, {}, {}), ({}, {"cot": "Two twos."}, {}, {}),
+    ({}, {"reasoning_details": [{"type": "reasoning.text", "text": "hm"}]}, {}, {}),
+    ({}, {"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "x"}]}, {}, {}),
+    ({}, {"scratch": "I add the two twos, one at a time."}, {}, {}), ({}, {"notes": {"plan": ["add"]}}, {}, {}),
+    ({}, {"draft": "\u4e8c\u52a0\u4e8c\u7b49\u4e8e\u591a\u5c11\u5462\uff0c\u6211\u6765\u7b97\u4e00\u4e0b"}, {}, {}),
+    ({}, {}, {"thought": "hm"}, {}), ({}, {}, {"plan": ["add"]}, {}),
+    ({}, {}, {}, {"comment": "I need to know the weather."}), ({}, {}, {}, {"thought": "hm"}),
+]  # fmt: skip
+
+
+def with_keys(row, answer, part, call):
+    content = [{"type": "text", "text": "It is 4.", **part}] if part else "It is 4."
+    calls = {"tool_calls": [{**TOOL_CALL, **call}]} if call else {}
+    return {
+        "messages": [USER, {**say("assistant", content), **answer, **calls}],
+        "tools": TOOLS if call else None,
+        **row,
+    }
+
+
+@pytest.mark.parametrize("form", OF_FORM)
+def test_a_key_that_nobody_reads_is_refused_by_its_form_until_it_is_ignored(form, read, write, tmp_path):
+    row, (key,) = with_keys(*form), [key for keys in form for key in keys]
+    if "supervised" in row:  # as many as there are tokens
+        row["supervised"] = [False] * (
+            len(
+                conversation_dataset(tokenizer_of(tmp_path / "folder", TOOL_CHATML), write(with_keys({}, {}, {}, {})))[
+                    0
+                ]["tokens"]
+            )
+        )
+    with pytest.raises(SampleError, match=rf"line 1 of .*{key}.* or set dataset.ignored_keys=\[{key}\]"):
+        read(row)
+    assert read(row, ignored_keys=[key]) == read(with_keys({}, {}, {}, {"index": 0} if form[3] else {}))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [({"label": "sums"}, {}, {}, {}), ({"toxic": False, "scores": [1, 0, 1]}, {}, {}, {}), ({"keep": [1, 1]}, {}, {}, {}),
+     ({}, {"language": "English", "state": "New South Wales", "created": 7}, {}, {}), ({}, {"reasoning_effort": "high"}, {}, {}),
+     ({}, {"annotations": [{"id": "a", "type": "b"}], "usage": {"total": 3, "by": [1, 2]}}, {}, {}),
+     ({}, {}, {"cache_control": {"type": "ephemeral"}}, {}), ({}, {}, {}, {"index": 0})],
+)  # fmt: skip
+def test_a_key_of_any_other_form_is_named(form, read):
+    assert read(with_keys(*form)) == read(with_keys({}, {}, {}, {"index": 0} if form[3] else {}))
+
+
 DOCUMENTS = "{% if documents %}{{ '<|im_start|>system\n' + documents[0].text + '<|im_end|>\n' }}{% endif %}" + CHATML
 
 

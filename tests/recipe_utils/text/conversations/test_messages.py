@@ -214,6 +214,38 @@ def test_a_template_that_prints_more_than_values_is_checked_key_by_key(read):
              CHATML.replace("m.content +", "m.content + (messages[0].content | length | string) +"))  # fmt: skip
 
 
+PHI3 = CHATML.replace("'<|im_start|>' + m.role + '\n'", "'<|' + m.role + '|>\n'").replace(
+    "<|im_start|>assistant", "<|assistant|>"
+)
+
+
+@pytest.mark.parametrize("answer", ["It is 0", " It is 0", "\n It is", "  ", ""])
+def test_targets_begin_behind_the_tokens_of_the_prompt(answer, tmp_path, write, caplog):
+    """Control tokens of Phi-3 take the blanks behind them, those of an answer, too."""
+    tokenizer_of(tmp_path / "folder", PHI3 + "{#<|user|><|assistant|>#}")
+    file = tmp_path / "folder" / "tokenizer.json"
+    settings = json.loads(file.read_text())
+    for token in settings["added_tokens"]:
+        token["rstrip"] = token["content"] != "<bos>"
+    file.write_text(json.dumps(settings))
+    tokenizer = folder_tokenizer(str(tmp_path / "folder"))
+    chat = [say("user", "Hi"), say("assistant", answer)] * 2
+    (sample,) = conversation_dataset(tokenizer, write({"messages": chat}))
+    expected = [-100] * len(sample["tokens"])
+    for end in (1, 3):
+        prompt, whole = (tokenizer.tokenize_messages(chat[:num], add_eos=num > end)[0] for num in (end, end + 1))
+        assert whole[: len(prompt)] == prompt == sample["tokens"][: len(prompt)]
+        expected[len(prompt) : len(whole)] = whole[len(prompt) :]
+    assert sample["labels"] == expected
+    assert "begins in the generation prompt" not in caplog.text
+
+
+def test_a_token_that_reaches_over_the_border_is_a_target_and_named_once(read, caplog):
+    _, trained = read({"messages": [say("user", "Hi"), say("assistant", "\n\nIt is")] * 2})
+    assert trained == ["\n\n\nIt is<|im_end|>"] * 2
+    assert caplog.text.count("a target begins in the generation prompt, such as in '\\n\\n\\nIt is") == 1
+
+
 # ---- Cost of long conversations -------------------------------------------------------------------
 
 LONG = [say(*turn) for i in range(24) for turn in (("user", f" {i} + 1? "), ("assistant", f"It is {i + 1}.\n"))]
