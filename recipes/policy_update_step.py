@@ -78,13 +78,13 @@ class PolicyRecipe:
         # Model: it ends in the loss. Its passes before the pass, its optimizer, what training does besides, and resume.
         rows = models.rows_of(limits, collator.longest_row, ranks, settings.data.max_ranks_per_row)
         self.model = training.build_model(built, self.loader, rows, lambda stage: loss_fn, self.declared.sums)
+        run.parts.add("ratios", policy.Ratios(run, loss_fn, self.loader))
         policy.add_rounds(built, datasets[0], settings.rounds, sampler, self.model)  # what rows have decides the next
-        is_needed = policy.needs_reference(loss_fn, *datasets)
+        is_needed = policy.needs_reference(built, loss_fn, datasets)
         reference = build_reference(settings.reference, built, self.model, loss_fn, rows, collator, is_needed)
         start = policy.RoundStart(run, self.model, loss_fn, self.loader)
         self.attached = models.one_after_the_other(reference.attached, start.attached)
         self.stepper = training.build_stepper(built, self.model)
-        run.parts.add("ratios", policy.Ratios(run, loss_fn, self.loader))
         run.parts.add("round_start", start)
         training.add_usual_parts(built, self.model, self.stepper, self.validate, self.loader, self.val_loader, loss_fn)
         training.resume_run(built, self.model, self.stepper, self.loader, reference.fingerprints)

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from recipe_utils.data.collators import text_collator
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.policy.policy_losses import PolicyLoss
-from recipe_utils.policy.rollouts import WholeAnswers, WithoutEqualGroups
+from recipe_utils.policy.rollouts import OF_REWARDS, WholeAnswers, WithoutEqualGroups
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.limits import ModelLimits
@@ -24,7 +24,7 @@ from recipe_utils.training.log import Reported
 from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.objective import Declaration
-from recipe_utils.update_steps.samples import facts_of
+from recipe_utils.update_steps.samples import Facts, facts_of
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -63,20 +63,33 @@ def group_collator(
 
 
 def _without_effect(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> Iterator[Problem]:
-    """Yields a correction of a file without log-probabilities, and a teacher that is the student."""
+    """Yields a cache that cannot be filled, what no sampler writes, and what has no effect on the fields of files."""
     given, data = [facts_of(dataset) for dataset in datasets if dataset is not None], built.settings.data
     if built.cfg.get("reference") == "cached" and (data.max_ranks_per_row > 1 or any(f.comes_later for f in given)):
         text = "is filled before training, with whole answers of all epochs, and rounds come later"
         if data.max_ranks_per_row > 1:
             text = "has whole answers, of which a rank has a share; remove max_ranks_per_row"
         yield Problem("reference", f"a cache {text}; or set live or offload", "cached")
+    sampler, advantages = (
+        built.cfg.get("sampler"),
+        {rounds.advantage for facts in given for rounds in facts.comes_later},
+    )
+    if sampler is not None and "given" in advantages:
+        text = "a sampler writes rewards and no advantages; set mean_std, or take sampler out"
+        yield Problem("dataset.advantage", text, "given")
+    if sampler is not None and sampler.get("group_size") == 1 and advantages & OF_REWARDS.keys():
+        text = f"one answer has nothing to compare it with (dataset.advantage={min(advantages)}); set it to 2 or more"
+        yield Problem("sampler.group_size", text, 1)
+    yield from _without_effect_on(built, loss_fn, [facts for facts in given if not facts.comes_later])
+
+
+def _without_effect_on(built: Built, loss_fn: PolicyLoss, given: Sequence[Facts]) -> Iterator[Problem]:
+    """Yields a correction of a file without log-probabilities, and a teacher that is the student."""
     # Of a dataset of one's own without facts nothing is known.
     if loss_fn.correction is not None and any(
         "logprobs" not in facts.fields and (facts.content or facts.fields) for facts in given
     ):
-        text = (
-            "the dataset has no logprobs, so there is no other sampler to correct; write them, or take correction out"
-        )
+        text = "the dataset has no logprobs, so there is no sampler to correct; write them, or take correction out"
         yield Problem("loss.correction", text, loss_fn.correction)
     if not any(facts.needs_reference and "ref_logprobs" not in facts.fields for facts in given):
         return
@@ -115,9 +128,14 @@ def without_equal_groups(datasets: tuple[Any, Any], loss_fn: PolicyLoss) -> tupl
     return dataset, val
 
 
-def needs_reference(loss_fn: PolicyLoss, *datasets: Any) -> bool:
-    """Returns True if the loss takes log-probabilities of a reference that a file does not have."""
+def needs_reference(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> bool:
+    """Returns True if the loss takes log-probabilities of a reference that a file does not have.
+
+    Raises ConfigError for a correction or a teacher that has no effect on the first round.
+    """
     given = [facts_of(dataset) for dataset in datasets if dataset is not None]
+    if problems := [*_without_effect_on(built, loss_fn, given)]:
+        raise ConfigError(*problems)
     takes = loss_fn.has_kl or any(facts.needs_reference for facts in given)
     return takes and not all("ref_logprobs" in facts.fields for facts in given)
 
