@@ -137,6 +137,8 @@ def check_repeated(
         for turn in turns:
             text = content_as_text(turn.get("content")).strip()
             texts = [content_as_text(other.get("content")) for other in chat if other["role"] == turn["role"]]
+            if not text and turn.keys() == {"role", "content"}:
+                continue
             if turn not in chat and not any(text and text in other for other in texts):
                 text = f"it is in no turn of {name}, so it would be lost; {remedy}"
                 raise SampleError(f"{key}={shown(turn.get('content'))}: {text}")
@@ -187,6 +189,7 @@ def _refuse(row: Mapping[str, Any], keys: FileRow) -> NoReturn:
     for key, text in (
         ("chosen", "a pair; set dataset to a recipe_utils.preference.pair_dataset"),
         ("parent_id", "one message of a tree; write each path from its root as messages"),
+        ("contents", "of Gemini's form; write messages with role and content"),
         ("text", "a text; set dataset to a recipe_utils.text.text_pieces_dataset"),
         ("role", "one turn; write all turns of a conversation as messages of one row"),
     ):

@@ -378,7 +378,8 @@ class ChatTemplate:
         for leaf, begin, end in printed:
             index = leaf.message
             if end < 0:
-                self._take_left_out(conversation, trains, leaf)
+                shown = text[spans[index].start : spans[index].stop] if index in spans else ""
+                self._take_left_out(conversation, trains, leaf, shown)
             elif index is not None:
                 # Turns whose targets contain it: of those that start before its end, only the last two can.
                 low = end - 1 if exact else begin
@@ -395,8 +396,11 @@ class ChatTemplate:
                     self._inspected.add(kind)
                     self._warn(f"the chat template cuts or changes {kind}, such as {leaf.value.strip()[:40]!r}")
 
-    def _take_left_out(self, conversation: Rendering, trains: Sequence[bool], leaf: Leaf) -> None:
-        """Raises SampleError for content that is not printed; earlier thinking, names and other keys may be left out."""
+    def _take_left_out(self, conversation: Rendering, trains: Sequence[bool], leaf: Leaf, turn: str) -> None:
+        """Raises SampleError for content that is not printed in its ``turn``; earlier thinking, names and others may be left out.
+
+        The name of a call may be printed in its id, ``functions.NAME:0``, as by Kimi's templates.
+        """
         index, key, chat = leaf.message, leaf.key, conversation.chat
         if index is None:
             if leaf.is_name:
@@ -409,7 +413,14 @@ class ChatTemplate:
                 check_not_said({key: chat[index][key]}, chat[index]["role"], f"turn {index} (assistant): ")
             conversation.given.unread.setdefault(key, chat[index][key])
         elif chat[index]["role"] != "assistant" or trains[index]:
-            _refuse(chat, index, f"the chat template leaves its {key} out; remove the {key}")
+            calls = chat[index]["tool_calls"] if key == "tool_calls" and leaf.is_name else []
+            ids = [str(call["id"]) for call in calls if "id" in call and call["function"]["name"] == leaf.value]
+            without = [each for each in ids if each in turn and not re.search(rf"\b{re.escape(leaf.value)}\b", each)]
+            if without:
+                text = f"the chat template prints the id {without[0]} of a call, and not its name {leaf.value}"
+                _refuse(chat, index, f"{text}; write ids as functions.{leaf.value}:0, with the place of each call")
+            if not ids or not all(each in turn for each in ids):
+                _refuse(chat, index, f"the chat template leaves its {key} out; remove the {key}")
         elif key not in THINKING:
             self._warn(f"the chat template leaves the {key} of earlier turns out")
 

@@ -54,6 +54,7 @@ LAYOUTS = {
     "a system that is the first turn": ({"system": "Be brief.", "messages": [BRIEF, USER, YES]}, [BRIEF, USER, YES], []),
     "messages, and an answer": ({"messages": [USER], "response": "It is 4."}, [USER, YES], []),
     "messages of a pair": ({"messages": [USER, YES], "chosen": [USER, YES], "rejected": [USER, NO]}, [USER, YES], ["chosen", "rejected"]),
+    "an empty name beside a filled one": ({"messages": [{**USER, "content": "", "value": "2 + 2?"}, {"role": "assistant", "content": None, "value": "It is 4."}], "output": ""}, [USER, YES], []),
     "old roles": ({"messages": [{"role": "human", "content": "2 + 2?"}, {"role": "ai", "content": "It is 4."}]}, [USER, YES], []),
 }  # fmt: skip
 
@@ -75,6 +76,15 @@ def test_turns_before_an_answer_of_its_own_key_are_not_trained(read):
     row = {"input": [USER, YES, say("user", "3 + 3?")], "output": "6"}
     assert read(row)[1] == ["6<|im_end|>"]
     assert read({"messages": [*row["input"], say("assistant", "6")]})[1] == ["It is 4.<|im_end|>", "6<|im_end|>"]
+
+
+def test_an_empty_answer_trains_its_stop_token(read):
+    for row in (
+        {"question": "2 + 2?", "answer": ""},
+        {"messages": [USER, say("assistant", "")]},
+        {"prompt": [USER], "completion": ""},
+    ):
+        assert read(row) == (text_of(USER, say("assistant", "")), ["<|im_end|>"])
 
 
 def test_answers_that_are_calls_are_calls_beside_tools_alone(read):
