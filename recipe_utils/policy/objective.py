@@ -69,8 +69,14 @@ def problems_with_loss(loss: Mapping[str, Any], data: DataSettings) -> Iterator[
 
 
 def without_equal_groups(datasets: tuple[Any, Any], loss_fn: PolicyLoss) -> tuple[Any, Any]:
-    """Returns datasets whose groups without advantages cost no forward, unless they have a KL term. None stays None."""
-    dataset, val = (each if each is None or loss_fn.has_kl else WithoutEqualGroups(each) for each in datasets)
+    """Returns datasets whose groups without advantages cost no forward, unless they have a KL term. None stays None.
+
+    Those of a loss whose ratio is of whole answers refuse answers in several parts.
+    """
+    keeps_equal, is_of_answers = loss_fn.has_kl, loss_fn.kind == "sequence"
+    if keeps_equal and not is_of_answers:
+        return datasets
+    dataset, val = (each if each is None else WithoutEqualGroups(each, keeps_equal, is_of_answers) for each in datasets)
     return dataset, val
 
 

@@ -20,6 +20,7 @@ from recipe_utils.policy.rollout_keys import Rollout
 from recipe_utils.text.conversations.file_rows import turns_of
 from recipe_utils.text.conversations.messages import Conversation, read_tools
 from recipe_utils.text.conversations.schema import shown, without_keys
+from recipe_utils.text.conversations.template import HistoryChangesError
 from recipe_utils.text.torchtune_messages import tokenize_conversation
 from recipe_utils.update_steps.samples import SampleError, whole_numbers
 
@@ -176,7 +177,12 @@ def _tokens_of(
         chat, _ = turns_of(given["prompt"], "user", "prompt")
         answers, of_answers = turns_of(given["completion"], "assistant", names["completion"])
         chat, weights = [*chat, *answers], [*[0.0] * len(chat), *of_answers]
-    token_ids, is_masked = tokenize_conversation(tokenizer, Conversation(chat, weights, read_tools(given.get("tools"))))
+    try:
+        tools = read_tools(given.get("tools"))
+        token_ids, is_masked = tokenize_conversation(tokenizer, Conversation(chat, weights, tools))
+    except HistoryChangesError as error:
+        remedy = "write a row for each turn of the assistant, with what precedes it as prompt and one value of rollout"
+        raise SampleError(f"{error.problem}; {remedy}, or token ids") from None
     mask = ~np.asarray(is_masked)
     return np.asarray(token_ids), int(mask.argmax()) if mask.any() else len(mask), mask
 

@@ -29,7 +29,7 @@ from recipe_utils.policy.rollout_rows import Answer, answers_of_rollout, is_grou
 from recipe_utils.text.conversations.file_rows import judge_unread, name_unread_of_first
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.torchtune_names import IGNORE_INDEX
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import SampleError, UnusedError
 
 # ---- Advantages of a group's answers, from their rewards -------------------------------------------
 
@@ -126,6 +126,12 @@ class RolloutDataset(Dataset[dict[str, Any]]):
             self._check_one_prompt(answers, row_of)
             sequences = [*self._sequences_of(answers)]
         return {"sequences": sequences}
+
+    def check_rows(self) -> None:
+        """Raises SampleError for the first row that is no JSON object, such as the last one of a file that is half written."""
+        for index in range(len(self._rows)):
+            with self._rows.naming(index):
+                self._rows[index]
 
     def _read(self, index: int) -> Rollout:
         return read_rollout(self._rows[index], self._ignored)
@@ -288,11 +294,13 @@ class WithoutEqualGroups(Dataset[Any]):
     Four answers of 100 tokens each with rewards 1, 1, 1, 1 have no gradient. One sequence of two tokens takes their place.
     Beside its only target, which has the advantage 0, are the 400 tokens, the 4 answers and the group, so that the other
     groups of the update step weigh what they would weigh beside all 400 tokens. Exact for losses whose terms all have the
-    advantage as a factor: without a KL term.
+    advantage as a factor: without a KL term, they are to be kept (``keeps_equal``).
+
+    ``refuses_parts`` raises UnusedError for an answer in several parts, of which a loss over whole answers has no ratio.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, keeps_equal: bool = False, refuses_parts: bool = False) -> None:
+        self.dataset, self._keeps_equal, self._refuses_parts = dataset, keeps_equal, refuses_parts
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -301,7 +309,15 @@ class WithoutEqualGroups(Dataset[Any]):
         """Returns the sample; a group without advantages as one short sequence."""
         sample = self.dataset[index]
         sequences = sample.get("sequences", ()) if isinstance(sample, Mapping) else ()
-        if not sequences or any(np.any(s.get(key, 0)) for s in sequences for key in ("advantages", "teacher")):
+        # The shares of an answer's tokens sum to 1 over its parts.
+        if self._refuses_parts and any(np.sum(sequence["answers"]) < 1 - 1e-6 for sequence in sequences):
+            text = "an answer is in several rows (parts of one rollout), and the ratio of loss.kind=sequence is of all"
+            raise UnusedError(f"{text}; write each answer as one row, or set another loss.kind")
+        if (
+            self._keeps_equal
+            or not sequences
+            or any(np.any(s.get(key, 0)) for s in sequences for key in ("advantages", "teacher"))
+        ):
             return sample
         return {"sequences": [_standing_for(sequences)]}
 

@@ -110,6 +110,11 @@ class RoundsDataset(Dataset[dict[str, Any]]):
         with naming("dataset"):
             rollouts = self._read(str(file))
         if len(rollouts) != self._num_groups:
+            try:
+                rollouts.check_rows()
+            except SampleError as error:
+                text = f"{error}; write the file under another name, and rename it once it is whole"
+                raise ConfigError(Problem("dataset.path", text, file.parent)) from None
             text = f"{file} has {len(rollouts)} groups; write as many as groups_per_round"
             raise ConfigError(Problem("dataset.groups_per_round", text, self._num_groups))
         # The loss was built for what the first round has.

@@ -27,7 +27,7 @@ from recipe_utils.text.conversations.file_rows import (
 )
 from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.template import num_common
+from recipe_utils.text.conversations.template import HistoryChangesError, num_common
 from recipe_utils.text.torchtune_messages import tokenize_conversation
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import SampleError
@@ -90,6 +90,9 @@ class PairDataset(Dataset[dict[str, Any]]):
         for name, side in zip(SIDES, sides, strict=True):
             try:
                 tokenized.append(tokenize_conversation(self._tokenizer, side))
+            except HistoryChangesError as error:
+                remedy = "end both sides with one turn of the assistant behind the turns that they share"
+                raise SampleError(f"{name}: {error.problem}; {remedy}") from error
             except SampleError as error:
                 raise SampleError(f"{name}: {error}") from error
         return tokenized

@@ -46,6 +46,14 @@ Arguments of calls are mappings, or their JSON text.
 """
 
 
+class HistoryChangesError(SampleError):
+    """Raised for a turn that the template renders otherwise once more follows; ``problem`` is the text without a remedy."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem = problem
+
+
 class Leaf(NamedTuple):
     """Value of a message (by index), or of a tool (None), that a template must print."""
 
@@ -221,10 +229,16 @@ class ChatTemplate:
                 has_stop = not is_answer or self._stop.search(text, start, limit)
                 if not is_same or rest.strip() or (not has_stop and limit < len(alone)):
                     changed = "it" if is_same else "what precedes it"
-                    remedy = "change chat_template.jinja"
-                    if len(trained) > 1 and limit < len(alone):
-                        remedy = "use a conversation_dataset with split_turns, or set tokenizer.train_on_last"
-                    _refuse(chat, index, f"the chat template renders {changed} otherwise once more follows; {remedy}")
+                    problem = f"the chat template renders {changed} otherwise once more follows"
+                    if index + 1 == len(chat):
+                        _refuse(chat, index, f"{problem}; change chat_template.jinja")
+                    # A sample that ends with the turn has its history as the template renders it there.
+                    remedy = "use a conversation_dataset with split_turns=True"
+                    if index == trained[-1]:
+                        remedy += ", or remove the turns after it"
+                    elif trained[-1] + 1 == len(chat):
+                        remedy += ", or set tokenizer.train_on_last=True"
+                    raise HistoryChangesError(f"turn {index} ({chat[index]['role']}): {problem}", remedy)
                 self._report_empty_thinking(conversation, index, text, start, printed)
             if frame:
                 conversation.alike[frame] = num_alike + 1, begin - start, limit - end

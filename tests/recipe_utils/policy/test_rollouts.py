@@ -18,7 +18,7 @@ from recipe_utils.policy import rollout_dataset
 from recipe_utils.policy.rollout_keys import Rollout
 from recipe_utils.policy.rollouts import WithoutEqualGroups
 from recipe_utils.text.conversations.schema import table_of
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import SampleError, UnusedError
 
 PROMPT, ANSWER, LOGPROBS = [1, 7], [9, 4, 2], [-0.25, -1.5, -2.0]
 BESIDE = {"logprobs": [0, 0, *LOGPROBS], "advantages": [0, 0, 0.5, 0.5, 0.5]}
@@ -148,6 +148,26 @@ def test_an_equal_group_costs_two_tokens_and_keeps_its_counts(tmp_path):
     assert len(dataset[0]["sequences"]) == 3
     by_teacher = WithoutEqualGroups(dataset_of(tmp_path, *REWARDED, advantage="teacher"))
     assert len(by_teacher[1]["sequences"]) == 2  # its advantages are not known yet
+
+
+def test_an_answer_in_parts_is_refused_where_its_ratio_is_of_the_whole(tmp_path):
+    """One row with the mask of both parts, the remedy, is taken."""
+    parts = [{**REWARDED[0], "group": 1, "rollout": r, "reward": x} for r, x in (("a", 1), ("a", 1), ("b", 0))]
+    for refuses in (True, False):
+        dataset = WithoutEqualGroups(dataset_of(tmp_path, *parts), refuses_parts=refuses)
+        if refuses:
+            with pytest.raises(
+                UnusedError, match=r"several rows .*loss.kind=sequence is of all; write each answer as one row"
+            ):
+                dataset[0]
+        else:
+            assert len(dataset[0]["sequences"]) == 3
+    ids, mask = [9, 9, 3, 9, 9], [1, 1, 0, 1, 1]
+    whole = {**parts[0], "completion_ids": ids, "mask": mask, "logprobs": [-1.0] * 4}
+    dataset = WithoutEqualGroups(
+        dataset_of(tmp_path, whole, {**whole, "rollout": "b", "reward": 0}), refuses_parts=True
+    )
+    assert len(dataset[0]["sequences"]) == 2
 
 
 def test_texts_are_tokenized_by_the_template_with_their_stop_token(tmp_path):

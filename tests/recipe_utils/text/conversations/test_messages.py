@@ -5,11 +5,13 @@ import re
 from functools import partial
 
 import pytest
-from chats import CHATML, TOOL_CHATML, TOOLS, call, say, targets, tokenizer_of
+from chats import CHATML, THINKS_LAST, TOOL_CHATML, TOOLS, call, say, targets, tokenizer_of
 from recipe_runs import slow
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from recipe_utils.policy import rollout_dataset
+from recipe_utils.preference import pair_dataset
 from recipe_utils.text import conversation_dataset, folder_tokenizer
 from recipe_utils.update_steps.samples import SampleError
 
@@ -248,6 +250,47 @@ def test_a_token_that_reaches_over_the_border_is_a_target_and_named_once(read, c
     _, trained = read({"messages": [say("user", "Hi"), say("assistant", "\n\nIt is")] * 2})
     assert trained == ["\n\n\nIt is<|im_end|>"] * 2
     assert caplog.text.count("a target begins in the generation prompt, such as in '\\n\\n\\nIt is") == 1
+
+
+A, B = (say("assistant", text, reasoning_content="hm") for text in ("4", "6"))
+HI, MORE = say("user", "Hi"), say("user", "More?")
+
+
+def test_each_remedy_for_earlier_thinking_trains(tmp_path, write):
+    """A template that drops earlier thinking; the remedies are of the place where the conversation stands."""
+    tokenizer, last = (tokenizer_of(tmp_path / "model", THINKS_LAST, train_on_last=each) for each in (False, True))
+    whole = ["<think>hm</think>4<|im_end|>", "<think>hm</think>6<|im_end|>"]
+
+    def refuse(dataset):
+        with pytest.raises(SampleError) as error:
+            dataset[0]
+        return str(error.value).partition("otherwise once more follows; ")[2]
+
+    def trained(dataset, keys=("tokens", "labels")):
+        return [text for sample in dataset for text in targets(tokenizer, sample, keys)]
+
+    both, followed = write({"messages": [HI, A, MORE, B]}), write({"messages": [HI, A, MORE]}, name="followed.jsonl")
+    split = "use a conversation_dataset with split_turns=True"
+    assert refuse(conversation_dataset(tokenizer, both)) == f"{split}, or set tokenizer.train_on_last=True"
+    assert trained(conversation_dataset(tokenizer, both, split_turns=True)) == whole
+    assert trained(conversation_dataset(last, both)) == whole[1:]
+    assert refuse(conversation_dataset(tokenizer, followed)) == f"{split}, or remove the turns after it"
+    assert trained(conversation_dataset(tokenizer, followed, split_turns=True)) == whole[:1]
+    assert trained(conversation_dataset(tokenizer, write({"messages": [HI, A]}, name="removed.jsonl"))) == whole[:1]
+    pair = {"prompt": [HI], "chosen": [A, MORE, B], "rejected": [B, MORE, A]}
+    text = "end both sides with one turn of the assistant behind the turns that they share"
+    assert refuse(pair_dataset(tokenizer, write(pair, name="pair.jsonl"))) == text
+    shared = {"prompt": [HI, A, MORE], "chosen": [B], "rejected": [A]}
+    dataset = pair_dataset(tokenizer, write(shared, name="shared.jsonl"))
+    assert trained(dataset, ("chosen_input_ids", "chosen_labels")) == whole[1:]
+    rollout = {"group": 0, "messages": [HI, A, MORE, B]}
+    text = "write a row for each turn of the assistant, with what precedes it as prompt and one value of rollout, or token ids"
+    rows = [{**rollout, "reward": reward} for reward in (0, 1)]
+    assert refuse(rollout_dataset(tokenizer, write(*rows, name="rollouts.jsonl"))) == text
+    turns = [({"prompt": [HI], "completion": [A]}), ({"prompt": [HI, A, MORE], "completion": [B]})]
+    rows = [{"group": 0, **turn, "rollout": str(reward), "reward": reward} for reward in (0, 1) for turn in turns]
+    (sample,) = rollout_dataset(tokenizer, write(*rows, name="turns.jsonl"))
+    assert trained(sample["sequences"]) == whole * 2
 
 
 KIMI = CHATML.replace("<|im_end|>\n' }}", "' }}{% for c in m.tool_calls %}<tool_call>{{ c.id }} {{ c.function.arguments | tojson }}</tool_call>{% endfor %}{{ '<|im_end|>\n' }}")  # fmt: skip
