@@ -310,7 +310,7 @@ class WithoutEqualGroups(Dataset[Any]):
         sample = self.dataset[index]
         sequences = sample.get("sequences", ()) if isinstance(sample, Mapping) else ()
         # The shares of an answer's tokens sum to 1 over its parts.
-        if self._refuses_parts and any(np.sum(sequence["answers"]) < 1 - 1e-6 for sequence in sequences):
+        if self._refuses_parts and any(np.sum(s.get("answers", 1)) < 1 - 1e-6 for s in sequences):
             text = "an answer is in several rows (parts of one rollout), and the ratio of loss.kind=sequence is of all"
             raise UnusedError(f"{text}; write each answer as one row, or set another loss.kind")
         if (

@@ -159,9 +159,9 @@ ROWS = covering_array(FAST, list(possible_rows()), items_of)
 
 def case_of(row, weights_folder, folder):
     """Returns arguments of :func:`run_row`."""
-    path = folder / f"{row.advantage}_{row.has_given_reference}.jsonl"
+    path = folder / f"{row.kind}_{row.advantage}_{row.has_given_reference}.jsonl"
     given = {"advantage": row.advantage == "given", "ref_logprobs": row.has_given_reference}
-    policies.write(path, policies.make_groups(), [key for key, is_given in given.items() if not is_given])
+    policies.write(path, policies.make_groups(kind=row.kind), [key for key, is_given in given.items() if not is_given])
     changes = {
         "model": MODELS[row.model],
         "dataset": {
@@ -190,7 +190,7 @@ def case_of(row, weights_folder, folder):
 @cache
 def expected_steps(row):
     """Returns metrics and gradients of each update step, answer by answer."""
-    groups, steps = policies.make_groups(), []
+    groups, steps = policies.make_groups(kind=row.kind), []
     with tiny.float64_throughout():
         if row.model == "lora":
             model, reference = tiny.adapted_model(MODELS["lora"]).double(), tiny.merged_model(MODELS["lora"])

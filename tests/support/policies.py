@@ -16,12 +16,12 @@ LOSS = {"old": "file", "correction": None, "kl_weight": 0.0}
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def make_groups(num_groups=NUM_GROUPS, seed=0):
+def make_groups(num_groups=NUM_GROUPS, seed=0, kind=None):
     """Returns groups of answers, as rows of one answer each.
 
     Log-probabilities make ratios of which some are clipped. By turns a group has rewards that are all equal (0.1, whose
     mean over three is not 0.1 in float64), an answer without a trained token, answers of one token, masked tokens within
-    answers, an answer in two rows, another temperature, more answers, answers that begin alike, or no trained token at all.
+    answers, an answer in two rows (not for ``sequence``, which refuses it), another temperature, more answers, answers that begin alike, or no trained token at all.
     """
     draw = random.Random(seed)
 
@@ -45,7 +45,7 @@ def make_groups(num_groups=NUM_GROUPS, seed=0):
             if edge == 5:
                 row["rollout"] = f"r{i}"
             rows.append(row)
-            if edge == 5 and i == 1:  # its history was summarized
+            if edge == 5 and i == 1 and kind != "sequence":  # its history was summarized
                 rows.append({**row, "prompt_ids": tokens(2, 9), "completion_ids": tokens(2, 5)})
         for row in rows:
             number = len(row["completion_ids"])
