@@ -217,6 +217,7 @@ class Rounds(Part):
             number - 1,
             len(dataset),
             lambda: all_reduce_any([run.stop.is_set()], run.ranks.cpu_group)()[0],
+            run.global_step,
         )
         if not groups:
             return  # the wait for the file ends at once
