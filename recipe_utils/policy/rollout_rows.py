@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.text.conversations.file_rows import turns_of
+from recipe_utils.text.conversations.file_rows import after_system, turns_of
 from recipe_utils.text.conversations.messages import Conversation, read_tools
 from recipe_utils.text.conversations.schema import shown, without_keys
 from recipe_utils.text.conversations.template import HistoryChangesError
@@ -177,6 +177,7 @@ def _tokens_of(
         chat, _ = turns_of(given["prompt"], "user", "prompt")
         answers, of_answers = turns_of(given["completion"], "assistant", names["completion"])
         chat, weights = [*chat, *answers], [*[0.0] * len(chat), *of_answers]
+    chat, weights = after_system(given.get("system"), chat, weights)
     try:
         tools = read_tools(given.get("tools"))
         token_ids, is_masked = tokenize_conversation(tokenizer, Conversation(chat, weights, tools))

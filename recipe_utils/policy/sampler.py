@@ -153,8 +153,8 @@ class ModelSampler:
         texts = [[text_of(tokenizer, answer.tokens) for answer in group] for group in groups]
         state = SimpleNamespace(global_step=global_step, epoch=float(index))
         ids = [answer.tokens for group in groups for answer in group]
-        found = self._rewards(rows, texts, ids, state) if ranks.is_zero else None
-        rewards, problem = gather_objects(found, ranks.cpu_group)[0]
+        rewarded = self._rewards(rows, texts, ids, state) if ranks.is_zero else None
+        rewards, problem = gather_objects(rewarded, ranks.cpu_group)[0]
         if problem is not None:
             raise ConfigError(Problem(f"{self.key}.reward", problem, self._name))
         made = []

@@ -18,6 +18,7 @@ from recipe_utils.text.conversations.file_rows import (
     Texts,
     after_system,
     answers_of,
+    check_no_variables,
     check_repeated,
     judge_unread,
     name_unread_of_first,
@@ -27,8 +28,9 @@ from recipe_utils.text.conversations.file_rows import (
 )
 from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools
 from recipe_utils.text.conversations.paths import PathRows
+from recipe_utils.text.conversations.schema import shown
 from recipe_utils.text.conversations.template import HistoryChangesError, num_common
-from recipe_utils.text.torchtune_messages import tokenize_conversation
+from recipe_utils.text.torchtune_messages import check_no_fraction, tokenize_conversation
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import SampleError
 
@@ -119,10 +121,20 @@ def read_pair(
     answers = [getattr(keys, side) for side in SIDES]
     before = {"system", "messages", "question", "input", "tools"} & keys.used.keys()
     if not before and all(isinstance(text, str) for text in (*answers, keys.prompt or "")):
+        check_no_variables(variables)
+        if lost := [
+            key
+            for field, key in keys.used.items()
+            if field in ("answer", "completion") and getattr(keys, field) not in answers
+        ]:
+            text = "it is neither chosen nor rejected, so it would be lost; remove it"
+            raise SampleError(f"{lost[0]}={shown(row[lost[0]])}: {text}")
         return Texts(keys.prompt, (answers[0], answers[1]), unread)
     sides = [turns_of(answer, "assistant", side) for side, answer in zip(SIDES, answers, strict=True)]
     # The prompt may be a part of both sides, or a key of its own.
     sources, prompt, name = turns_before(keys), [], "chosen"
+    for key, (_, weights) in (*zip(SIDES, sides, strict=True), *sources.items()):
+        check_no_fraction(weights, f"{key}: ")
     for key, (turns, _) in sources.items():
         turns = _without_answer(turns, sides[0][0])
         if not all(has_prompt(turns, side) for side, _ in sides):

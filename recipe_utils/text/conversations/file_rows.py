@@ -65,6 +65,7 @@ def conversation_of(
     unread = dict(keys.others)
     given = keys.used.keys()
     if given == {"prompt", "completion"} and isinstance(keys.prompt, str) and isinstance(keys.completion, str):
+        check_no_variables(variables)
         return Texts(keys.prompt, (keys.completion,), unread)
     sources, answers = turns_before(keys), answers_of(keys)
     if not sources or not (answers or "messages" in given):
@@ -89,6 +90,9 @@ def turns_before(keys: FileRow) -> dict[str, Turns]:
     if "prompt" in used:
         sources["prompt"] = turns_of(keys.prompt, "user", "prompt")
     if not sources and {"question", "input"} <= used.keys() and not _are(keys.input, "role", "from"):
+        if not isinstance(keys.input, str | int | float):
+            text = "it is a list or an object, and would be Python's text; write it as text"
+            raise SampleError(f"{used['input']}={shown(keys.input)}: {text}")
         return {used["question"]: turns_of(f"{keys.question}\n{keys.input}", "user", "question")}
     for field in ("input", "question"):
         if field in used:
@@ -108,10 +112,19 @@ def answers_of(keys: FileRow) -> dict[str, Turns]:
     return answers
 
 
+def check_no_variables(variables: Mapping[str, Any]) -> None:
+    """Raises SampleError for variables of the chat template beside texts that are joined without one."""
+    for name, value in variables.items():
+        text = "texts of a prompt and answers are joined without the chat template, which reads it; write messages"
+        raise SampleError(f"{name}={shown(value)}: it would be lost: {text}")
+
+
 def turns_of(value: Any, role: str, name: str) -> Turns:
     """Returns a text, a turn or turns as messages with their weights; a text is a turn of ``role``."""
     if isinstance(value, str) and not _are(value, "role", "from"):
         value = {"role": role, "content": value}
+    if isinstance(value, int | float):
+        raise SampleError(f"{name}={value}: it is a number; write it as text")
     try:
         return read_turns([value] if isinstance(value, Mapping) else value)
     except SampleError as error:

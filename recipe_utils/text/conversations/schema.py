@@ -146,7 +146,7 @@ def _weight(weight: Any) -> float:
     return float(weight)
 
 
-def _joined(value: Any) -> Any:
+def joined(value: Any) -> Any:
     """Returns the text of a list of text parts; other values as they are."""
     are_parts = isinstance(value, list) and all(isinstance(each, Mapping) and "text" in each for each in value)
     return "".join(map(str, (each["text"] for each in value))) if are_parts else value
@@ -273,7 +273,7 @@ class FileRow(Keys):
     """A row of a file of conversations or pairs. Of the keys before an answer, those that repeat another are compared."""
 
     messages: Any = known_as("turns, as a list or its JSON text", "messages", "conversations", "conversation")
-    system: Annotated[str, BeforeValidator(_joined)] | None = known_as(
+    system: Annotated[str, BeforeValidator(joined)] | None = known_as(
         "first turn: text, or a list of text parts", "system", "system_prompt", "system_message"
     )
     prompt: Any = known_as("a turn of the user, or turns", "prompt")

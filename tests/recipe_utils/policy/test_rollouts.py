@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from chats import CHATML, tokenizer_of
+from chats import CHATML, TOOL_CHATML, TOOLS, say, tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -316,6 +316,25 @@ def test_a_group_in_a_row_is_its_answers_one_a_line(answers, form, has_logprobs)
     assert [[t for t in each["labels"] if t != -100] for each in found] == trained
 
 
+def test_texts_have_the_system_and_the_tools_of_conversations(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "model", TOOL_CHATML)
+    texts = {"prompt": "Hi", "completion": "It"}
+    turns = {"prompt": [say("system", "Be brief."), say("user", "Hi")], "completion": [say("assistant", "It")]}
+    forms = (
+        {**texts, "system_prompt": "Be brief.", "functions": TOOLS},
+        {**turns, "tools": TOOLS},
+        {**turns, "available_tools": TOOLS, "system": "Be brief."},
+    )
+    one, *others = (
+        [*map(sequences_of, dataset_of(tmp_path, *({**form, "reward": r} for r in (1, 0)), tokenizer=tokenizer))]
+        for form in forms
+    )
+    assert others == [one] * 2
+    text = tokenizer.decode(one[0][0]["tokens"], False)
+    assert "weather" in text
+    assert "Be brief." in text
+
+
 def test_an_empty_text_trains_its_stop_token_and_one_of_a_group_or_a_line_is_the_same(tmp_path):
     tokenizer = tokenizer_of(tmp_path / "model", CHATML)
     texts, rewards = ["", "It"], [1, 0]
@@ -383,6 +402,12 @@ def changed(**keys):
             [changed(completion_ids=[9] * 7, logprobs=[-1.0] * 7)],
             {},
             "it has 9 tokens, more than tokenizer.max_seq_len=8",
+        ),
+        ([changed(logprobs=["-.5", "-.5"])], {}, "logprobs=['-.5', '-.5']: it is no list of numbers"),
+        (
+            [changed(completion_ids=[[9], [8]], logprobs=..., reward=[1, None])],
+            {},
+            "answer 1: the group is not whole: its reward is null; remove the answer, or score it",
         ),
         ([changed(logprobs=-2.0)], {}, "logprobs=-2: one number for 2 trained tokens; write one for each"),
         (

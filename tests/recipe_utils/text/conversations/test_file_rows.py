@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from chats import CHATML, TOOL_CHATML, TOOLS, say, targets, tokenizer_of
-from torchtune.datasets import chat_dataset
+from torchtune.datasets import alpaca_dataset, chat_dataset, instruct_dataset
 
 from recipe_utils.preference import pair_dataset
 from recipe_utils.text import conversation_dataset, text_pieces_dataset
@@ -168,6 +168,9 @@ def test_a_prompt_and_a_completion_of_texts_are_trained_as_they_are(row, split_t
         ({"messages": [USER, say("assistant", "", tool_calls=[{"name": "f", "args": {"a": 1}, "input": {"a": 2}}])]}, "input and args have different values"),
         ({"message_id": "a", "parent_id": None, "text": "2 + 2?", "role": "prompter"}, "is one message of a tree"),
         ({"chosen": [USER, YES], "rejected": [USER, NO]}, "is a pair; set dataset to a recipe_utils.preference.pair_dataset"),
+        ({"question": "2 + 2?", "context": {"title": ["A"]}, "answer": "4"}, "context={'title': .*: it is a list or an object, and would be Python's text"),
+        ({"question": "2 + 2?", "input": ["p1", "p2"], "answer": "4"}, "input=.*: it is a list or an object"),
+        ({"question": "2 + 2?", "answer": 4}, "answer=4: it is a number; write it as text"),
         ({"text": "abc"}, "is a text; set dataset to a recipe_utils.text.text_pieces_dataset"),
         ({"problem": "2 + 2?", "solution": "4"}, r"it has no messages \(its keys: problem, solution\)"),
         ({"messages": "[]"}, "its messages are empty; remove the line"),
@@ -242,6 +245,10 @@ def test_a_key_that_the_template_reads_as_a_variable_is_given_to_it(read, caplog
     assert (
         read({"messages": [USER, YES], "chat_template_kwargs": {"documents": row["documents"]}}, DOCUMENTS) == expected
     )
+    with pytest.raises(
+        SampleError, match=r"documents=.*: texts of a prompt and answers are joined without the chat template"
+    ):
+        read({"prompt": "2 + 2?", "completion": "4", "documents": row["documents"]}, DOCUMENTS)
     with pytest.raises(SampleError, match="document: the chat template reads no such variable"):
         read({"messages": [USER, YES], "chat_template_kwargs": {"document": 1}}, DOCUMENTS)
 
@@ -296,6 +303,9 @@ def test_pairs_train_answers_behind_all_that_precedes_them(row, before, write, t
 @pytest.mark.parametrize(
     ("row", "error"),
     [
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "answer": "d"}, "answer='d': it is neither chosen nor rejected"),
+        ({"chosen": [USER, {**YES, "weight": 0.5}, USER, YES], "rejected": [USER, YES, USER, NO]}, "weight=0.5: the losses of pairs"),
+        ({"question": "a", "context": ["b"], "chosen": "b", "rejected": "c"}, "context=.*: it is a list or an object"),
         ({"question": "3 + 3?", "chosen": [USER, YES], "rejected": [USER, NO]}, "chosen begins with a turn of the user"),
         ({"prompt": [USER], "question": "3 + 3?", "chosen": YES, "rejected": NO}, r"question='3 \+ 3\?': it is in no turn of prompt"),
         ({"prompt": [USER], "completion": "6", "chosen": YES, "rejected": NO}, "completion='6': it is in no turn"),
@@ -341,6 +351,30 @@ def test_a_row_that_torchtune_would_read_in_part_is_refused(style, row, error, w
     sample = chat_dataset(tokenizer, data_files=write(in_style(whole)), **options)[0]
     assert targets(tokenizer, sample) == ["It is 4.<|im_end|>"]
     assert "dataset: not read: topic" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"system": "Be brief."}, "torchtune's datasets leave its system text out"), ({"tools": TOOLS}, "leave its tools out"),
+        ({"weight": 0.5}, "weight=0.5: it would be lost"), ({"context": "3 + 3"}, "context='3 . 3': it is in no turn"),
+        ({"label": False}, "label=False: it would be lost"), ({"response": "It is 4.", "topic": "sums", "prompt": "2 + 2?"}, None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("builder", [instruct_dataset, alpaca_dataset])
+def test_torchtune_s_texts_refuse_what_they_would_drop(builder, more, error, tmp_path, write):
+    """Their samples stay the same."""
+    tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
+    question, own = ("input", {}) if builder is instruct_dataset else ("instruction", {"input": ""})
+    row = {question: "2 + 2?", "output": "It is 4.", **own}
+    options = {"source": "json", "split": "train"}
+    (expected,) = builder(tokenizer, data_files=write(row), **options)
+    path = write({**row, **more}, name="more.jsonl")
+    if error is None:
+        assert [*builder(tokenizer, data_files=path, **options)] == [expected]
+    else:
+        with pytest.raises(SampleError, match=f"{error}.*"):
+            builder(tokenizer, data_files=path, **options)[0]
 
 
 def test_the_page_has_the_table_of_the_schema():

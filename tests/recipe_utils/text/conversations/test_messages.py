@@ -234,7 +234,14 @@ def test_targets_begin_behind_the_tokens_of_the_prompt(answer, tmp_path, write, 
     for token in settings["added_tokens"]:
         token["rstrip"] = token["content"] != "<bos>"
     file.write_text(json.dumps(settings))
+    # What another file says of blanks changes no ids.
+    config = tmp_path / "folder" / "tokenizer_config.json"
+    others = {token["id"]: {**token, "rstrip": False} for token in settings["added_tokens"]}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "added_tokens_decoder": others}))
     tokenizer = folder_tokenizer(str(tmp_path / "folder"))
+    text = f"<|user|>\nHi<|im_end|>\n<|assistant|>\n{answer}<|im_end|>"
+    ids = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text, add_bos=False, add_eos=False, is_rendered=True) == ids
     chat = [say("user", "Hi"), say("assistant", answer)] * 2
     (sample,) = conversation_dataset(tokenizer, write({"messages": chat}))
     expected = [-100] * len(sample["tokens"])
