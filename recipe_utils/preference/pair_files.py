@@ -15,11 +15,14 @@ from recipe_utils.preference.pairs import SIDES
 from recipe_utils.text.conversations.file_datasets import tokenize_texts
 from recipe_utils.text.conversations.file_rows import (
     BEFORE,
+    NO_COLUMNS,
+    Columns,
     Texts,
     after_system,
     answers_of,
     check_no_variables,
     check_repeated,
+    columns_of,
     judge_unread,
     name_unread_of_first,
     read_row,
@@ -28,7 +31,7 @@ from recipe_utils.text.conversations.file_rows import (
 )
 from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.schema import shown
+from recipe_utils.text.conversations.schema import FileRow, shown
 from recipe_utils.text.conversations.template import HistoryChangesError, num_common
 from recipe_utils.text.torchtune_messages import check_no_fraction, tokenize_conversation
 from recipe_utils.torchtune_names import IGNORE_INDEX
@@ -61,7 +64,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         ignored_keys: Sequence[str] = (),
     ) -> None:
         self._tokenizer, self._rows = tokenizer, PathRows(path, split, validation_fraction)
-        self._ignored = ignored_keys
+        self._columns = columns_of(self._rows, FileRow, ignored_keys)
         self.content_hash = self._rows.content_hash
         name_unread_of_first(self, self._rows, lambda index: _unread(self._read(index)))
 
@@ -85,7 +88,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         return sample
 
     def _read(self, index: int) -> tuple[Conversation, Conversation] | Texts:
-        return read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()), self._ignored)
+        return read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()), self._columns)
 
     def _of_messages(self, sides: Sequence[Conversation]) -> list[tuple[Sequence[int], Any]]:
         tokenized = list[tuple[Sequence[int], Any]]()
@@ -105,14 +108,14 @@ def _unread(row: tuple[Conversation, Conversation] | Texts) -> dict[str, Any]:
 
 
 def read_pair(
-    row: Any, variable_names: Collection[str] = (), ignored: Collection[str] = ()
+    row: Any, variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
 ) -> tuple[Conversation, Conversation] | Texts:
     """Returns the conversations of a pair, of which the answers alone are trained; or its texts, if it has only texts.
 
     Raises SampleError if ``chosen`` or ``rejected`` is missing, where the answers begin is not certain, or a key has content
     that is in no turn.
     """
-    keys, variables = read_row(row, variable_names, ignored)
+    keys, variables = read_row(row, variable_names, columns)
     for side in SIDES:
         if getattr(keys, side) is None:
             text = "a row has chosen and rejected, and may have what precedes them"

@@ -25,6 +25,7 @@ from recipe_utils.text.conversations.file_rows import (
     judge_unread,
     read_row,
     turns_before,
+    turns_in,
 )
 from recipe_utils.text.conversations.messages import Conversation, content_as_text, read_tools
 from recipe_utils.text.conversations.schema import CALLS, MEDIA, ROLES, THINKING, Turn, check_not_said
@@ -96,7 +97,7 @@ def check_beside(
     transform: Any, row: Mapping[str, Any], columns: Sequence[str], chat: Sequence[dict[str, Any]], remedy: str
 ) -> None:
     """Checks what stands beside the ``columns`` of a row, which may repeat a turn of ``chat``, but not add one, nor tools."""
-    keys, _ = read_row({key: value for key, value in row.items() if key not in (*columns, *MEDIA)})
+    keys, _ = read_row({key: turns_in(value) for key, value in row.items() if key not in (*columns, *MEDIA)})
     check_repeated({**turns_before(keys), **answers_of(keys)}, [*chat], columns[0], remedy)
     is_replaced = getattr(transform, "new_system_prompt", None) is not None
     if not is_replaced and len(after_system(keys.system, [*chat], [])[0]) > len(chat):

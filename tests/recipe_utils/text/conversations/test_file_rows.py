@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import datasets
 import pytest
 from chats import CHATML, TOOL_CHATML, TOOLS, say, targets, tokenizer_of
 from torchtune.datasets import alpaca_dataset, chat_dataset, instruct_dataset
@@ -76,6 +77,46 @@ def test_turns_before_an_answer_of_its_own_key_are_not_trained(read):
     row = {"input": [USER, YES, say("user", "3 + 3?")], "output": "6"}
     assert read(row)[1] == ["6<|im_end|>"]
     assert read({"messages": [*row["input"], say("assistant", "6")]})[1] == ["It is 4.<|im_end|>", "6<|im_end|>"]
+
+
+AS_TEXT = [
+    ({"prompt": [USER], "completion": [YES]}, {"prompt", "completion"}), ({"prompt": "2 + 2?", "completion": [YES]}, {"completion"}),
+    ({"input": [USER], "output": "It is 4."}, {"input"}), ({"prompt": [BRIEF, USER], "response": [YES]}, {"prompt"}),
+    ({"prompt": SHAREGPT[:1], "completion": SHAREGPT[1:]}, {"prompt", "completion"}),
+    ({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, {"prompt", "chosen", "rejected"}), ({"prompt": "2 + 2?", "chosen": [YES], "rejected": [NO]}, {"chosen", "rejected"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "keys"), AS_TEXT)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_of_json_texts_of_messages_is_messages(row, keys, kind, write, tmp_path, caplog):
+    """All texts of a column are, or none; the log says which."""
+    of_rows = pair_dataset if "chosen" in row else conversation_dataset
+    tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
+    texts = {key: json.dumps(value) if key in keys else value for key, value in row.items()}
+    path, broken = (
+        write(texts, texts, name=f"texts.{kind}"),
+        write(texts, {**texts, min(keys): "It is 4."}, name="broken.jsonl"),
+    )
+    if kind == "parquet" and all(isinstance(value, str) for value in texts.values()):
+        datasets.Dataset.from_list([texts, texts]).to_parquet(path)
+    expected = of_rows(tokenizer, write(row))[0]
+    assert [*of_rows(tokenizer, path)] == [expected] * 2
+    assert {*re.findall("JSON texts of (.*) are read as messages", caplog.text)} == keys
+    assert of_rows(tokenizer, broken)[0] != expected
+    assert f"JSON texts of {min(keys)} are read as texts (1 of 2 could be messages)" in caplog.text
+
+
+def test_answers_that_are_json_because_it_was_asked_for_are_texts(write, tmp_path):
+    tokenizer, answers = (
+        tokenizer_of(tmp_path / "folder", CHATML),
+        ([say("assistant", "x")], [{"role": "cook"}], {"a": 1}),
+    )
+    rows = [{"question": "As JSON?", "answer": json.dumps(answer)} for answer in answers]
+    dataset = conversation_dataset(tokenizer, write(*rows))
+    assert [targets(tokenizer, each) for each in dataset] == [[row["answer"] + "<|im_end|>"] for row in rows]
+    (alone,) = conversation_dataset(tokenizer, write(rows[1], name="cook.jsonl"))
+    assert targets(tokenizer, alone) == [rows[1]["answer"] + "<|im_end|>"]
 
 
 def test_an_empty_answer_trains_its_stop_token(read):
