@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from recipe_utils.cli.registry import recipe_path
 from recipe_utils.policy import rollout_dataset
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.policy.rollouts import WithoutEqualGroups
+from recipe_utils.policy.rollouts import WholeAnswers, WithoutEqualGroups
 from recipe_utils.text.conversations.schema import table_of
 from recipe_utils.update_steps.samples import SampleError, UnusedError
 
