@@ -320,9 +320,11 @@ def _data(value: Any) -> list[Any]:
 def _numbers(values: Sequence[Any], key: str) -> np.ndarray:
     """Returns a list of numbers as fp64 [n]; null is NaN."""
     try:
-        numbers = np.asarray(values, dtype=np.float64)
+        given = np.asarray(values)
+        are_texts = given.dtype.kind == "U" or (given.dtype.hasobject and any(isinstance(each, str) for each in values))
+        numbers = None if are_texts else given.astype(np.float64)
     except (TypeError, ValueError):
-        raise SampleError(f"{key}={shown(values)}: it is no list of numbers") from None
-    if numbers.ndim != 1 or any(isinstance(value, str) for value in values):
+        numbers = None
+    if numbers is None or numbers.ndim != 1:
         raise SampleError(f"{key}={shown(values)}: it is no list of numbers")
     return numbers

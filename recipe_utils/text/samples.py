@@ -87,13 +87,17 @@ class TextSample(NamedTuple):
 
 def beside_predictors(sample: TextSample, ignore_index: int) -> TextSample:
     """Returns a sample whose labels and columns stand beside their tokens with them beside the positions before."""
-    stops = np.cumsum([length_of(document) for document in sample.documents])
-    starts = np.append(0, stops[:-1])
+    starts: Any = slice(1)
+    lasts: Any = slice(-1, None)
+    if len(sample.documents) > 1:
+        stops = np.cumsum([length_of(document) for document in sample.documents])
+        starts, lasts = np.append(0, stops[:-1]), stops - 1
 
     def moved(column: np.ndarray, nothing: float) -> np.ndarray:
-        column = np.append(column[1:], np.array(nothing, column.dtype))
-        column[stops - 1] = nothing
-        return column
+        made = np.empty_like(column)
+        made[:-1] = column[1:]
+        made[lasts] = nothing
+        return made
 
     return sample._replace(
         labels=moved(sample.labels, ignore_index),
