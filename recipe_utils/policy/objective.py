@@ -5,7 +5,7 @@ Example: a file without log-probabilities, of 4 update steps, needs the policy a
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from recipe_utils.training.log import Reported
 from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.objective import Declaration
-from recipe_utils.update_steps.samples import facts_of
+from recipe_utils.update_steps.samples import Facts, facts_of
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -51,8 +51,7 @@ def group_collator(
 
     Raises ConfigError for a correction or a teacher that has no effect on these datasets.
     """
-    if problems := [*_without_effect(built, loss_fn, datasets)]:
-        raise ConfigError(*problems)
+    check_effects(built, loss_fn, datasets)
     settings, tokenizer = built.settings.data, built.tokenizer
     trees = "dataset", "set microbatching=least_padding, where each answer is a row with its prompt"
     has_trees = any(facts_of(each).has_sequences for each in datasets)
@@ -60,18 +59,23 @@ def group_collator(
     return text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees)
 
 
-def _without_effect(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> Iterator[Problem]:
-    """Yields a correction of a file without log-probabilities, and a teacher that is the student."""
-    given = [facts_of(dataset) for dataset in datasets if dataset is not None]
-    # Of a dataset of one's own without facts nothing is known.
-    if loss_fn.correction is not None and any(
-        "logprobs" not in facts.fields and (facts.content or facts.fields) for facts in given
-    ):
+def check_effects(built: Built, loss_fn: PolicyLoss, datasets: Iterable[Any]) -> None:
+    """Raises ConfigError for a correction of a file without log-probabilities, and for a teacher that is the student.
+
+    Of rounds it is known once the first one is there.
+    """
+    if problems := [*_without_effect(built, loss_fn, [facts_of(each) for each in datasets if each is not None])]:
+        raise ConfigError(*problems)
+
+
+def _without_effect(built: Built, loss_fn: PolicyLoss, given: Sequence[Facts]) -> Iterator[Problem]:
+    given = [facts for facts in given if facts.fields is not None]
+    if loss_fn.correction is not None and any("logprobs" not in (facts.fields or ()) for facts in given):
         text = (
             "the dataset has no logprobs, so there is no other sampler to correct; write them, or take correction out"
         )
         yield Problem("loss.correction", text, loss_fn.correction)
-    if not any(facts.needs_reference and "ref_logprobs" not in facts.fields for facts in given):
+    if not any(facts.needs_reference and "ref_logprobs" not in (facts.fields or ()) for facts in given):
         return
     instead, own = "write the teacher's ref_logprobs", built.cfg.checkpointer
     has_adapters = bool(find_adapters(built.meta_model).modules)
@@ -112,12 +116,12 @@ def needs_reference(loss_fn: PolicyLoss, *datasets: Any) -> bool:
     """Returns True if the loss takes log-probabilities of a reference that a file does not have."""
     given = [facts_of(dataset) for dataset in datasets if dataset is not None]
     takes = loss_fn.has_kl or any(facts.needs_reference for facts in given)
-    return takes and not all("ref_logprobs" in facts.fields for facts in given)
+    return takes and not all("ref_logprobs" in (facts.fields or ()) for facts in given)
 
 
 def needs_start(loss_fn: PolicyLoss, loader: UpdateStepLoader) -> bool:
     """Returns True if a ratio is to the policy at the start of a round, in update steps after the first one."""
-    has_logprobs = "logprobs" in facts_of(loader.dataset.dataset).fields
+    has_logprobs = "logprobs" in (facts_of(loader.dataset.dataset).fields or ())
     return loader.order.num_steps(0) > 1 and (loss_fn.old == "start" or not has_logprobs)
 
 

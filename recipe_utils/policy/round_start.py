@@ -29,7 +29,7 @@ from recipe_utils.models.frozen import (
 from recipe_utils.models.runner import Rows, Runner
 from recipe_utils.models.weights import with_weights
 from recipe_utils.parallel.fsdp import local
-from recipe_utils.policy.objective import needs_reference, needs_start
+from recipe_utils.policy.objective import check_effects, needs_reference, needs_start
 from recipe_utils.policy.policy_losses import PolicyLoss
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.torchtune_names import log_rank_zero
@@ -104,8 +104,9 @@ def build_reference(
     """Returns the pass that attaches log-probabilities of a reference, and its fingerprints; see :func:`.needs_reference`.
 
     With adapters it is what training starts from; otherwise a copy of the model with the weights of
-    ``built.ref_checkpointer``. Raises ConfigError if they do not fit.
+    ``built.ref_checkpointer``. Raises ConfigError if they do not fit, and see :func:`.check_effects`.
     """
+    check_effects(built, loss_fn, datasets)
     if not needs_reference(loss_fn, *datasets):
         return nothing_attached, {}
     ranks, modules = built.run.ranks, built.settings.model

@@ -98,7 +98,7 @@ class RoundsDataset(Dataset[dict[str, Any]]):
 
     def facts(self) -> Facts:
         """Returns what the rows of all rounds have."""
-        return Facts(True, self.fields or frozenset(), self.advantage == "teacher", comes_later=(self,))
+        return Facts(True, self.fields, self.advantage == "teacher", comes_later=(self,))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns a group of the open round."""
