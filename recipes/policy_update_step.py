@@ -5,9 +5,6 @@ All of an update step is known before its first forward, so what divides the los
 the prompt of a group once.
 
     tune run full_policy_update_step --config llama3_2/5M_policy_update_step
-
-``python -m recipe_utils.settings full_policy_update_step`` prints all keys, and
-``tune cp full_policy_update_step my_recipe.py`` copies this file for changes.
 """
 
 import sys
@@ -21,6 +18,7 @@ from torch.profiler import record_function
 
 from recipe_utils import check_version, data, models, optim, parallel, policy, training
 from recipe_utils.parallel import gradient_sync, to_device_ahead
+from recipe_utils.reference import ReferenceSettings, build_reference
 from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, read_settings
 from recipe_utils.update_steps import DataSettings, UpdateStep, declared_by, mark_last
 
@@ -33,7 +31,7 @@ class Settings:
     """Keys of the config, where those of all groups stand side by side. Each class documents and checks its own."""
 
     components: training.TextComponents  # model, tokenizer, dataset, dataset_val, checkpointer
-    reference: policy.PolicySettings  # reference
+    reference: ReferenceSettings  # reference, reference_cache_dir
     rounds: policy.RoundSettings  # wait_seconds, sampler, sampler_val
     model: models.ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
     pipeline: models.PipelineSettings  # pipeline_parallel_schedule, ...
@@ -80,15 +78,17 @@ class PolicyRecipe:
         # Model: it ends in the loss. Its passes before the pass, its optimizer, what training does besides, and resume.
         rows = models.rows_of(limits, collator.longest_row, ranks, settings.data.max_ranks_per_row)
         self.model = training.build_model(built, self.loader, rows, lambda stage: loss_fn, self.declared.sums)
-        policy.add_rounds(built, datasets[0], settings.rounds, sampler, self.model)  # what rows have decides the next
-        reference, frozen = policy.build_reference(settings.reference, built, self.model, loss_fn, rows, datasets)
-        start = policy.RoundStart(run, self.model, loss_fn, self.loader)
-        self.attached = models.one_after_the_other(reference, start.attached)
-        self.stepper = training.build_stepper(built, self.model)
         run.parts.add("ratios", policy.Ratios(run, loss_fn, self.loader))
+        policy.add_rounds(built, datasets[0], settings.rounds, sampler, self.model)  # what rows have decides the next
+        is_needed = policy.needs_reference(built, loss_fn, datasets)
+        reference = build_reference(settings.reference, built, self.model, loss_fn, rows, collator, is_needed)
+        start = policy.RoundStart(run, self.model, loss_fn, self.loader)
+        self.attached = models.one_after_the_other(reference.attached, start.attached)
+        self.stepper = training.build_stepper(built, self.model)
         run.parts.add("round_start", start)
         training.add_usual_parts(built, self.model, self.stepper, self.validate, self.loader, self.val_loader, loss_fn)
-        training.resume_run(built, self.model, self.stepper, self.loader, frozen)
+        training.resume_run(built, self.model, self.stepper, self.loader, reference.fingerprints)
+        reference.precompute(settings.run.epochs, self.loader, self.val_loader)
 
     def objective(self, scaled: Tensor) -> Tensor:
         """Returns what is differentiated, [], of a microbatch's scaled sums [k]: the first, all weighted terms."""

@@ -92,7 +92,7 @@ class FakeTraining:
         modules, frozen_loss = settings.model.without_gradients(), None
         if self._is_of_pairs:
             loss_fn: Any = build_pair_loss(cfg, settings.objective.tokens_per_chunk)
-            frozen_loss = loss_fn if getattr(loss_fn.loss_fn, "needs_reference", True) else None
+            frozen_loss = loss_fn if loss_fn.needs_reference else None
         else:
             loss_fn = build_distillation_loss(cfg, settings.teacher.kd_ratio if self._has_teacher else 0)
             frozen_loss = LinearLogProbs() if getattr(loss_fn, "has_kl", False) else None

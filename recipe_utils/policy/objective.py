@@ -5,7 +5,8 @@ Example: a file without log-probabilities, of 4 update steps, needs the policy a
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from omegaconf import DictConfig
 from recipe_utils.data.collators import text_collator
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.policy.policy_losses import PolicyLoss
-from recipe_utils.policy.rollouts import WholeAnswers, WithoutEqualGroups
+from recipe_utils.policy.rollouts import OF_REWARDS, WholeAnswers, WithoutEqualGroups
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.limits import ModelLimits
@@ -51,31 +52,44 @@ def group_collator(
 
     Raises ConfigError for a correction or a teacher that has no effect on these datasets.
     """
-    check_effects(built, loss_fn, datasets)
+    if problems := [*_without_effect(built, loss_fn, datasets)]:
+        raise ConfigError(*problems)
     settings, tokenizer = built.settings.data, built.tokenizer
     trees = "dataset", "set microbatching=least_padding, where each answer is a row with its prompt"
     has_trees = any(facts_of(each).has_sequences for each in datasets)
     ignored = loss_fn.ignore_index
-    return text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees)
+    collator = text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees)
+    return replace(collator, reader=replace(collator.reader, has_fingerprints=True))
 
 
-def check_effects(built: Built, loss_fn: PolicyLoss, datasets: Iterable[Any]) -> None:
-    """Raises ConfigError for a correction of a file without log-probabilities, and for a teacher that is the student.
+def _without_effect(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> Iterator[Problem]:
+    """Yields a cache that cannot be filled, what no sampler writes, and what has no effect on the fields of files."""
+    given, data = [facts_of(dataset) for dataset in datasets if dataset is not None], built.settings.data
+    if built.cfg.get("reference") == "cached" and (data.max_ranks_per_row > 1 or any(f.comes_later for f in given)):
+        text = "is filled before training, with whole answers of all epochs, and rounds come later"
+        if data.max_ranks_per_row > 1:
+            text = "has whole answers, of which a rank has a share; remove max_ranks_per_row"
+        yield Problem("reference", f"a cache {text}; or set live or offload", "cached")
+    sampler, advantages = (
+        built.cfg.get("sampler"),
+        {rounds.advantage for facts in given for rounds in facts.comes_later},
+    )
+    if sampler is not None and "given" in advantages:
+        text = "a sampler writes rewards and no advantages; set mean_std, or take sampler out"
+        yield Problem("dataset.advantage", text, "given")
+    if sampler is not None and sampler.get("group_size") == 1 and advantages & OF_REWARDS.keys():
+        text = f"one answer has nothing to compare it with (dataset.advantage={min(advantages)}); set it to 2 or more"
+        yield Problem("sampler.group_size", text, 1)
+    yield from _without_effect_on(built, loss_fn, given)
 
-    Of rounds it is known once the first one is there.
-    """
-    if problems := [*_without_effect(built, loss_fn, [facts_of(each) for each in datasets if each is not None])]:
-        raise ConfigError(*problems)
 
-
-def _without_effect(built: Built, loss_fn: PolicyLoss, given: Sequence[Facts]) -> Iterator[Problem]:
-    given = [facts for facts in given if facts.fields is not None]
-    if loss_fn.correction is not None and any("logprobs" not in (facts.fields or ()) for facts in given):
-        text = (
-            "the dataset has no logprobs, so there is no other sampler to correct; write them, or take correction out"
-        )
+def _without_effect_on(built: Built, loss_fn: PolicyLoss, given: Sequence[Facts]) -> Iterator[Problem]:
+    """Yields a correction of a file without log-probabilities, and a teacher that is the student, where fields are known."""
+    known = [(facts.fields, facts.needs_reference) for facts in given if facts.fields is not None]
+    if loss_fn.correction is not None and any("logprobs" not in fields for fields, _ in known):
+        text = "the dataset has no logprobs, so there is no sampler to correct; write them, or take correction out"
         yield Problem("loss.correction", text, loss_fn.correction)
-    if not any(facts.needs_reference and "ref_logprobs" not in (facts.fields or ()) for facts in given):
+    if not any(needs_reference and "ref_logprobs" not in fields for fields, needs_reference in known):
         return
     instead, own = "write the teacher's ref_logprobs", built.cfg.checkpointer
     has_adapters = bool(find_adapters(built.meta_model).modules)
@@ -112,9 +126,14 @@ def without_equal_groups(datasets: tuple[Any, Any], loss_fn: PolicyLoss) -> tupl
     return dataset, val
 
 
-def needs_reference(loss_fn: PolicyLoss, *datasets: Any) -> bool:
-    """Returns True if the loss takes log-probabilities of a reference that a file does not have."""
+def needs_reference(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> bool:
+    """Returns True if the loss takes log-probabilities of a reference that a file does not have.
+
+    Raises ConfigError for a correction or a teacher that has no effect on the first round.
+    """
     given = [facts_of(dataset) for dataset in datasets if dataset is not None]
+    if problems := [*_without_effect_on(built, loss_fn, given)]:
+        raise ConfigError(*problems)
     takes = loss_fn.has_kl or any(facts.needs_reference for facts in given)
     return takes and not all("ref_logprobs" in (facts.fields or ()) for facts in given)
 

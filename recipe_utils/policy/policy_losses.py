@@ -101,6 +101,7 @@ class PolicyLoss(LinearLogProbs):
     """
 
     splits_backward = True
+    returns_sums = False
     totals: ClassVar = ("answer_tokens", "answers", "groups", "rewards", "equal_groups", "masked", "measured")
     """Tokens, answers, groups, rewards, groups of equal rewards and answers without a trained token of an update step,
     and tokens that are computed."""
@@ -313,13 +314,14 @@ class PolicyLoss(LinearLogProbs):
         if not len(now):
             return
         is_measured, difference, ratio = measured > 0, -metrics["kl_sampler"], metrics["ratio"]
-        rows = torch.stack([difference, *of.to(now.dtype), now, now - difference]).double()
+        rows = torch.cat([torch.stack([difference, now, now - difference]).double(), of.double()])
         sums = torch.stack([_exp(difference), difference, torch.ones_like(now)]).double()
+        is_counted = is_measured & (difference <= MAX_EXPONENT)
         masked = torch.where(is_measured, difference.double(), -torch.inf)
         largest = rows.index_select(1, masked.argmax().view(1)).view(-1)
         largest[0] = masked.max()
         found = torch.cat(
-            [torch.where(is_measured, ratio, 0.0).max().double().view(1), largest, (sums * measured).sum(1)]
+            [torch.where(is_measured, ratio, 0.0).max().double().view(1), largest, (sums * is_counted).sum(1)]
         )
         self._seen = found if self._seen is None else Seen.of_both(self._seen, found)
 
@@ -335,13 +337,13 @@ class Seen(NamedTuple):
     largest: float = 0.0
     """Largest ratio of the loss."""
     difference: float = -math.inf
-    """Largest lp - logprobs, of the token whose index of the sample, label and both log-probabilities follow."""
-    item: float = -1.0
-    label: float = -1.0
+    """Largest lp - logprobs, of the token whose log-probabilities, index of the sample and label follow."""
     now: float = 0.0
     sampled: float = 0.0
+    item: float = -1.0
+    label: float = -1.0
     ratios: float = 0.0
-    """Sums of exp(lp - logprobs) and of lp - logprobs, and the number of tokens."""
+    """Sums of exp(lp - logprobs) and of lp - logprobs, and the number of tokens, without those that are bounded."""
     differences: float = 0.0
     tokens: float = 0.0
 

@@ -79,7 +79,7 @@ class Ratios(Part):
         if arrived is not None:
             arrived.synchronize()
         seen = Seen(*max(on_host.tolist(), key=lambda each: each[1]))
-        ratios, differences, num_tokens = on_host[:, 6:].sum(0).tolist()
+        ratios, differences, num_tokens = on_host[:, -3:].sum(0).tolist()
         if seen.difference > MAX_EXPONENT and "bound" not in self._warned:
             self._warned.add("bound")
             text = f"its ratio, e^{seen.difference:.0f}, counts as e^{MAX_EXPONENT:.0f}"

@@ -114,11 +114,17 @@ class RoundsDataset(Dataset[dict[str, Any]]):
     def open(self, number: int) -> str:
         """Opens the file of a round. Returns the hash of its content.
 
-        Raises ConfigError for another number of groups, and for less or more fields than those of all rounds.
+        Raises ConfigError for another number of groups, for a row that is no JSON object, and for less or more fields than
+        those of all rounds.
         """
         file = self.file_of(number)
         with naming("dataset"):
             rollouts = self._read(str(file), fields=self.fields)
+        try:
+            rollouts.check_rows()
+        except SampleError as error:
+            text = f"{error}; write the file under another name, and rename it once it is whole"
+            raise ConfigError(Problem("dataset.path", text, file.parent)) from None
         if len(rollouts) != self._num_groups:
             text = f"{file} has {len(rollouts)} groups; write as many as groups_per_round"
             raise ConfigError(Problem("dataset.groups_per_round", text, self._num_groups))
@@ -245,6 +251,7 @@ class Rounds(Part):
             number - 1,
             len(dataset),
             lambda: all_reduce_any([run.stop.is_set()], run.ranks.cpu_group)()[0],
+            run.global_step,
         )
         if not groups:
             return  # the wait for the file ends at once

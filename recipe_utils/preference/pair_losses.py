@@ -7,6 +7,7 @@ define the inputs: ``normalizes_length = True`` (means over an answer's targets 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Annotated, Any
 
@@ -161,6 +162,7 @@ class PreferenceLoss(nn.Module):
 
     takes_hidden_states = True
     sums = METRICS
+    returns_sums = True
     splits_backward = LinearLogProbs.splits_backward
     records: Sequence[Record] = ()
     """See :mod:`recipe_utils.training.parts.sample_losses`."""
@@ -171,32 +173,48 @@ class PreferenceLoss(nn.Module):
         self.compile_chunks = self.log_probs.compile_chunks
         self.loss_fn = loss_fn
 
-    def forward(self, output: OutputLayer, hidden: Tensor, targets: Targets, backward_in_parts: bool = False) -> Tensor:
-        """Returns sums of ``METRICS``, [8] in fp64, or log-probabilities [2, p] of both answers [nats].
+    @property
+    def needs_reference(self) -> bool:
+        """Returns False for a loss of the policy alone."""
+        return bool(getattr(self.loss_fn, "needs_reference", True))
 
-        ``targets`` may have reference log-probabilities [2, p] attached. For the arguments see
+    def returning_log_probs(self) -> AbstractContextManager[None]:
+        """Returns log-probabilities wherever those of a reference are not attached."""
+        return nullcontext()
+
+    def forward(self, output: OutputLayer, hidden: Tensor, targets: Targets, backward_in_parts: bool = False) -> Tensor:
+        """Returns sums of ``METRICS``, [8] in fp64, or log-probabilities [2 p] of answers [nats].
+
+        ``targets`` may have reference log-probabilities [2 p] attached. For the arguments see
         :mod:`recipe_utils.losses.attach`.
         """
         of_targets = self.log_probs(output, hidden, targets, backward_in_parts)
-        # Two answers of each pair, chosen before rejected
-        policy, num_targets = (each.view(-1, 2).T for each in sums_of_sequences(of_targets, targets))
+        policy, num_targets = map(
+            _of_answers, sums_of_sequences(of_targets, targets, targets.of_samples["common_tokens"])
+        )
         reference = targets.outputs.get("reference")
-        if not getattr(self.loss_fn, "needs_reference", True):
+        if not self.needs_reference:
             reference = torch.zeros_like(policy)
         if reference is None:
             return policy
-        log_probs = torch.cat([policy, reference])
+        log_probs = torch.stack([policy, reference])
         if getattr(self.loss_fn, "normalizes_length", False):
             # Per pair: the recipe still divides the loss by the number of pairs.
-            log_probs = log_probs / num_targets.repeat(2, 1)
-        losses, chosen, rejected = self.loss_fn(*log_probs)
+            log_probs = log_probs / num_targets
+        # Of the two answers of each pair, chosen before rejected
+        losses, chosen, rejected = self.loss_fn(*log_probs.view(2, -1, 2).transpose(1, 2).flatten(0, 1))
         for record in self.records:
             assert targets.items is not None
             assert targets.samples is not None
             record(losses, targets.items[::2], targets.samples[::2])
         margins = chosen - rejected
         wins = (margins > 0).double()
-        return torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]]).sum(1)
+        return torch.stack([losses, chosen, rejected, margins, wins, *policy.view(-1, 2).T, -policy[::2]]).sum(1)
+
+
+def _of_answers(of_sequences: Tensor) -> Tensor:
+    """Returns [2 p] of both answers of p pairs: what they have in common [2 p, 0] is a part of the chosen one's sequence."""
+    return (of_sequences.sum(1).view(-1, 2) + of_sequences[:, 0].view(-1, 2).flip(1)).flatten()
 
 
 def build_loss(cfg: DictConfig, tokens_per_chunk: int) -> "PreferenceLoss":

@@ -73,7 +73,7 @@ class RowCollator(Collator):
     def longest_row(self) -> int:
         """Returns an upper bound of a row, padding included, also in validation and with any budget [positions]."""
         of_tree = self.reader.bounds.of_tree if self.reader.has_trees else 0
-        if self.reader.couples_sequences:  # with any number of sequences
+        if self.reader.couples_sequences and self.bounds.num_rows == 1:  # with any number of sequences
             return sys.maxsize // 2
         return max(self.bounds.of_row, of_tree + (self.layout.row_multiple or 0))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,12 @@ class TextReader:
     drops_columns: bool = False
     """Samples are only looked at: what no loss takes is no error."""
     as_group: Callable[[Sample, str], Mapping[str, Sample]] | None = None
-    """Returns the sequences of a sample in another form by name, such as those of a pair, each of which must have a target."""
+    """Returns the sequences of a sample in another form by name, such as those of a pair. Their value ``common_tokens`` is the
+    number of targets that the first one has for all of them."""
     couples_sequences: bool = False
     """The sequences of a sample are in one microbatch, however long they are."""
+    has_fingerprints: bool = False
+    """Sequences have the value ``fingerprint`` [2] of their tokens, labels and temperatures, by which a cache finds them."""
     shares: bool = True
     """Sequences of a packed sample that begin alike become one tree."""
 
@@ -86,6 +90,8 @@ class TextReader:
             raise SampleError(f"{name}: it has no '{missing[0]}' {beside}, which the loss takes; it has {given}")
         columns = {key: check_column(sample[key], key, len(labels), name) for key in self.columns if key in sample}
         values = {key: _finite(sample[key], key, name)[None] for key in self.of_samples}
+        if self.has_fingerprints:
+            values["fingerprint"] = fingerprint_of(tokens, labels, columns.get("temperatures", labels[:0]))[None]
         # The rest is kept for a collate_fn.
         unused = {"mask"} if self.keeps_types else {*_KEYS, *columns, *values}
         others = {key: value for key, value in sample.items() if key not in unused}
@@ -106,7 +112,7 @@ class TextReader:
         kept = []
         for which, sequence in sequences.items():
             made = self._sequence_of(sequence, f"{name}, {which}", at)
-            if (made.labels != self.ignore_index).any():
+            if self.as_group or (made.labels != self.ignore_index).any():
                 kept.append(made)
         # Where a sequence has a column, all have it.
         names = {name for made in kept for name in made.columns}
@@ -128,18 +134,20 @@ class TextReader:
     def content(self, sample: TextSample) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
         """Returns tokens and labels, and all other values that are trained on, by key: those of the data in any layout."""
         others = {key: value for key, value in sample.others.items() if key not in (*_KEYS, "is_cut")}
+        values = {} if self.as_group else {name: sample.values[name] for name in self.of_samples}
         if not sample.num_shared:
             columns = beside_tokens(sample, self.ignore_index)
-            return (sample.tokens, columns.pop("labels")), {**others, **columns, **sample.values}
-        made = [*sequences_of(sample, self.ignore_index)]
+            return (sample.tokens, columns.pop("labels")), {**others, **columns, **values}
+        made = self._answers_of(sample)
         columns = {name: np.concatenate([each[name] for each in made]) for name in sample.columns}
-        return [each[name] for each in made for name in ("tokens", "labels")], {**columns, **sample.values}
+        return [each[name] for each in made for name in ("tokens", "labels")], {**columns, **values}
 
     def count(self, counts: Mapping[str, float], values: Mapping[str, np.ndarray]) -> Mapping[str, float]:
         """Returns the counts with the number of samples with values, and the sums of values that are totals."""
         sums = {name: float(values[name].sum()) for name in self.of_samples if name in self.totals}
         samples = {"samples": len(values[self.of_samples[0]])} if self.of_samples else {}
-        return {**counts, **sums, **samples}
+        num_twice = float(values["common_tokens"].sum()) if self.as_group else 0
+        return {**counts, **sums, **samples, "target_tokens": counts["target_tokens"] + num_twice}
 
     def remarks(self, sample: TextSample) -> Iterator[str]:
         """Yields a text if a sample is probably truncated, or needs several ranks.
@@ -167,18 +175,35 @@ class TextReader:
         if keys.max_ranks_per_row > 1 and not keys.is_searched and len(tokens) > of_a_rank:
             yield f"more than {of_a_rank} tokens, computed by several ranks"
 
+    def _answers_of(self, sample: TextSample) -> list[dict[str, np.ndarray]]:
+        """Returns tokens, labels and columns of each sequence, with the targets that stand once for several."""
+        first, *others = made = [*sequences_of(sample, self.ignore_index)]
+        common = sample.values["common_tokens"] if self.as_group else [0]
+        places = np.flatnonzero(first["labels"] != self.ignore_index)[: common[0]]
+        for other in others:
+            other["labels"][places] = first["labels"][places]
+        return made
+
     def _remarks_on_group(self, sample: TextSample) -> Iterator[str]:
         """Yields a text if a group is cut, an answer of a pair is probably truncated, or they are not to one prompt."""
         if self.bounds.settings.is_packed and len(sample.num_shared) > 1 and not self.couples_sequences:
             yield f"more than {self.bounds.of_tree} positions, cut into several microbatches"
         if self.as_group is None:
             return
-        sequences = [*sequences_of(sample, self.ignore_index)]
+        sequences = self._answers_of(sample)
         if (most := self.bounds.max_seq_len) in [len(each["tokens"]) for each in sequences]:
             yield f"a side of tokenizer.max_seq_len={most} tokens, probably truncated"
         prompts = [each["tokens"][: int((each["labels"] != self.ignore_index).argmax())] for each in sequences]
         if any(not np.array_equal(prompts[0], prompt) for prompt in prompts):
             yield "its two sides differ before their first target"
+
+
+def fingerprint_of(*arrays: np.ndarray) -> np.ndarray:
+    """Returns a hash [2] int64 of arrays."""
+    digest = blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(len(array).to_bytes(8, "little") + array.tobytes())
+    return np.frombuffer(digest.digest(), dtype=np.int64)
 
 
 def end_ids_of(tokenizer: Any) -> frozenset[int]:

@@ -303,6 +303,10 @@ def test_the_mean_reward_of_other_draws_is_a_validation(module_rounds, tmp_path)
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
+        (
+            lambda lines: [*lines[:-1], lines[-1][:-30]],
+            "dataset.path=.*: line 6 of .*round_0002.jsonl: it is not one JSON object per line",
+        ),
         (lambda lines: lines[:5], "dataset.groups_per_round=6: .*round_0002.jsonl has 5 groups; write as many"),
         (
             lambda lines: [
@@ -342,6 +346,11 @@ def test_a_file_that_does_not_fit_or_come_is_named(change, problem, module_round
         ({"dataset": {"groups_per_round": -1}}, "groups_per_round=-1: set it to 1 or more"),
         ({"dataset": {"fields": ["logprob"]}}, "dataset.fields=['logprob']: logprob is none of logprobs, ref_logprobs"),
         ({"sampler": {"temperature": 0.0}}, "temperature=0.0: set it to a number above 0"),
+        (
+            {"dataset": {"advantage": "given"}},
+            "dataset.advantage=given: a sampler writes rewards and no advantages; set",
+        ),
+        ({"sampler": {"group_size": 1}}, "sampler.group_size=1: one answer has nothing to compare it with"),
         ({"sampler": {"rewards": "x"}}, "sampler.rewards: ModelSampler has no such argument; did you mean reward?"),
         ({"sampler_val": {**SAMPLER, "prompts": "x"}}, "it has no effect with run_val_every_n_steps=null; set"),
         (

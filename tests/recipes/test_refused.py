@@ -148,6 +148,8 @@ REFUSED = {
     (DPO, "reference_cache_dir=/tmp/nowhere"): "=/tmp/nowhere: it has no effect with reference=live; set reference to cached",
     (DPO, "reference=cached reference_cache_dir=/proc/nowhere"): "=/proc/nowhere: it cannot be written to",
     (DPO, "collate_fn=tiny.collate_images"): "collate_fn=tiny.collate_images: pairs are",
+    (DPO, f"model={json.dumps(tiny.adapted(tiny.MODEL, lora_dropout=0.5))}"): "model.lora_dropout=0.5: .* set it to 0",
+    (DPO, "model.attn_dropout=0.1"): "model.attn_dropout=0.1: each forward would draw other masks, .* set it to 0",
     (DPO, f"model={json.dumps(tiny.adapted(tiny.MODEL))}"): "ref_checkpointer: the reference of a model with adapters is",
     # ---- Distillation
     (KD, "teacher_model=null"): "teacher_model: it is missing; set it to a component",

@@ -72,7 +72,12 @@ def targets_read_back(microbatch):
         path = next(path[: path.index(end) + 1] for path in paths if end in path)
         places = [(n, i) for n, i in enumerate(path) if owners[i] == sequence and labels[i] != tiny.IGNORE]
         found.append([([tokens[i] for i in path[: n + 1]], labels[i]) for n, i in places])
-    return list(zip(found[::2], found[1::2], strict=True))
+    # What chosen and rejected have in common is a part of chosen's sequence alone.
+    numbers = targets.of_samples["common_tokens"].tolist()
+    rejected = [
+        chosen[:number] + own for chosen, own, number in zip(found[::2], found[1::2], numbers[::2], strict=True)
+    ]
+    return list(zip(found[::2], rejected, strict=True))
 
 
 @pytest.mark.parametrize("pair_kind", tiny.PAIR_KINDS)
@@ -100,8 +105,7 @@ def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(pai
         num_shared, slots = counts.pop("shared_tokens"), counts.pop("positions")
         if layout[0] == "packed":
             assert slots == counts["real_tokens"] - num_shared
-        # A position is not shared where both sides have a target.
-        assert (num_shared > 0) == (layout[1] is True and pair_kind not in ("nothing_common", "train_on_input"))
+        assert (num_shared > 0) == (layout[1] is True and pair_kind != "nothing_common")
         of_layouts.append(counts)
     assert of_layouts[0] == of_layouts[1] == of_layouts[2]
     targets = {
@@ -132,7 +136,7 @@ def test_a_dummy_is_no_pair(microbatching, sharing):
     assert dummy.counts == {}
     assert len(dummy.targets.positions) == 0
     assert {name: list(value.shape) for name, value in dummy.targets.of_samples.items()} == {
-        "pairs": [0], "chosen_tokens": [0], "fingerprint": [0, 2]
+        "pairs": [0], "chosen_tokens": [0], "common_tokens": [0], "fingerprint": [0, 2]
     }  # fmt: skip
     assert not dummy.targets.outputs
     assert dummy.inputs["tokens"].shape == (1, 2 if microbatching == "packed" else 1)
@@ -169,23 +173,17 @@ def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
     assert padding == 128 - sum(map(collator.length, samples))
 
 
-def test_a_pair_has_a_fingerprint_of_all_tokens_and_labels_of_each_side():
+def test_an_answer_has_a_fingerprint_of_all_its_tokens_and_labels():
     own = pair([1, 2, 3], [1, 2, 4])
-    others = [
-        pair([1, 2, 4], [1, 2, 3]),
-        pair([1, 2, 3], [1, 2, 5]),
-        pair([1, 2, 3], [1, 2, 4], masked=2),
-        pair([1, 2, 3, 1], [2, 4]),
-        pair([1, 2, 3, 4], [1, 2, 4]),
-    ]
+    others = [pair([1, 2, 5], [1, 2, 6]), pair([1, 2, 3], [1, 2, 4], masked=2), pair([1, 2, 3, 1], [2, 4])]
     prepare = pickle.loads(pickle.dumps(collator_of().prepare))  # as in a worker
-    samples = prepared(SimpleNamespace(prepare=prepare), [own, *others, pair([1, 2, 3], np.array([1, 2, 4]))])
-    of_samples = collator_of().collate(samples)[0].targets.of_samples["fingerprint"]
-    fingerprints = [row.numpy().tobytes() for row in of_samples[::2]]
-    assert torch.equal(of_samples[::2], of_samples[1::2])
-    assert [len(each) for each in fingerprints] == [16] * 7
-    assert fingerprints[0] == fingerprints[-1]
-    assert len({*fingerprints}) == 6
+    again = [pair([1, 2, 4], [1, 2, 3]), pair([1, 2, 3], np.array([1, 2, 4]))]
+    samples = prepared(SimpleNamespace(prepare=prepare), [own, *others, *again])
+    rows = collator_of().collate(samples)[0].targets.of_samples["fingerprint"].numpy()
+    fingerprints = [row.tobytes() for row in rows]
+    assert [len(each) for each in fingerprints] == [16] * 12
+    assert len({*fingerprints[:8]}) == 8
+    assert fingerprints[8:] == [fingerprints[1], fingerprints[0], fingerprints[0], fingerprints[1]]
 
 
 @pytest.mark.parametrize(
