@@ -80,18 +80,16 @@ def _without_effect(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) 
     if sampler is not None and sampler.get("group_size") == 1 and advantages & OF_REWARDS.keys():
         text = f"one answer has nothing to compare it with (dataset.advantage={min(advantages)}); set it to 2 or more"
         yield Problem("sampler.group_size", text, 1)
-    yield from _without_effect_on(built, loss_fn, [facts for facts in given if not facts.comes_later])
+    yield from _without_effect_on(built, loss_fn, given)
 
 
 def _without_effect_on(built: Built, loss_fn: PolicyLoss, given: Sequence[Facts]) -> Iterator[Problem]:
-    """Yields a correction of a file without log-probabilities, and a teacher that is the student."""
-    # Of a dataset of one's own without facts nothing is known.
-    if loss_fn.correction is not None and any(
-        "logprobs" not in facts.fields and (facts.content or facts.fields) for facts in given
-    ):
+    """Yields a correction of a file without log-probabilities, and a teacher that is the student, where fields are known."""
+    known = [(facts.fields, facts.needs_reference) for facts in given if facts.fields is not None]
+    if loss_fn.correction is not None and any("logprobs" not in fields for fields, _ in known):
         text = "the dataset has no logprobs, so there is no sampler to correct; write them, or take correction out"
         yield Problem("loss.correction", text, loss_fn.correction)
-    if not any(facts.needs_reference and "ref_logprobs" not in facts.fields for facts in given):
+    if not any(needs_reference and "ref_logprobs" not in fields for fields, needs_reference in known):
         return
     instead, own = "write the teacher's ref_logprobs", built.cfg.checkpointer
     has_adapters = bool(find_adapters(built.meta_model).modules)
@@ -137,12 +135,12 @@ def needs_reference(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) 
     if problems := [*_without_effect_on(built, loss_fn, given)]:
         raise ConfigError(*problems)
     takes = loss_fn.has_kl or any(facts.needs_reference for facts in given)
-    return takes and not all("ref_logprobs" in facts.fields for facts in given)
+    return takes and not all("ref_logprobs" in (facts.fields or ()) for facts in given)
 
 
 def needs_start(loss_fn: PolicyLoss, loader: UpdateStepLoader) -> bool:
     """Returns True if a ratio is to the policy at the start of a round, in update steps after the first one."""
-    has_logprobs = "logprobs" in facts_of(loader.dataset.dataset).fields
+    has_logprobs = "logprobs" in (facts_of(loader.dataset.dataset).fields or ())
     return loader.order.num_steps(0) > 1 and (loss_fn.old == "start" or not has_logprobs)
 
 

@@ -98,7 +98,7 @@ class RoundsDataset(Dataset[dict[str, Any]]):
 
     def facts(self) -> Facts:
         """Returns what the rows of all rounds have."""
-        return Facts(True, self.fields or frozenset(), self.advantage == "teacher", comes_later=(self,))
+        return Facts(True, self.fields, self.advantage == "teacher", comes_later=(self,))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns a group of the open round."""
@@ -114,17 +114,18 @@ class RoundsDataset(Dataset[dict[str, Any]]):
     def open(self, number: int) -> str:
         """Opens the file of a round. Returns the hash of its content.
 
-        Raises ConfigError for another number of groups, and for less or more fields than those of all rounds.
+        Raises ConfigError for another number of groups, for a row that is no JSON object, and for less or more fields than
+        those of all rounds.
         """
         file = self.file_of(number)
         with naming("dataset"):
             rollouts = self._read(str(file), fields=self.fields)
+        try:
+            rollouts.check_rows()
+        except SampleError as error:
+            text = f"{error}; write the file under another name, and rename it once it is whole"
+            raise ConfigError(Problem("dataset.path", text, file.parent)) from None
         if len(rollouts) != self._num_groups:
-            try:
-                rollouts.check_rows()
-            except SampleError as error:
-                text = f"{error}; write the file under another name, and rename it once it is whole"
-                raise ConfigError(Problem("dataset.path", text, file.parent)) from None
             text = f"{file} has {len(rollouts)} groups; write as many as groups_per_round"
             raise ConfigError(Problem("dataset.groups_per_round", text, self._num_groups))
         self.rollouts, self.fields = rollouts, rollouts.fields

@@ -97,8 +97,8 @@ class Facts(NamedTuple):
 
     has_sequences: bool = False
     """Samples may have ``sequences``: turns, answers to one prompt."""
-    fields: frozenset[str] = frozenset()
-    """What each sample has, so that no model computes it: ``logprobs``, ``ref_logprobs``, ``reward``."""
+    fields: frozenset[str] | None = None
+    """What each sample has, so that no model computes it: ``logprobs``, ``ref_logprobs``, ``reward``; None: unknown."""
     needs_reference: bool = False
     """Advantages are differences to the log-probabilities of a reference."""
     content: Mapping[str, str] = {}
@@ -138,9 +138,10 @@ def facts_of(dataset: Any) -> Facts:
 def merged(parts: Mapping[Any, Facts]) -> Facts:
     """Returns the facts of datasets one after the other, by name: none of a single one, such as the place of a sample."""
     several = list(parts.values())
+    fields = [facts.fields for facts in several if facts.fields is not None]
     return Facts(
         has_sequences=any(facts.has_sequences for facts in several),
-        fields=frozenset.intersection(*(facts.fields for facts in several)) if several else frozenset(),
+        fields=frozenset.intersection(*fields) if several and len(fields) == len(several) else None,
         needs_reference=any(facts.needs_reference for facts in several),
         content={f".{name}{key}": value for name, facts in parts.items() for key, value in facts.content.items()},
     )

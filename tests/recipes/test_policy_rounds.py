@@ -98,7 +98,7 @@ def coming(source, file):
         file.with_suffix(".tmp").rename(file)
 
     with keep_messages() as messages:
-        engine = threading.Thread(target=complete)
+        engine = threading.Thread(target=complete, daemon=True)
         engine.start()
         yield
         engine.join()
@@ -168,7 +168,7 @@ def stop_while_waiting(config, stops_at_rank):
             os.kill(os.getpid(), signal.SIGTERM)
 
         if made.ranks.dp_rank == stops_at_rank:
-            threading.Thread(target=stop).start()
+            threading.Thread(target=stop, daemon=True).start()
         made.train()
     return losses(list(ListLogger.logged)), messages
 
@@ -188,6 +188,27 @@ def test_a_stop_while_waiting_ends_all_ranks_and_resumes_there(world_size, modul
     if world_size == 1:
         assert_same_end(config, logged, whole, num_before=2)
     assert losses(logged) == pytest.approx(whole[1][2:], rel=1e-3)
+
+
+def test_a_teacher_that_is_the_student_is_refused_once_the_first_round_is_there(module_rounds, whole, tmp_path):
+    config = module_rounds(tmp_path)
+    config["dataset"]["advantage"] = "teacher"
+    file = file_in(tmp_path / "rounds", 1)
+    with coming(file_in(whole[0] / "rounds", 1), file):
+        assert "dataset.advantage=teacher: the teacher is the model that training starts from" in refusal(config, RL)
+
+
+def test_a_stop_while_waiting_for_the_first_round_ends_before_it(module_rounds, tmp_path):
+    def stop():
+        while not any("Waits for" in message for message in messages):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with keep_messages() as messages:
+        threading.Thread(target=stop, daemon=True).start()
+        with set_up(module_rounds(tmp_path), RL) as made:
+            made.train()
+    assert any("Stopped as requested before round 1; nothing was trained yet" in message for message in messages)
 
 
 def test_a_stop_while_it_samples_leaves_no_file(module_rounds, tmp_path):

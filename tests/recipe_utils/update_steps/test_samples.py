@@ -275,7 +275,7 @@ NAMED = {"content": {".a": "hash of a file", ".a.b": "another"}}
         *((wrap, ALL, {}) for wrap in (EverySecond, lambda each: Subset(each, [1, 0]))),
         *((wrap, ALL, FIRST) for wrap in (lambda each: ConcatDataset([each]), lambda each: Wrapper([each]))),
         (lambda each: Mixture([each], [{"name": "a"}]), ALL, NAMED),
-        (lambda each: ConcatDataset([each, tiny.Samples(GOOD)]), ALL, {**FIRST, "fields": frozenset()}),
+        (lambda each: ConcatDataset([each, tiny.Samples(GOOD)]), ALL, {**FIRST, "fields": None}),
         (EverySecond, OF_INDEX, "dataset: EverySecond of WithFacts has other indices, whose names and places"),
         (lambda each: Subset(each, [1, 0]), OF_INDEX, "dataset: Subset of WithFacts has other indices"),
         (lambda each: EverySecond(Mixture([each], [{"name": "a"}])), ALL, "EverySecond of Mixture has other indices"),
