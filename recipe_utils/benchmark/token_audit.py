@@ -71,8 +71,14 @@ def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
 
 def contents_of_pairs(pairs: Iterable[Sample], pad_id: int, shares_prefixes: bool) -> StepContents:
     """Counts both sides of the pairs of an update step; what they share once, if shared."""
-    groups = [{"sequences": [*pair_as_group(pair, "pair").values()]} for pair in pairs]
-    return contents_of_groups(groups, pad_id, shares_prefixes)
+    pairs = list(pairs)
+    alone, shared = (
+        contents_of_groups(
+            [{"sequences": [*pair_as_group(pair, "pair", shares).values()]} for pair in pairs], pad_id, shares
+        )
+        for shares in (False, shares_prefixes)
+    )
+    return replace(shared, num_target_tokens=alone.num_target_tokens)
 
 
 def contents_of_groups(groups: Sequence[Sample], pad_id: int, shares_prompts: bool) -> StepContents:

@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -37,7 +38,6 @@ from recipe_utils.policy.policy_losses import PolicyLoss
 from recipe_utils.preference.pair_losses import PreferenceSettings
 from recipe_utils.preference.pair_losses import build_loss as build_pair_loss
 from recipe_utils.preference.pairs import PairSettings, pair_collator
-from recipe_utils.reference.source import returning_log_probs
 from recipe_utils.settings.problems import ConfigError, build, naming
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.torchtune_names import instantiate
@@ -125,7 +125,7 @@ class FakeTraining:
         if frozen_loss is not None and not self._has_teacher and find_adapters(meta_model).modules:
             self._frozen = trained_model(self._model, "reference", partial(disable_adapter, self._model.module))
             if isinstance(loss_fn, PolicyLoss):
-                self._frozen = returning_log_probs(self._frozen, loss_fn)
+                self._frozen = replace(self._frozen, returning=loss_fn.returning_log_probs)
         elif frozen_loss is not None:
             frozen = self._build(meta_frozen, rows._replace(attention=limits.attentions[-1]), modules, frozen_loss)
             frozen.module.requires_grad_(False).eval()

@@ -58,9 +58,7 @@ def group_collator(
     trees = "dataset", "set microbatching=least_padding, where each answer is a row with its prompt"
     has_trees = any(facts_of(each).has_sequences for each in datasets)
     ignored = loss_fn.ignore_index
-    collator = text_collator(
-        settings, tokenizer, ignored, limits, has_trees, declared, trees=trees, pads_sequences=True
-    )
+    collator = text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees)
     return replace(collator, reader=replace(collator.reader, has_fingerprints=True))
 
 

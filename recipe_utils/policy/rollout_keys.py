@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
-from recipe_utils.text.conversations.schema import MEDIA, Keys, known_as, shown, table_of
+from recipe_utils.text.conversations.schema import MEDIA, Keys, joined, known_as, shown, table_of
 from recipe_utils.update_steps.samples import SampleError
 
 _COMPLETE = {
@@ -66,7 +66,10 @@ class Rollout(Keys):
     messages: Any = known_as(
         "whole conversation, whose assistant turns are trained unless their `weight` is 0", "messages", "conversation"
     )
-    tools: Any = known_as("tools of the chat template", "tools")
+    system: Annotated[str, BeforeValidator(joined)] | None = known_as(
+        "first turn of texts: text, or a list of text parts", "system", "system_prompt", "system_message"
+    )
+    tools: Any = known_as("tools of the chat template", "tools", "functions", "available_tools")
     prompt_ids: Any = known_as("tokens before the answer", "prompt_ids", "prompt_tokens", "prompt_token_ids")
     completion_ids: Any = known_as(
         "tokens of the answer, with its stop token if the policy sampled one",

@@ -10,16 +10,17 @@ answer whose token 4 is the output of a tool::
 Shapes: t tokens, of which c are the answer's and n are trained.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.text.conversations.file_rows import turns_of
-from recipe_utils.text.conversations.messages import Conversation, read_tools
-from recipe_utils.text.conversations.schema import shown, without_keys
+from recipe_utils.text.conversations.file_rows import NO_COLUMNS, Columns, after_system, turns_of
+from recipe_utils.text.conversations.messages import Conversation, read_tools, read_turns
+from recipe_utils.text.conversations.schema import shown
+from recipe_utils.text.conversations.template import HistoryChangesError
 from recipe_utils.text.torchtune_messages import tokenize_conversation
 from recipe_utils.update_steps.samples import SampleError, whole_numbers
 
@@ -58,14 +59,14 @@ class Answer:
         return int(self.mask.sum())
 
 
-def read_rollout(row: Any, ignored: Collection[str] = ()) -> Rollout:
-    """Returns the keys of a row but for ``ignored`` ones.
+def read_rollout(row: Any, columns: Columns = NO_COLUMNS) -> Rollout:
+    """Returns the keys of a row.
 
     Raises SampleError for a row that is no object, and for content that would be lost.
     """
     if not isinstance(row, Mapping):
         raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
-    row = without_keys(row, ignored)
+    row = columns.of(row)
     return Rollout.of(_unshifted(row) if "loss_fn_inputs" in row else row)
 
 
@@ -171,12 +172,18 @@ def _tokens_of(
             )
             raise SampleError(f"{names[key]}={cut[0].reason}: {text}")
     if "messages" in given:
-        chat, weights = turns_of(given["messages"], "user", names["messages"])
+        chat, weights = read_turns(given["messages"])
     else:
         chat, _ = turns_of(given["prompt"], "user", "prompt")
         answers, of_answers = turns_of(given["completion"], "assistant", names["completion"])
         chat, weights = [*chat, *answers], [*[0.0] * len(chat), *of_answers]
-    token_ids, is_masked = tokenize_conversation(tokenizer, Conversation(chat, weights, read_tools(given.get("tools"))))
+    chat, weights = after_system(given.get("system"), chat, weights)
+    try:
+        tools = read_tools(given.get("tools"))
+        token_ids, is_masked = tokenize_conversation(tokenizer, Conversation(chat, weights, tools))
+    except HistoryChangesError as error:
+        remedy = "write a row for each turn of the assistant, with what precedes it as prompt and one value of rollout"
+        raise SampleError(f"{error.problem}; {remedy}, or token ids") from None
     mask = ~np.asarray(is_masked)
     return np.asarray(token_ids), int(mask.argmax()) if mask.any() else len(mask), mask
 

@@ -26,7 +26,13 @@ from torch.utils.data import Dataset
 
 from recipe_utils.policy.rollout_keys import Rollout
 from recipe_utils.policy.rollout_rows import Answer, answers_of_rollout, is_group, read_rollout
-from recipe_utils.text.conversations.file_rows import judge_unread, name_unread_of_first
+from recipe_utils.text.conversations.file_rows import (
+    NO_COLUMNS,
+    Columns,
+    columns_of,
+    judge_unread,
+    name_unread_of_first,
+)
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import Facts, SampleError, UnusedError
@@ -110,10 +116,10 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         check_advantage(advantage)
         self._tokenizer, self._rows = tokenizer, PathRows(path)
         self.advantage, self._group_size, self._truncates = advantage, group_size, truncates_answers
-        self._ignored = ignored_keys
         self.content_hash = f"{self._rows.content_hash}, advantage={advantage}"
-        self._groups = [*_groups_of(self._rows, ignored_keys)]
-        self.fields = fields_of_first(self._rows, ignored_keys)
+        self._columns = columns_of(self._rows, Rollout, ignored_keys)
+        self._groups = [*_groups_of(self._rows, self._columns)]
+        self.fields = fields_of_first(self._rows, self._columns)
         """Those of :data:`FIELDS` that the first row has, and all others must have."""
         check_fields(self.fields if fields is None else fields, self.fields, path)
         name_unread_of_first(self, self._rows, lambda index: self._unread(self._read(index)))
@@ -149,8 +155,14 @@ class RolloutDataset(Dataset[dict[str, Any]]):
             "rows": [self._rows.name_of(row_of[place]) for _, place, _ in made],
         }
 
+    def check_rows(self) -> None:
+        """Raises SampleError for the first row that is no JSON object, such as the last one of a file that is half written."""
+        for index in range(len(self._rows)):
+            with self._rows.naming(index):
+                self._rows[index]
+
     def _read(self, index: int) -> Rollout:
-        return read_rollout(self._rows[index], self._ignored)
+        return read_rollout(self._rows[index], self._columns)
 
     def _sequences_of(self, answers: Sequence[Answer]) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Yields the answers that have a trained token, with their columns, behind their numbers and places in ``answers``."""
@@ -241,11 +253,11 @@ def _have_one_prompt(one: Answer, other: Answer) -> bool:
     return (one.num_prompt == other.num_prompt or not is_known) and np.array_equal(one.tokens[:num], other.tokens[:num])
 
 
-def fields_of_first(rows: PathRows, ignored: Sequence[str] = ()) -> frozenset[str]:
+def fields_of_first(rows: PathRows, columns: Columns = NO_COLUMNS) -> frozenset[str]:
     """Returns those of :data:`FIELDS` that the first row has that can be read."""
     for index in range(len(rows)):
         with suppress(Exception):  # any: raised again with the sample
-            return frozenset(FIELDS) & read_rollout(rows[index], ignored).used.keys()
+            return frozenset(FIELDS) & read_rollout(rows[index], columns).used.keys()
     return frozenset()
 
 
@@ -267,7 +279,7 @@ def check_advantage(advantage: str) -> None:
         raise ValueError(f"dataset.advantage={advantage}: set it to one of {', '.join(ADVANTAGES)}")
 
 
-def _groups_of(rows: PathRows, ignored: Sequence[str]) -> Iterator[Sequence[int]]:
+def _groups_of(rows: PathRows, columns: Columns) -> Iterator[Sequence[int]]:
     """Yields the rows of each group, in the order of their first ones. Numbers of groups begin anew in each file.
 
     Reads each row once, unless the first one is a group of its own, as then are all others.
@@ -279,7 +291,7 @@ def _groups_of(rows: PathRows, ignored: Sequence[str]) -> Iterator[Sequence[int]
     for index in range(len(rows)):
         try:
             row: Mapping[str, Any] = rows[index]
-            if index == 0 and is_group(read_rollout(row, ignored)):
+            if index == 0 and is_group(read_rollout(row, columns)):
                 yield from ([each] for each in range(len(rows)))
                 return
             step, group, rollout = (

@@ -8,6 +8,7 @@ shards that any number of ranks can load.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,15 +16,12 @@ import torch
 from torch import Tensor
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.models.frozen import (
-    trained_model,
-)
+from recipe_utils.models.frozen import trained_model
 from recipe_utils.models.runner import Runner
 from recipe_utils.models.weights import with_weights
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.policy.objective import needs_start
 from recipe_utils.policy.policy_losses import PolicyLoss
-from recipe_utils.reference.source import returning_log_probs
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
 from recipe_utils.update_steps.loader import UpdateStepLoader
@@ -43,7 +41,8 @@ class RoundStart(Part):
             trained = {name: p for name, p in parameters_by_name(model.module).items() if p.requires_grad}
             self._weights = {name: p.detach().clone() for name, p in trained.items()}
         during = partial(with_weights, model.module, self._weights)
-        self._frozen = returning_log_probs(trained_model(model, "old", during), loss_fn)
+        frozen = trained_model(model, "old", during)
+        self._frozen = replace(frozen, returning=loss_fn.returning_log_probs, attracts=False)
 
     @torch.no_grad()
     def before(self, step: UpdateStep) -> None:

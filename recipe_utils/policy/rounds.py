@@ -120,6 +120,11 @@ class RoundsDataset(Dataset[dict[str, Any]]):
         with naming("dataset"):
             rollouts = self._read(str(file), fields=self.fields)
         if len(rollouts) != self._num_groups:
+            try:
+                rollouts.check_rows()
+            except SampleError as error:
+                text = f"{error}; write the file under another name, and rename it once it is whole"
+                raise ConfigError(Problem("dataset.path", text, file.parent)) from None
             text = f"{file} has {len(rollouts)} groups; write as many as groups_per_round"
             raise ConfigError(Problem("dataset.groups_per_round", text, self._num_groups))
         self.rollouts, self.fields = rollouts, rollouts.fields
@@ -245,6 +250,7 @@ class Rounds(Part):
             number - 1,
             len(dataset),
             lambda: all_reduce_any([run.stop.is_set()], run.ranks.cpu_group)()[0],
+            run.global_step,
         )
         if not groups:
             return  # the wait for the file ends at once

@@ -5,12 +5,15 @@ of the second one, rank 1 the others. A token is drawn with a number that depend
 and the token's place alone, so that any number of ranks samples the same answers. Rank 0 rewards all of them at once.
 """
 
+import asyncio
+import inspect
 import json
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,16 +26,19 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
-from recipe_utils.text.conversations.file_rows import turns_of
+from recipe_utils.text.conversations.file_rows import turns_in, turns_of
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.training.parts.answers import end_tokens, text_of, tokens_of
 from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.permutation import epoch_permutation, seed_of
 from recipe_utils.update_steps.samples import SampleError
 
-Reward = Callable[..., Sequence[float]]
+Reward = Callable[..., Any]
 Group = dict[str, Any]
 """Row of a file of rollouts: answers to one prompt with their rewards."""
+_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
+"""Arguments of a reward that are no columns, as in TRL."""
+_NO_COLUMNS = ("prompt", "completion")
 
 
 class ModelSampler:
@@ -40,8 +46,11 @@ class ModelSampler:
 
     Args:
         prompts: file, or files, of rows with ``prompt``, a text of the user or messages. Other keys are for the reward.
-        reward: path of a function ``reward(prompts, completions, **columns)`` that returns a number for each completion.
-            ``completions`` are texts; each further argument is a list of the rows' values of a key, as in TRL.
+        reward: path of a function, or coroutine, ``reward(prompts, completions, **columns)`` that returns a number for each
+            completion, as TRL's: a completion is a text, or a list of one message where its prompt is messages. Further
+            arguments are lists of the rows' values of a key, ``completion_ids`` (lists of tokens) and ``trainer_state`` (its
+            ``global_step`` and ``epoch``). Completions with None are left out of their group; a group of which fewer than
+            two have a number has equal rewards, and no gradient.
         group_size: number of answers to a prompt.
         temperature: divides the logits.
         max_new_tokens: maximum number of tokens of an answer, which is otherwise cut there.
@@ -49,7 +58,8 @@ class ModelSampler:
         batch_size: number of answers that a rank decodes at once.
 
     Raises:
-        ValueError: an argument is out of its bounds, the rows have no ``prompt``, or there is no such function.
+        ValueError: an argument is out of its bounds, the rows have no ``prompt``, there is no such function, or it needs
+            an argument that there is not.
         OSError: ``prompts`` cannot be read.
     """
 
@@ -77,11 +87,14 @@ class ModelSampler:
         self._reward: Reward = component_at(reward)
         if not callable(self._reward):
             raise ValueError(f"reward={reward}: it is a {type(self._reward).__name__}, not a function")
+        columns: dict[str, None] = {}
         for index in range(len(self._rows)):
             with self._rows.naming(index):
                 if not self._rows[index].get("prompt"):
                     raise SampleError("it has no prompt; write a text of the user, or messages")
-                turns_of(self._rows[index]["prompt"], "user", "prompt")
+                turns_of(turns_in(self._rows[index]["prompt"]), "user", "prompt")
+                columns |= dict.fromkeys(self._rows[index])
+        self._takes = _arguments_of(self._reward, reward, [*_GIVEN, *(columns.keys() - {*_GIVEN, *_NO_COLUMNS})])
         self._group_size, self._temperature, self._seed = group_size, temperature, seed
         self._max_new_tokens, self._batch_size = max_new_tokens, batch_size
 
@@ -97,6 +110,7 @@ class ModelSampler:
         index: int,
         num_prompts: int,
         is_stopped: Callable[[], bool] = lambda: False,
+        global_step: int = 0,
     ) -> list[Group]:
         """Returns a group for each of ``num_prompts`` prompts of a round, the same on all ranks, which call it together.
 
@@ -108,7 +122,7 @@ class ModelSampler:
         passes = [divmod(place, len(self)) for place in range(index * num_prompts, (index + 1) * num_prompts)]
         orders = {epoch: epoch_permutation(len(self), epoch, True, self._seed) for epoch, _ in passes}
         rows = [self._rows[int(orders[epoch][place])] for epoch, place in passes]
-        prompts = [tokens_of(tokenizer, turns_of(row["prompt"], "user", "prompt")[0]) for row in rows]
+        prompts = [tokens_of(tokenizer, turns_of(turns_in(row["prompt"]), "user", "prompt")[0]) for row in rows]
         longest = self._longest(model, tokenizer, rows, prompts)
 
         # Shares of ranks differ by one answer at most, and all ranks decode as many batches.
@@ -137,20 +151,29 @@ class ModelSampler:
             decoded |= of_rank
         groups = [[decoded[prompt, k] for k in range(self._group_size)] for prompt in range(num_prompts)]
         texts = [[text_of(tokenizer, answer.tokens) for answer in group] for group in groups]
-        rewards, problem = gather_objects(self._rewards(rows, texts) if ranks.is_zero else None, ranks.cpu_group)[0]
+        state = SimpleNamespace(global_step=global_step, epoch=float(index))
+        ids = [answer.tokens for group in groups for answer in group]
+        rewarded = self._rewards(rows, texts, ids, state) if ranks.is_zero else None
+        rewards, problem = gather_objects(rewarded, ranks.cpu_group)[0]
         if problem is not None:
             raise ConfigError(Problem(f"{self.key}.reward", problem, self._name))
-        return [
-            {
-                "prompt_ids": prompt,
-                "completion_ids": [answer.tokens for answer in group],
-                "logprobs": [answer.log_probs for answer in group],
-                "rewards": rewards[place * self._group_size : (place + 1) * self._group_size],
-                "temperature": self._temperature,
-                "completions": completions,
-            }
-            for place, (prompt, group, completions) in enumerate(zip(prompts, groups, texts, strict=True))
-        ]
+        made = []
+        for place, (prompt, group, completions) in enumerate(zip(prompts, groups, texts, strict=True)):
+            of_group = rewards[place * self._group_size : (place + 1) * self._group_size]
+            scored = [k for k, reward in enumerate(of_group) if reward is not None]
+            if len(scored) < min(2, self._group_size):  # nothing to compare
+                scored, of_group = [*range(self._group_size)], [sum(of_group[k] for k in scored)] * self._group_size
+            made.append(
+                {
+                    "prompt_ids": prompt,
+                    "completion_ids": [group[k].tokens for k in scored],
+                    "logprobs": [group[k].log_probs for k in scored],
+                    "rewards": [of_group[k] for k in scored],
+                    "temperature": self._temperature,
+                    "completions": [completions[k] for k in scored],
+                }
+            )
+        return made
 
     def _longest(
         self, model: nn.Module, tokenizer: Any, rows: Sequence[Mapping[str, Any]], prompts: Sequence[Sequence[int]]
@@ -171,24 +194,48 @@ class ModelSampler:
         return torch.rand(self._max_new_tokens, dtype=torch.float64, generator=generator)
 
     def _rewards(
-        self, rows: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[str]]
-    ) -> tuple[list[float], str | None]:
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        texts: Sequence[Sequence[str]],
+        completion_ids: Sequence[Sequence[int]],
+        trainer_state: Any,
+    ) -> tuple[list[float | None], str | None]:
         """Returns the rewards of all completions, or the problem with them: the other ranks wait for either."""
         of_answers = [row for row in rows for _ in range(self._group_size)]
-        completions = [text for of_prompt in texts for text in of_prompt]
-        names = {name: None for row in rows for name in row if name != "prompt"}
-        columns = {name: [row.get(name) for row in of_answers] for name in names}
+        prompts, completions = [row["prompt"] for row in of_answers], list[Any]()
+        for prompt, text in zip(prompts, (text for of_prompt in texts for text in of_prompt), strict=True):
+            completions.append(text if isinstance(prompt, str) else [{"role": "assistant", "content": text}])
+        given = dict(zip(_GIVEN, (prompts, completions, completion_ids, trainer_state), strict=True))
         try:
-            found = self._reward(prompts=[row["prompt"] for row in of_answers], completions=completions, **columns)
-            rewards = [float(reward) for reward in found]
+            arguments = {name: given.get(name, [row.get(name) for row in of_answers]) for name in self._takes}
+            found = self._reward(**arguments)
+            found = asyncio.run(found) if inspect.iscoroutine(found) else found
+            rewards = [None if reward is None else float(reward) for reward in found]
         except Exception as error:  # any: it is the user's
             place = traceback.extract_tb(error.__traceback__)[-1]
             return [], f"{type(error).__name__}: {error} (line {place.lineno} of {place.filename})"
         if len(rewards) != len(completions):
             return [], f"it returned {len(rewards)} numbers for {len(completions)} completions"
-        if bad := [place for place, reward in enumerate(rewards) if not math.isfinite(reward)]:
-            return [], f"it returned {rewards[bad[0]]} for the completion {completions[bad[0]][:60]!r}"
+        if bad := [place for place, reward in enumerate(rewards) if reward is not None and not math.isfinite(reward)]:
+            text = [text for of_prompt in texts for text in of_prompt][bad[0]]
+            return [], f"it returned {rewards[bad[0]]} for the completion {text[:60]!r}"
         return rewards, None
+
+
+def _arguments_of(reward: Reward, path: str, names: Sequence[str]) -> list[str]:
+    """Returns which arguments a function takes of those that there are. Raises ValueError if it needs another."""
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except ValueError:  # of a builtin
+        return [*names]
+    by_name = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    needed = [each.name for each in by_name if each.default is each.empty]
+    unnamed = [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]
+    if unknown := [*unnamed, *(name for name in needed if name not in names)]:
+        text = f"it needs {', '.join(unknown)}; write it as a key of the prompts' rows, or take the argument out"
+        raise ValueError(f"reward={path}: {text} (there are {', '.join(names)})")
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return [name for name in names if takes_all or name in {each.name for each in by_name}]
 
 
 def sampled_reward(sampler: ModelSampler | None, built: Built, model: Runner) -> dict[str, Tensor | float]:

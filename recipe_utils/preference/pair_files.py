@@ -15,10 +15,14 @@ from recipe_utils.preference.pairs import SIDES
 from recipe_utils.text.conversations.file_datasets import tokenize_texts
 from recipe_utils.text.conversations.file_rows import (
     BEFORE,
+    NO_COLUMNS,
+    Columns,
     Texts,
     after_system,
     answers_of,
+    check_no_variables,
     check_repeated,
+    columns_of,
     judge_unread,
     name_unread_of_first,
     read_row,
@@ -27,8 +31,9 @@ from recipe_utils.text.conversations.file_rows import (
 )
 from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.template import num_common
-from recipe_utils.text.torchtune_messages import tokenize_conversation
+from recipe_utils.text.conversations.schema import FileRow, shown
+from recipe_utils.text.conversations.template import HistoryChangesError, num_common
+from recipe_utils.text.torchtune_messages import check_no_fraction, tokenize_conversation
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import SampleError
 
@@ -59,7 +64,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         ignored_keys: Sequence[str] = (),
     ) -> None:
         self._tokenizer, self._rows = tokenizer, PathRows(path, split, validation_fraction)
-        self._ignored = ignored_keys
+        self._columns = columns_of(self._rows, FileRow, ignored_keys)
         name_unread_of_first(self, self._rows, lambda index: _unread(self._read(index)))
 
     def __len__(self) -> int:
@@ -82,13 +87,16 @@ class PairDataset(Dataset[dict[str, Any]]):
         return sample
 
     def _read(self, index: int) -> tuple[Conversation, Conversation] | Texts:
-        return read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()), self._ignored)
+        return read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()), self._columns)
 
     def _of_messages(self, sides: Sequence[Conversation]) -> list[tuple[Sequence[int], Any]]:
         tokenized = list[tuple[Sequence[int], Any]]()
         for name, side in zip(SIDES, sides, strict=True):
             try:
                 tokenized.append(tokenize_conversation(self._tokenizer, side))
+            except HistoryChangesError as error:
+                remedy = "end both sides with one turn of the assistant behind the turns that they share"
+                raise SampleError(f"{name}: {error.problem}; {remedy}") from error
             except SampleError as error:
                 raise SampleError(f"{name}: {error}") from error
         return tokenized
@@ -99,14 +107,14 @@ def _unread(row: tuple[Conversation, Conversation] | Texts) -> dict[str, Any]:
 
 
 def read_pair(
-    row: Any, variable_names: Collection[str] = (), ignored: Collection[str] = ()
+    row: Any, variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
 ) -> tuple[Conversation, Conversation] | Texts:
     """Returns the conversations of a pair, of which the answers alone are trained; or its texts, if it has only texts.
 
     Raises SampleError if ``chosen`` or ``rejected`` is missing, where the answers begin is not certain, or a key has content
     that is in no turn.
     """
-    keys, variables = read_row(row, variable_names, ignored)
+    keys, variables = read_row(row, variable_names, columns)
     for side in SIDES:
         if getattr(keys, side) is None:
             text = "a row has chosen and rejected, and may have what precedes them"
@@ -115,10 +123,20 @@ def read_pair(
     answers = [getattr(keys, side) for side in SIDES]
     before = {"system", "messages", "question", "input", "tools"} & keys.used.keys()
     if not before and all(isinstance(text, str) for text in (*answers, keys.prompt or "")):
+        check_no_variables(variables)
+        if lost := [
+            key
+            for field, key in keys.used.items()
+            if field in ("answer", "completion") and getattr(keys, field) not in answers
+        ]:
+            text = "it is neither chosen nor rejected, so it would be lost; remove it"
+            raise SampleError(f"{lost[0]}={shown(row[lost[0]])}: {text}")
         return Texts(keys.prompt, (answers[0], answers[1]), unread)
     sides = [turns_of(answer, "assistant", side) for side, answer in zip(SIDES, answers, strict=True)]
     # The prompt may be a part of both sides, or a key of its own.
     sources, prompt, name = turns_before(keys), [], "chosen"
+    for key, (_, weights) in (*zip(SIDES, sides, strict=True), *sources.items()):
+        check_no_fraction(weights, f"{key}: ")
     for key, (turns, _) in sources.items():
         turns = _without_answer(turns, sides[0][0])
         if not all(has_prompt(turns, side) for side, _ in sides):

@@ -189,7 +189,9 @@ class PreferenceLoss(nn.Module):
         :mod:`recipe_utils.losses.attach`.
         """
         of_targets = self.log_probs(output, hidden, targets, backward_in_parts)
-        policy, num_targets = sums_of_sequences(of_targets, targets)
+        policy, num_targets = map(
+            _of_answers, sums_of_sequences(of_targets, targets, targets.of_samples["common_tokens"])
+        )
         reference = targets.outputs.get("reference")
         if not self.needs_reference:
             reference = torch.zeros_like(policy)
@@ -208,6 +210,11 @@ class PreferenceLoss(nn.Module):
         margins = chosen - rejected
         wins = (margins > 0).double()
         return torch.stack([losses, chosen, rejected, margins, wins, *policy.view(-1, 2).T, -policy[::2]]).sum(1)
+
+
+def _of_answers(of_sequences: Tensor) -> Tensor:
+    """Returns [2 p] of both answers of p pairs: what they have in common [2 p, 0] is a part of the chosen one's sequence."""
+    return (of_sequences.sum(1).view(-1, 2) + of_sequences[:, 0].view(-1, 2).flip(1)).flatten()
 
 
 def build_loss(cfg: DictConfig, tokens_per_chunk: int) -> "PreferenceLoss":

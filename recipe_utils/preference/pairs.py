@@ -3,12 +3,14 @@
 Both answers of a pair are in one microbatch. If packed, what precedes them is computed once.
 
 Example: the sides ``u v w A B`` and ``u v w C``, targets in capitals, begin with the same 3 tokens. The last of them
-predicts A or C, so the tree (2, 3, 2) has it twice: 7 positions instead of 9, see :mod:`recipe_utils.text.trees`.
+predicts A or C, so the tree (2, 3, 2) has it twice: 7 positions instead of 9, see :mod:`recipe_utils.text.trees`. Of
+``u v w A B`` and ``u v w A C`` A is predicted once, in the tree (3, 2, 2), and counts for both.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,13 +21,19 @@ from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.limits import ModelLimits
+from recipe_utils.text.reader import fingerprint_of
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.objective import Declaration
 from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_has, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
 
 SIDES = ("chosen", "rejected")
-_OF_PAIRS = Declaration(of_samples=("pairs", "chosen_tokens"), divisor="pairs", totals=("pairs", "chosen_tokens"))
+_OF_PAIRS = Declaration(
+    of_samples=("pairs", "chosen_tokens", "common_tokens", "fingerprint"),
+    divisor="pairs",
+    totals=("pairs", "chosen_tokens"),
+    couples_sequences=True,
+)
 """Values of a pair's answers, see :func:`pair_as_group`."""
 
 
@@ -79,19 +87,21 @@ def mask_shared_turns(tokens: Sequence[np.ndarray], labels: Sequence[np.ndarray]
         side[:end] = IGNORE_INDEX
 
 
-def pair_as_group(pair: Sample, name: str) -> Mapping[str, Sample]:
+def pair_as_group(pair: Sample, name: str, shares: bool = False) -> Mapping[str, Sample]:
     """Returns the sides of a pair, as torchtune's preference datasets return it, as the sequences of a group.
 
-    Turns that both share are masked. Values of both are ``pairs``, 1 for chosen, and the number of ``chosen_tokens``.
+    Turns that both share are masked. Values of both are ``pairs``, 1 for chosen, the number of ``chosen_tokens``, and a
+    ``fingerprint`` [2]. If the pair ``shares`` its beginning, the targets there are those of chosen alone, their number is
+    its value ``common_tokens``, and the loss counts them for both.
 
     Raises:
         SampleError: a key is missing, or contains no token ids. All else is left to the reader.
         SkippedSampleError: a side has no target, or the sides are equal.
     """
-    keys = [(f"{side}_input_ids", f"{side}_labels") for side in SIDES]
-    for each in keys:
+    given = [(f"{side}_input_ids", f"{side}_labels") for side in SIDES]
+    for each in given:
         check_has(pair, each, name)
-    tokens, labels = ([whole_numbers(pair, key, name).copy() for key in each] for each in zip(*keys, strict=True))
+    tokens, labels = ([whole_numbers(pair, key, name).copy() for key in each] for each in zip(*given, strict=True))
     beside = {key: value for key, value in pair.items() if not str(key).startswith(SIDES)}
     if all(len(ids) == len(of_ids) for ids, of_ids in zip(tokens, labels, strict=True)):
         for side, of_side in zip(SIDES, labels, strict=True):
@@ -100,16 +110,33 @@ def pair_as_group(pair: Sample, name: str) -> Mapping[str, Sample]:
         mask_shared_turns(tokens, labels)
         if np.array_equal(tokens[0], tokens[1]) and np.array_equal(labels[0], labels[1]):
             raise SkippedSampleError(f"{name}: its sides are equal")
-    num_chosen = int((labels[0][1:] != IGNORE_INDEX).sum())
-    chosen = {"tokens": tokens[0], "labels": labels[0], "pairs": 1, "chosen_tokens": num_chosen}
-    rejected = {"tokens": tokens[1], "labels": labels[1], "pairs": 0, "chosen_tokens": 0}
-    return dict(zip(SIDES, ({**beside, **side} for side in (chosen, rejected)), strict=True))
+    fingerprints = [fingerprint_of(*side) for side in zip(tokens, labels, strict=True)]
+    num_chosen, num_common = int((labels[0][1:] != IGNORE_INDEX).sum()), 0
+    if shares:
+        end = num_common_tokens(tokens, labels)
+        num_common = int((labels[1][1:end] != IGNORE_INDEX).sum())
+        labels[1][1:end] = IGNORE_INDEX
+    numbers = {"pairs": (1, 0), "chosen_tokens": (num_chosen, 0), "common_tokens": (num_common, 0)}
+    beside_sides = zip(tokens, labels, fingerprints, *numbers.values(), strict=True)
+    keys = ("tokens", "labels", "fingerprint", *numbers)
+    return {
+        side: {**beside, **dict(zip(keys, each, strict=True))} for side, each in zip(SIDES, beside_sides, strict=True)
+    }
+
+
+def num_common_tokens(tokens: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> int:
+    """Returns the number of tokens with which both sides begin, with equal labels."""
+    shorter = min(map(len, [*tokens, *labels]))
+    differ = (tokens[0][:shorter] != tokens[1][:shorter]) | (labels[0][:shorter] != labels[1][:shorter])
+    return int(differ.argmax()) if differ.any() else shorter
 
 
 def pair_collator(
     settings: DataSettings, tokenizer: Any, limits: ModelLimits, prefix_sharing: bool | None = None
 ) -> RowCollator:
     """Returns the collator of pairs; ``batch_size`` counts pairs.
+
+    A loss finds the two sequences of each pair side by side. For values of answers see :func:`pair_as_group`.
 
     Raises ConfigError if the model does not support ``microbatching: packed``.
     """
@@ -120,7 +147,7 @@ def pair_collator(
     collator = text_collator(
         *(settings, tokenizer, IGNORE_INDEX, limits, True, _OF_PAIRS, shares),
         trees=("prefix_sharing=True", "set prefix_sharing=False") if shares else None,
-        pads_sequences=True,
     )
-    made = replace(collator.reader, bounds=collator.reader.bounds._replace(num_rows=2), as_group=pair_as_group)
-    return replace(collator, reader=replace(made, is_whole=True, shares=shares, has_fingerprints=True))
+    as_group = partial(pair_as_group, shares=shares)
+    bounds = collator.reader.bounds._replace(num_rows=2)
+    return replace(collator, reader=replace(collator.reader, bounds=bounds, as_group=as_group, shares=shares))

@@ -180,7 +180,7 @@ def build_reference(
             is_offloaded=how == "offload" and not modules.offloads_to_cpu(ranks.device),
             keys=(_KEY, _KEY),
         )
-        return replace(returning_log_probs(model, loss_fn), explain=_explain)
+        return replace(model, returning=loss_fn.returning_log_probs, explain=_explain)
 
     if how != "cached":
         model = build()
@@ -205,17 +205,6 @@ def build_reference(
     log_rank_zero(f"{folder}: log-probabilities of {len(cached)} answers")
     reference = CachedReference(cached, build, loss_fn.returns_sums, ranks)
     return Reference(reference.attached, fingerprints if same is None else given, reference)
-
-
-def returning_log_probs(model: FrozenModel, loss_fn: ComparingLoss) -> FrozenModel:
-    """Returns a frozen model that ends in ``loss_fn``, which returns log-probabilities in its forwards."""
-
-    @contextmanager
-    def during_forward() -> Iterator[None]:
-        with model.during_forward(), loss_fn.returning_log_probs():
-            yield
-
-    return replace(model, during_forward=during_forward)
 
 
 class OnePass(Order):

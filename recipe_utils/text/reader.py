@@ -51,8 +51,9 @@ class TextReader:
     drops_columns: bool = False
     """Samples are only looked at: what no loss takes is no error."""
     as_group: Callable[[Sample, str], Mapping[str, Sample]] | None = None
-    """Returns the sequences of a sample in another form by name, such as those of a pair, each of which must have a target."""
-    is_whole: bool = False
+    """Returns the sequences of a sample in another form by name, such as those of a pair. Their value ``common_tokens`` is the
+    number of targets that the first one has for all of them."""
+    couples_sequences: bool = False
     """The sequences of a sample are in one microbatch, however long they are."""
     has_fingerprints: bool = False
     """Sequences have the value ``fingerprint`` [2] of their tokens, labels and temperatures, by which a cache finds them."""
@@ -98,7 +99,9 @@ class TextReader:
                 _finite(sample[key], key, name)
         values |= {key: numbers[index : index + 1] for index, key in enumerate(ones)}
         if self.has_fingerprints:
-            values["fingerprint"] = _fingerprint_of(tokens, labels, columns.get("temperatures", labels[:0]))[None]
+            values["fingerprint"] = fingerprint_of(
+                tokens, labels, {**values, **columns}.get("temperatures", labels[:0])
+            )[None]
         # The rest is kept for a collate_fn.
         unused = {"mask"} if self.keeps_types else {*_KEYS, *columns, *values}
         others = {key: value for key, value in sample.items() if key not in unused}
@@ -119,7 +122,7 @@ class TextReader:
         kept = []
         for which, sequence in sequences.items():
             made = self._sequence_of(sequence, f"{name}, {which}", at, in_group=True)
-            if (made.labels != self.ignore_index).any():
+            if self.as_group or (made.labels != self.ignore_index).any():
                 kept.append(made)
         # Where a sequence has a column, all have it; where one has a number for all of its targets, all have one or the column.
         names = {name for made in kept for name in made.columns}
@@ -134,7 +137,7 @@ class TextReader:
         if not kept:
             raise SkippedSampleError(f"{name}: none of its sequences has a target")
         most: int | None = self.bounds.of_tree
-        if self.is_whole and self.bounds.settings.is_packed:
+        if self.couples_sequences and self.bounds.settings.is_packed:
             most = None if self.shares else 1
         sample = merge(kept, most, self.ignore_index)._replace(name=name)
         if len(sample.documents) > 1 and self.bounds.settings.max_ranks_per_row > 1:
@@ -149,7 +152,7 @@ class TextReader:
         if not sample.num_shared:
             columns = beside_tokens(sample, self.ignore_index)
             return (sample.tokens, columns.pop("labels")), {**others, **columns, **values}
-        made = [*sequences_of(sample, self.ignore_index)]
+        made = self._answers_of(sample)
         for name in sample.values.keys() & self.columns.keys():
             for each, value in zip(made, sample.values[name], strict=True):
                 each[name] = np.where(each["labels"] != self.ignore_index, value, 0.0)
@@ -161,7 +164,8 @@ class TextReader:
         """Returns the counts with the number of samples with values, and the sums of values that are totals."""
         sums = {name: float(values[name].sum()) for name in self.of_samples if name in self.totals}
         samples = {"samples": len(values[self.of_samples[0]])} if self.of_samples else {}
-        return {**counts, **sums, **samples}
+        num_twice = float(values["common_tokens"].sum()) if self.as_group else 0
+        return {**counts, **sums, **samples, "target_tokens": counts["target_tokens"] + num_twice}
 
     def remarks(self, sample: TextSample) -> Iterator[str]:
         """Yields a text if a sample is probably truncated, or needs several ranks.
@@ -170,7 +174,7 @@ class TextReader:
         before it packs; all others to ``max_seq_len``.
         """
         if sample.num_shared:
-            yield from self._remarks_on_answers(sample)
+            yield from self._remarks_on_group(sample)
             return
         most, tokens = self.bounds.max_seq_len or 0, sample.tokens
         # Last tokens that should end a text: of a sample cut by torchtune, and of each document of a packed row.
@@ -189,11 +193,22 @@ class TextReader:
         if keys.max_ranks_per_row > 1 and not keys.is_searched and len(tokens) > of_a_rank:
             yield f"more than {of_a_rank} tokens, computed by several ranks"
 
-    def _remarks_on_answers(self, sample: TextSample) -> Iterator[str]:
-        """Yields a text if an answer of a pair is probably truncated, or its answers are not to one prompt."""
+    def _answers_of(self, sample: TextSample) -> list[dict[str, np.ndarray]]:
+        """Returns tokens, labels and columns of each sequence, with the targets that stand once for several."""
+        first, *others = made = [*sequences_of(sample, self.ignore_index)]
+        common = sample.values["common_tokens"] if self.as_group else [0]
+        places = np.flatnonzero(first["labels"] != self.ignore_index)[: common[0]]
+        for other in others:
+            other["labels"][places] = first["labels"][places]
+        return made
+
+    def _remarks_on_group(self, sample: TextSample) -> Iterator[str]:
+        """Yields a text if a group is cut, an answer of a pair is probably truncated, or they are not to one prompt."""
+        if self.bounds.settings.is_packed and len(sample.num_shared) > 1 and not self.couples_sequences:
+            yield f"more than {self.bounds.of_tree} positions, cut into several microbatches"
         if self.as_group is None:
             return
-        sequences = [*sequences_of(sample, self.ignore_index)]
+        sequences = self._answers_of(sample)
         if (most := self.bounds.max_seq_len) in [len(each["tokens"]) for each in sequences]:
             yield f"a side of tokenizer.max_seq_len={most} tokens, probably truncated"
         prompts = [each["tokens"][: int((each["labels"] != self.ignore_index).argmax())] for each in sequences]
@@ -201,7 +216,8 @@ class TextReader:
             yield "its two sides differ before their first target"
 
 
-def _fingerprint_of(*arrays: np.ndarray) -> np.ndarray:
+def fingerprint_of(*arrays: np.ndarray) -> np.ndarray:
+    """Returns a hash [2] int64 of arrays."""
     digest = blake2b(digest_size=16)
     for array in arrays:
         digest.update(len(array).to_bytes(8, "little") + array.tobytes())

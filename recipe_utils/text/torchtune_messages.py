@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torchtune.data import ChosenRejectedToMessages, Message, OpenAIToMessages, ShareGPTToMessages
+from torchtune.data import (
+    AlpacaToMessages,
+    ChosenRejectedToMessages,
+    InputOutputToMessages,
+    Message,
+    OpenAIToMessages,
+    ShareGPTToMessages,
+)  # fmt: skip
 
 from recipe_utils.text.conversations.file_rows import (
     after_system,
@@ -18,6 +25,7 @@ from recipe_utils.text.conversations.file_rows import (
     judge_unread,
     read_row,
     turns_before,
+    turns_in,
 )
 from recipe_utils.text.conversations.messages import Conversation, content_as_text, read_tools
 from recipe_utils.text.conversations.schema import CALLS, MEDIA, ROLES, THINKING, Turn, check_not_said
@@ -30,6 +38,13 @@ def lost_keys(message: Mapping[str, Any]) -> list[str]:
     return [*calls, *(key for key in (*THINKING, "tool_calls", "function_call") if message.get(key))]
 
 
+def check_no_fraction(weights: Sequence[float], owner: str = "") -> None:
+    """Raises SampleError, for ``owner``, for a weight that a mask does not have."""
+    if fraction := next((weight for weight in weights if weight not in (0, 1)), None):
+        text = "the losses of pairs and rollouts take no weights; set it to 0 or 1"
+        raise SampleError(f"{owner}weight={fraction:g}: {text}")
+
+
 def tokenize_conversation(
     tokenizer: Any, conversation: Conversation
 ) -> tuple[Sequence[int], Sequence[bool] | np.ndarray]:
@@ -37,8 +52,7 @@ def tokenize_conversation(
 
     Raises SampleError for weights, which the mask does not have, and for content that one of torchtune's would lose.
     """
-    if fraction := next((weight for weight in conversation.weights if weight not in (0, 1)), None):
-        raise SampleError(f"weight={fraction:g}: the losses of pairs and rollouts take no weights; set it to 0 or 1")
+    check_no_fraction(conversation.weights)
     if hasattr(tokenizer, "template_variables"):  # a FolderTokenizer, which needs the library transformers
         tokens, turns = tokenizer.tokenize(conversation)
         return tokens.tolist(), turns < 0
@@ -74,18 +88,24 @@ def check_row(transform: Any, row: Mapping[str, Any], columns: Sequence[str], re
         check_not_said({key: message[key] for key in message if key not in Turn.names()}, _role(message))
         if not isinstance(_content(message), (str, list)):
             raise ValueError(f"the content of a message is {_content(message)!r} instead of text")
-    # What stands beside them may repeat a turn, but not add one, nor tools.
-    keys, _ = read_row({key: value for key, value in row.items() if key not in (*columns, *MEDIA)})
     texts = [content if isinstance(content := _content(message), str) else "" for message in messages]
     chat = [{"role": _role(message), "content": text} for message, text in zip(messages, texts, strict=True)]
-    check_repeated({**turns_before(keys), **answers_of(keys)}, chat, columns[0], remedy)
-    is_replaced = transform.new_system_prompt is not None
-    if not is_replaced and len(after_system(keys.system, chat, [])[0]) > len(chat):
+    check_beside(transform, row, columns, chat, remedy)
+
+
+def check_beside(
+    transform: Any, row: Mapping[str, Any], columns: Sequence[str], chat: Sequence[dict[str, Any]], remedy: str
+) -> None:
+    """Checks what stands beside the ``columns`` of a row, which may repeat a turn of ``chat``, but not add one, nor tools."""
+    keys, _ = read_row({key: turns_in(value) for key, value in row.items() if key not in (*columns, *MEDIA)})
+    check_repeated({**turns_before(keys), **answers_of(keys)}, [*chat], columns[0], remedy)
+    is_replaced = getattr(transform, "new_system_prompt", None) is not None
+    if not is_replaced and len(after_system(keys.system, [*chat], [])[0]) > len(chat):
         raise SampleError(f"torchtune's datasets leave its system text out; {remedy}")
     if read_tools(keys.tools):
         raise SampleError(f"torchtune's datasets leave its tools out; {remedy}")
-    is_answer = [_role(message) == "assistant" for message in messages]
-    judge_unread(transform, "dataset", keys.others, [], len(messages), sum(is_answer))
+    num_answers = sum(turn["role"] == "assistant" for turn in chat)
+    judge_unread(transform, "dataset", keys.others, [], len(chat), num_answers)
 
 
 def _content(message: Mapping[str, Any]) -> Any:
@@ -113,6 +133,24 @@ def _check_rows(transform: Any, columns: Sequence[str], remedy: str) -> None:
     transform.__call__ = convert_whole
 
 
+def _check_texts(transform: Any, before: Sequence[str], remedy: str) -> None:
+    """Makes a transform's class check what stands beside the texts in ``before`` and ``output``, of which it makes two turns."""
+    convert = transform.__call__
+
+    def convert_whole(self: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+        own = getattr(self, "_column_map", None) or getattr(self, "column_map", None) or {}
+        names = [own.get(column, column) for column in (*before, "output")]
+        *texts, answer = (sample.get(name) or "" for name in names)
+        chat = [("user", "\n".join(map(str, texts))), ("assistant", answer)]
+        check_beside(self, sample, names, [{"role": role, "content": text} for role, text in chat], remedy)
+        converted: Mapping[str, Any] = convert(self, sample)
+        return converted
+
+    transform.__call__ = convert_whole
+
+
+_check_texts(InputOutputToMessages, ["input"], "set dataset to a conversation_dataset")
+_check_texts(AlpacaToMessages, ["instruction", "input"], "set dataset to a conversation_dataset")
 _check_rows(OpenAIToMessages, ["messages"], "set dataset to a conversation_dataset")
 _check_rows(ShareGPTToMessages, ["conversations"], "set dataset to a conversation_dataset")
 _check_rows(ChosenRejectedToMessages, ["chosen", "rejected"], "set dataset to a recipe_utils.preference.pair_dataset")

@@ -95,11 +95,16 @@ def rejected_sees_chosen(patches):
 
 
 def answers_summed_by_their_order_in_the_row(patches):
-    def sums(of_targets, targets):
-        _, numbers = sums_of_sequences(of_targets, targets)
-        return torch.segment_reduce(of_targets.double(), "sum", lengths=numbers, unsafe=True, initial=0), numbers
+    def sums(of_targets, targets, firsts):
+        _, numbers = sums_of_sequences(of_targets, targets, firsts)
+        found = torch.segment_reduce(of_targets.double(), "sum", lengths=numbers.flatten(), unsafe=True, initial=0)
+        return found.view(-1, 2), numbers
 
     patches.setattr(preference, "sums_of_sequences", sums)
+
+
+def shared_targets_counted_for_chosen_alone(patches):
+    patches.setattr(preference, "_of_answers", lambda of_sequences: of_sequences.sum(1))
 
 
 def one_more_token_shared(patches):
@@ -122,6 +127,7 @@ def reference_that_follows(patches):
 ONE = Row("one", "tied", objective="robust", changes={"max_tokens_per_microbatch": 100})
 MUTANTS = {
     rejected_sees_chosen: ONE,
+    shared_targets_counted_for_chosen_alone: ONE._replace(objective="dpo + sft"),
     answers_summed_by_their_order_in_the_row: ONE._replace(objective="dpo + sft"),
     one_more_token_shared: ONE,
     pairs_of_one_rank: ONE._replace(layout="fsdp-2"),

@@ -22,6 +22,14 @@ TOOL_CHATML = (
     "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}{{ '<|im_end|>\n' }}")
 )  # fmt: skip
 """Also prints tools and tool calls."""
+THINKS_LAST = (
+    "{% set ns = namespace(last=0, seen=false) %}{% for m in messages if m.role == 'user' %}{% set ns.last = m.content %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and ns.seen %}"
+    "{{ '<think>' + (m.reasoning_content or '') + '</think>' }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
+    "{% if m.content == ns.last %}{% set ns.seen = true %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Prints thinking behind the last turn of the user alone, as Qwen3's template does."""
 
 
 @cache

@@ -11,10 +11,17 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from recipe_utils.text.conversations.file_rows import Texts, conversation_of, judge_unread, name_unread_of_first
+from recipe_utils.text.conversations.file_rows import (
+    Texts,
+    columns_of,
+    conversation_of,
+    judge_unread,
+    name_unread_of_first,
+)
 from recipe_utils.text.conversations.files import temporary_file
 from recipe_utils.text.conversations.messages import Conversation
 from recipe_utils.text.conversations.paths import PathRows
+from recipe_utils.text.conversations.schema import FileRow
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.torchtune_names import IGNORE_INDEX, log_rank_zero
@@ -54,8 +61,9 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         if split_turns not in (True, False, "shared"):
             raise ValueError(f"dataset.split_turns={split_turns}: set it to True, False or shared")
         self._has_sequences = split_turns == "shared"
-        self._tokenizer, self._ignored = tokenizer, ignored_keys
+        self._tokenizer = tokenizer
         self._rows = rows = PathRows(path, split, validation_fraction)
+        self._columns = columns_of(rows, FileRow, ignored_keys)
         name_unread_of_first(self, rows, self._unread_of)
         # Row, and number of messages, of each sample.
         self._turns: tuple[array[int], array[int]] | None = None
@@ -98,7 +106,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         return row.unread
 
     def _read(self, index: int) -> Conversation | Texts:
-        return conversation_of(self._rows[index], self._tokenizer.template_variables, self._ignored)
+        return conversation_of(self._rows[index], self._tokenizer.template_variables, self._columns)
 
     def _of_texts(self, row: Texts) -> dict[str, Any]:
         (sample,) = (_sample(*each) for each in tokenize_texts(self._tokenizer, row))

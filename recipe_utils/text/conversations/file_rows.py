@@ -14,7 +14,17 @@ import numpy as np
 
 from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools, read_turns
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.schema import FileRow, check_masks, check_no_label, parsed, shown, without_keys
+from recipe_utils.text.conversations.schema import (
+    CALLS,
+    ROLES,
+    FileRow,
+    Keys,
+    check_masks,
+    check_no_label,
+    parsed,
+    shown,
+    without_keys,
+)
 from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.update_steps.samples import SampleError
 
@@ -34,16 +44,71 @@ class Texts:
     """What is not read of the row, by its key."""
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Decisions about keys of all rows."""
+
+    ignored: Collection[str] = ()
+    """Keys that are dropped."""
+    json: Collection[str] = ()
+    """Keys whose texts are JSON texts of messages."""
+
+    def of(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a row with messages, and without dropped keys; raises SampleError for a text where all others are JSON."""
+        read = {key: turns_in(row[key]) for key in self.json if isinstance(row.get(key), str)}
+        for key, value in read.items():
+            if isinstance(value, str) and value:
+                text = "other rows have JSON texts of messages here; write messages in all rows, or texts"
+                raise SampleError(f"{key}={shown(value)}: {text}")
+        changed: Mapping[str, Any] = without_keys({**row, **read} if read else row, self.ignored)
+        return changed
+
+
+NO_COLUMNS = Columns()
+_TURNS = ("prompt", "completion", "answer", "chosen", "rejected", "input")
+"""Fields of texts, or of messages."""
+
+
+def columns_of(rows: PathRows, keys: type[Keys], ignored: Collection[str]) -> Columns:
+    """Returns the decisions about rows, and logs which keys have JSON texts of messages: of up to 128 rows, all or none.
+
+    An answer that is JSON, because it was asked for, is a text unless all answers are messages.
+    """
+    numbers = {
+        name: [0, 0] for name, field in keys.names().items() if field in _TURNS
+    }  # of texts, and of those in JSON
+    for index in range(0, len(rows), max(len(rows) // 64, 1)):
+        with suppress(Exception):  # any: raised again with the sample
+            row = rows[index]
+            for name in numbers.keys() & row.keys():
+                if isinstance(text := row[name], str) and text:
+                    numbers[name][0] += 1
+                    numbers[name][1] += turns_in(text) is not text
+    found = {name: (num, num_json) for name, (num, num_json) in numbers.items() if num_json}
+    for name, (num, num_json) in found.items():
+        what = "messages" if num == num_json else f"texts ({num_json} of {num} could be messages)"
+        log_rank_zero(f"{rows.path}: JSON texts of {name} are read as {what}")
+    return Columns(ignored, [name for name, (num, num_json) in found.items() if num == num_json])
+
+
+def turns_in(value: Any) -> Any:
+    """Returns the messages of a JSON text of messages; other values as they are."""
+    if not isinstance(value, str) or not value.lstrip().startswith("[") or not _are(value, "role", "from"):
+        return value
+    turns = parsed(value)
+    return turns if all(turn.get("role", turn.get("from")) in {*ROLES, *CALLS} for turn in turns) else value
+
+
 def read_row(
-    row: Any, variable_names: Collection[str] = (), ignored: Collection[str] = ()
+    row: Any, variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
 ) -> tuple[FileRow, dict[str, Any]]:
-    """Returns the keys of a row but for ``ignored`` ones, and the values of those that the template reads as ``variable_names``.
+    """Returns the keys of a row, and the values of those that the template reads as ``variable_names``.
 
     Raises SampleError for a row that is no object, and for content that would be lost.
     """
     if not isinstance(row, Mapping):
         raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
-    row = without_keys(row, ignored)
+    row = columns.of(row)
     names = (row.keys() & {*variable_names}) - FileRow.names().keys()
     keys = FileRow.of({key: value for key, value in row.items() if key not in names})
     check_no_label(keys.others)
@@ -55,16 +120,17 @@ def read_row(
 
 
 def conversation_of(
-    row: Any, variable_names: Collection[str] = (), ignored: Collection[str] = ()
+    row: Any, variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
 ) -> Conversation | Texts:
     """Returns the conversation of a row, or its texts if it has those of a prompt and a completion alone.
 
     Raises SampleError with what was found instead, and for a key with content that is in no turn.
     """
-    keys, variables = read_row(row, variable_names, ignored)
+    keys, variables = read_row(row, variable_names, columns)
     unread = dict(keys.others)
     given = keys.used.keys()
     if given == {"prompt", "completion"} and isinstance(keys.prompt, str) and isinstance(keys.completion, str):
+        check_no_variables(variables)
         return Texts(keys.prompt, (keys.completion,), unread)
     sources, answers = turns_before(keys), answers_of(keys)
     if not sources or not (answers or "messages" in given):
@@ -88,11 +154,19 @@ def turns_before(keys: FileRow) -> dict[str, Turns]:
         sources[used["messages"]] = read_turns(keys.messages)
     if "prompt" in used:
         sources["prompt"] = turns_of(keys.prompt, "user", "prompt")
-    if not sources and {"question", "input"} <= used.keys() and not _are(keys.input, "role", "from"):
+    if (
+        not sources
+        and {"question", "input"} <= used.keys()
+        and not (isinstance(keys.input, list) and _are(keys.input, "role", "from"))
+    ):
+        if not isinstance(keys.input, str | int | float):
+            text = "it is a list or an object, and would be Python's text; write it as text"
+            raise SampleError(f"{used['input']}={shown(keys.input)}: {text}")
         return {used["question"]: turns_of(f"{keys.question}\n{keys.input}", "user", "question")}
     for field in ("input", "question"):
         if field in used:
-            sources[used[field]] = turns_of(getattr(keys, field), "user", used[field])
+            value = getattr(keys, field)
+            sources[used[field]] = turns_of(turns_in(value) if field == "question" else value, "user", used[field])
     return sources
 
 
@@ -108,10 +182,19 @@ def answers_of(keys: FileRow) -> dict[str, Turns]:
     return answers
 
 
+def check_no_variables(variables: Mapping[str, Any]) -> None:
+    """Raises SampleError for variables of the chat template beside texts that are joined without one."""
+    for name, value in variables.items():
+        text = "texts of a prompt and answers are joined without the chat template, which reads it; write messages"
+        raise SampleError(f"{name}={shown(value)}: it would be lost: {text}")
+
+
 def turns_of(value: Any, role: str, name: str) -> Turns:
     """Returns a text, a turn or turns as messages with their weights; a text is a turn of ``role``."""
-    if isinstance(value, str) and not _are(value, "role", "from"):
+    if isinstance(value, str):
         value = {"role": role, "content": value}
+    if isinstance(value, int | float):
+        raise SampleError(f"{name}={value}: it is a number; write it as text")
     try:
         return read_turns([value] if isinstance(value, Mapping) else value)
     except SampleError as error:
@@ -137,6 +220,8 @@ def check_repeated(
         for turn in turns:
             text = content_as_text(turn.get("content")).strip()
             texts = [content_as_text(other.get("content")) for other in chat if other["role"] == turn["role"]]
+            if not text and turn.keys() == {"role", "content"}:
+                continue
             if turn not in chat and not any(text and text in other for other in texts):
                 text = f"it is in no turn of {name}, so it would be lost; {remedy}"
                 raise SampleError(f"{key}={shown(turn.get('content'))}: {text}")
@@ -187,6 +272,7 @@ def _refuse(row: Mapping[str, Any], keys: FileRow) -> NoReturn:
     for key, text in (
         ("chosen", "a pair; set dataset to a recipe_utils.preference.pair_dataset"),
         ("parent_id", "one message of a tree; write each path from its root as messages"),
+        ("contents", "of Gemini's form; write messages with role and content"),
         ("text", "a text; set dataset to a recipe_utils.text.text_pieces_dataset"),
         ("role", "one turn; write all turns of a conversation as messages of one row"),
     ):

@@ -42,6 +42,7 @@ _CHUNK = 1 << 22
 _BOM = b"\xef\xbb\xbf"
 _HOLDERS = {"data", "examples", "items", "rows", "samples", "train"}
 """Keys of the rows in a JSON object that has no other list of objects."""
+_SPLITS = {"train", "validation", "test", "train_sft", "test_sft"}
 csv.field_size_limit(max(csv.field_size_limit(), 1 << 24))  # of the process; 131,072 characters by default
 
 
@@ -227,6 +228,10 @@ class FileRows:
             names = [name for name, rows in value.items() if isinstance(rows, list) and isinstance([*rows, 0][0], dict)]
             if len(names) == 1 and names[0] in _HOLDERS:
                 value = value[names[0]]
+            elif "rows" in names and all(isinstance(each.get("row"), dict) for each in value["rows"]):
+                value = [each["row"] for each in value["rows"]]  # of the hub's dataset server
+            elif len(names) > 1 and {*names} & _SPLITS and len(names) == len(value):
+                self._refuse(f"an object of the splits {', '.join(names)}; write the rows of one to a file")
             elif is_row:
                 return
             else:

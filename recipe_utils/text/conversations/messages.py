@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby, takewhile
 from typing import Any
 
 from torchtune.data import Message
@@ -12,6 +13,7 @@ from recipe_utils.text.conversations.schema import (
     CALLS,
     CONTENT,
     EMPTY,
+    THINKING,
     TOOL,
     Call,
     Turn,
@@ -52,11 +54,7 @@ def read_turns(turns: Any) -> tuple[Chat, list[float]]:
     chat: Chat = []
     weights = []
     for turn in turns:
-        both = [turn]
-        if not isinstance(turn, Message) and turn.keys() >= {"input", "output"} and not turn.keys() & {"role", "from"}:
-            # A turn of Capybara's is a question and its answer.
-            both = [{"role": role, "content": turn[key]} for role, key in (("user", "input"), ("assistant", "output"))]
-        for each in both:
+        for each in [turn] if isinstance(turn, Message) else _turns_in(turn):
             try:
                 message, weight = in_openai_format(each)
             except SampleError as error:
@@ -65,6 +63,48 @@ def read_turns(turns: Any) -> tuple[Chat, list[float]]:
             chat.append(message)
             weights.append(weight)
     return chat, weights
+
+
+def _turns_in(turn: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the turns in one of other tools.
+
+    Capybara's is a question and its answer. Anthropic's user has results of tools among the parts of its content.
+    """
+    if turn.keys() >= {"input", "output"} and not turn.keys() & {"role", "from"}:
+        return [{"role": role, "content": turn[key]} for role, key in (("user", "input"), ("assistant", "output"))]
+    parts = turn.get("content")
+    if not isinstance(parts, list) or turn.get("role") != "user" or "tool_result" not in map(_kind_of, parts):
+        return [turn]
+    turns: list[Mapping[str, Any]] = []
+    for is_result, group in groupby(parts, lambda part: _kind_of(part) == "tool_result"):
+        if not is_result:
+            turns.append({**turn, "content": [*group]})
+            continue
+        for part in group:
+            others = {key: part[key] for key in part if key not in ("type", "tool_use_id", "content")}
+            result = {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": part.get("content") or ""}
+            turns.append({**result, **others})
+    return turns
+
+
+def _kind_of(part: Any) -> Any:
+    return part.get("type") if isinstance(part, Mapping) else None
+
+
+def _with_thinking_apart(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns an assistant's message whose first parts are thinking, as Anthropic's and Mistral's, with it under a key."""
+    parts = message.get("content")
+    thoughts = [*takewhile(lambda part: _kind_of(part) == "thinking", parts)] if isinstance(parts, list) else []
+    if not thoughts:
+        return message
+    if given := [key for key in THINKING if message.get(key)]:
+        raise SampleError(f"content has parts of type thinking beside {given[0]}; remove one of them")
+    texts = [part.get("thinking") for part in thoughts]
+    try:
+        text = "".join(text if isinstance(text, str) else content_as_text(text) for text in texts)
+    except (TypeError, KeyError):
+        raise SampleError(f"content: {shown(thoughts[0])} has no text of thinking; remove it") from None
+    return {**message, "content": message["content"][len(thoughts) :], "reasoning_content": text}
 
 
 def in_openai_format(message: Any) -> tuple[dict[str, Any], float]:
@@ -81,9 +121,12 @@ def in_openai_format(message: Any) -> tuple[dict[str, Any], float]:
     if message.get("from") in CALLS:
         others = {key: value for key, value in message.items() if key not in ("from", "value")}
         message = {"role": "assistant", "content": None, "tool_calls": message.get("value"), **others}
+    message = _with_thinking_apart(message)
     turn = Turn.of(message)
     if turn.role is None:
-        raise SampleError("it has no role; write one")
+        kind = message.get("type")
+        text = f"it is a {kind}, an item of OpenAI's Responses; write" if kind else "it has no role; write one:"
+        raise SampleError(f"{text} turns with role, content and tool_calls")
     weight = float(turn.role == "assistant") if turn.weight is None else turn.weight
     if weight and turn.role != "assistant":
         raise SampleError(f"weight={weight:g} of a {turn.role}: only assistants train")
@@ -98,7 +141,8 @@ def in_openai_format(message: Any) -> tuple[dict[str, Any], float]:
     openai.update(turn.others)
     has_more = openai.keys() & (CONTENT - {"content"})
     if openai.get("content") in (None, []) and not has_more:
-        raise SampleError(f"content={message.get(content_key)!r}: it has no text")
+        form = "; write the parts of Gemini's turns as content" if "parts" in message else ""
+        raise SampleError(f"content={message.get(content_key)!r}: it has no text{form}")
     return openai, weight
 
 
@@ -107,9 +151,8 @@ def read_tools(tools: Any) -> Tools:
 
     Raises SampleError with what was found instead.
     """
-    if tools in EMPTY:
+    if (tools := parsed(tools)) in EMPTY:
         return None
-    tools = parsed(tools)
     read = [*map(parsed, tools if isinstance(tools, list) else [tools])]
     for index, tool in enumerate(read):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -134,7 +177,7 @@ def _content(content: Any, role: str, calls: Any) -> tuple[Any, Any]:
         return content, calls
     # Calls among the parts of an assistant's content become tool_calls.
     listed = content if isinstance(content, list) else []
-    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in listed]
+    kinds = [*map(_kind_of, listed)]
     if role == "assistant" and "tool_use" in kinds:
         if calls is not None:
             raise SampleError("content has parts of type tool_use beside tool_calls; remove one of them")
@@ -167,7 +210,8 @@ def _calls(given: Any) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise SampleError(f"tool_calls: {shown(each)} is no call; write {CALL}")
         try:
-            read = Call.of({key: value for key, value in {**call, **function}.items() if key != "function"})
+            inner = {key: value for key, value in function.items() if value not in EMPTY or key not in call}
+            read = Call.of({key: value for key, value in {**call, **inner}.items() if key != "function"})
         except SampleError as error:
             raise SampleError(f"tool_calls: {error}") from None
         arguments = read.arguments or {}

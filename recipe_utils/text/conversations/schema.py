@@ -146,6 +146,12 @@ def _weight(weight: Any) -> float:
     return float(weight)
 
 
+def joined(value: Any) -> Any:
+    """Returns the text of a list of text parts; other values as they are."""
+    are_parts = isinstance(value, list) and all(isinstance(each, Mapping) and "text" in each for each in value)
+    return "".join(map(str, (each["text"] for each in value))) if are_parts else value
+
+
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value := parsed(value), Mapping):
         raise SampleError(f"{shown(value)} are no JSON object; write {CALL}")
@@ -267,7 +273,9 @@ class FileRow(Keys):
     """A row of a file of conversations or pairs. Of the keys before an answer, those that repeat another are compared."""
 
     messages: Any = known_as("turns, as a list or its JSON text", "messages", "conversations", "conversation")
-    system: str | None = known_as("first turn", "system", "system_prompt", "system_message")
+    system: Annotated[str, BeforeValidator(joined)] | None = known_as(
+        "first turn: text, or a list of text parts", "system", "system_prompt", "system_message"
+    )
     prompt: Any = known_as("a turn of the user, or turns", "prompt")
     question: str | None = known_as("a turn of the user", "question", "query", "instruction")
     input: Any = known_as("text behind the question, on a line of its own; or turns", "input", "context")

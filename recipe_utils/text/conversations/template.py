@@ -46,6 +46,14 @@ Arguments of calls are mappings, or their JSON text.
 """
 
 
+class HistoryChangesError(SampleError):
+    """Raised for a turn that the template renders otherwise once more follows; ``problem`` is the text without a remedy."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem = problem
+
+
 class Leaf(NamedTuple):
     """Value of a message (by index), or of a tool (None), that a template must print."""
 
@@ -221,10 +229,16 @@ class ChatTemplate:
                 has_stop = not is_answer or self._stop.search(text, start, limit)
                 if not is_same or rest.strip() or (not has_stop and limit < len(alone)):
                     changed = "it" if is_same else "what precedes it"
-                    remedy = "change chat_template.jinja"
-                    if len(trained) > 1 and limit < len(alone):
-                        remedy = "use a conversation_dataset with split_turns, or set tokenizer.train_on_last"
-                    _refuse(chat, index, f"the chat template renders {changed} otherwise once more follows; {remedy}")
+                    problem = f"the chat template renders {changed} otherwise once more follows"
+                    if index + 1 == len(chat):
+                        _refuse(chat, index, f"{problem}; change chat_template.jinja")
+                    # A sample that ends with the turn has its history as the template renders it there.
+                    remedy = "use a conversation_dataset with split_turns=True"
+                    if index == trained[-1]:
+                        remedy += ", or remove the turns after it"
+                    elif trained[-1] + 1 == len(chat):
+                        remedy += ", or set tokenizer.train_on_last=True"
+                    raise HistoryChangesError(f"turn {index} ({chat[index]['role']}): {problem}", remedy)
                 self._report_empty_thinking(conversation, index, text, start, printed)
             if frame:
                 conversation.alike[frame] = num_alike + 1, begin - start, limit - end
@@ -378,7 +392,8 @@ class ChatTemplate:
         for leaf, begin, end in printed:
             index = leaf.message
             if end < 0:
-                self._take_left_out(conversation, trains, leaf)
+                shown = text[spans[index].start : spans[index].stop] if index in spans else ""
+                self._take_left_out(conversation, trains, leaf, shown)
             elif index is not None:
                 # Turns whose targets contain it: of those that start before its end, only the last two can.
                 low = end - 1 if exact else begin
@@ -395,8 +410,11 @@ class ChatTemplate:
                     self._inspected.add(kind)
                     self._warn(f"the chat template cuts or changes {kind}, such as {leaf.value.strip()[:40]!r}")
 
-    def _take_left_out(self, conversation: Rendering, trains: Sequence[bool], leaf: Leaf) -> None:
-        """Raises SampleError for content that is not printed; earlier thinking, names and other keys may be left out."""
+    def _take_left_out(self, conversation: Rendering, trains: Sequence[bool], leaf: Leaf, turn: str) -> None:
+        """Raises SampleError for content that is not printed in its ``turn``; earlier thinking, names and others may be left out.
+
+        The name of a call may be printed in its id, ``functions.NAME:0``, as by Kimi's templates.
+        """
         index, key, chat = leaf.message, leaf.key, conversation.chat
         if index is None:
             if leaf.is_name:
@@ -409,7 +427,14 @@ class ChatTemplate:
                 check_not_said({key: chat[index][key]}, chat[index]["role"], f"turn {index} (assistant): ")
             conversation.given.unread.setdefault(key, chat[index][key])
         elif chat[index]["role"] != "assistant" or trains[index]:
-            _refuse(chat, index, f"the chat template leaves its {key} out; remove the {key}")
+            calls = chat[index]["tool_calls"] if key == "tool_calls" and leaf.is_name else []
+            ids = [str(call["id"]) for call in calls if "id" in call and call["function"]["name"] == leaf.value]
+            without = [each for each in ids if each in turn and not re.search(rf"\b{re.escape(leaf.value)}\b", each)]
+            if without:
+                text = f"the chat template prints the id {without[0]} of a call, and not its name {leaf.value}"
+                _refuse(chat, index, f"{text}; write ids as functions.{leaf.value}:0, with the place of each call")
+            if not ids or not all(each in turn for each in ids):
+                _refuse(chat, index, f"the chat template leaves its {key} out; remove the {key}")
         elif key not in THINKING:
             self._warn(f"the chat template leaves the {key} of earlier turns out")
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError, nodes
 from jinja2.meta import find_undeclared_variables
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -100,7 +100,13 @@ class FolderTokenizer:
         self.bos_id, self.eos_id, pad_id = (token and backend.token_to_id(token) for token in specials)
         self.pad_id = next(i for i in (pad_id, self.eos_id, 0) if i is not None)
         ends: Any = next((ids for c in models if (ids := c.get("eos_token_id")) is not None), [])
-        ids = {*(ends if isinstance(ends, list) else [ends]), self.eos_id} - {None}
+        listed = ends if isinstance(ends, list) else [ends]
+        if wrong := [each for each in listed if not isinstance(each, int)]:
+            text = (
+                f"eos_token_id={wrong[0]!r} of generation_config.json or config.json is no token id; write its number"
+            )
+            raise ValueError(f"tokenizer.path={path}: {text}")
+        ids = {*listed, self.eos_id} - {None}
         names = {i: token for i in sorted(ids) if (token := backend.id_to_token(i))}
         self.stop_tokens: list[int] = [*names]
         """Tokens that end a generation, those of ``generation_config.json`` included."""
@@ -142,8 +148,14 @@ class FolderTokenizer:
             tokenizer.no_padding()
         if options is not None:
             return loaded, by_class
-        # Tokens may be in tokenizer_config.json alone.
-        file.add_tokens([token for _, token in sorted(loaded.added_tokens_decoder.items())])
+        # Tokens may be in tokenizer_config.json alone; of others it says which are special, and the file how they are found.
+        own, tokens = file.get_added_tokens_decoder(), []
+        for index, token in sorted(loaded.added_tokens_decoder.items()):
+            if index in own and own[index].content == token.content:
+                flags = {name: getattr(own[index], name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+                token = AddedToken(token.content, special=token.special, **flags)
+            tokens.append(token)
+        file.add_tokens(tokens)
         for text in _PROBES:
             if by_class.encode(text, add_special_tokens=False).ids != file.encode(text, add_special_tokens=False).ids:
                 self._warn(

@@ -9,16 +9,16 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from chats import CHATML, tokenizer_of
+from chats import CHATML, TOOL_CHATML, TOOLS, say, tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe_utils.cli.registry import recipe_path
 from recipe_utils.policy import rollout_dataset
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.policy.rollouts import WithoutEqualGroups
+from recipe_utils.policy.rollouts import WholeAnswers, WithoutEqualGroups
 from recipe_utils.text.conversations.schema import table_of
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import SampleError, UnusedError
 
 PROMPT, ANSWER, LOGPROBS = [1, 7], [9, 4, 2], [-0.25, -1.5, -2.0]
 BESIDE = {"logprobs": [0, 0, *LOGPROBS], "advantages": [0, 0, 0.5, 0.5, 0.5]}
@@ -182,6 +182,18 @@ def test_an_equal_group_costs_two_tokens_and_keeps_its_counts(tmp_path):
     assert len(by_teacher[1]["sequences"]) == 2  # its advantages are not known yet
 
 
+def test_an_answer_in_parts_is_refused_where_its_ratio_is_of_the_whole(tmp_path):
+    """One row with the mask of both parts, the remedy, is taken."""
+    parts = [{**REWARDED[0], "group": 1, "rollout": r, "reward": x} for r, x in (("a", 1), ("a", 1), ("b", 0))]
+    dataset = dataset_of(tmp_path, *parts)
+    assert len(WithoutEqualGroups(dataset)[0]["sequences"]) == 3
+    with pytest.raises(UnusedError, match=r"^line 1 of .*: its answer has 2 parts, and loss.kind=sequence needs all"):
+        WholeAnswers(dataset)[0]
+    whole = {**parts[0], "completion_ids": [9, 9, 3, 9, 9], "mask": [1, 1, 0, 1, 1], "logprobs": [-1.0] * 4}
+    dataset = WholeAnswers(dataset_of(tmp_path, whole, {**whole, "rollout": "b", "reward": 0}))
+    assert len(dataset[0]["sequences"]) == 2
+
+
 def test_texts_are_tokenized_by_the_template_with_their_stop_token(tmp_path):
     tokenizer = tokenizer_of(tmp_path / "model", CHATML)
     rows = [{"prompt": "one two", "completions": ["three", "four five"], "rewards": [1, 0]}]
@@ -328,6 +340,25 @@ def test_a_group_in_a_row_is_its_answers_one_a_line(answers, form, has_logprobs)
     assert [[t for t in each["labels"] if t != -100] for each in found] == trained
 
 
+def test_texts_have_the_system_and_the_tools_of_conversations(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "model", TOOL_CHATML)
+    texts = {"prompt": "Hi", "completion": "It"}
+    turns = {"prompt": [say("system", "Be brief."), say("user", "Hi")], "completion": [say("assistant", "It")]}
+    forms = (
+        {**texts, "system_prompt": "Be brief.", "functions": TOOLS},
+        {**turns, "tools": TOOLS},
+        {**turns, "available_tools": TOOLS, "system": "Be brief."},
+    )
+    one, *others = (
+        [*map(sequences_of, dataset_of(tmp_path, *({**form, "reward": r} for r in (1, 0)), tokenizer=tokenizer))]
+        for form in forms
+    )
+    assert others == [one] * 2
+    text = tokenizer.decode(one[0][0]["tokens"], False)
+    assert "weather" in text
+    assert "Be brief." in text
+
+
 def test_an_empty_text_trains_its_stop_token_and_one_of_a_group_or_a_line_is_the_same(tmp_path):
     tokenizer = tokenizer_of(tmp_path / "model", CHATML)
     texts, rewards = ["", "It"], [1, 0]
@@ -396,6 +427,12 @@ def changed(**keys):
             [changed(completion_ids=[9] * 7, logprobs=[-1.0] * 7)],
             {},
             "it has 9 tokens, more than tokenizer.max_seq_len=8",
+        ),
+        ([changed(logprobs=["-.5", "-.5"])], {}, "logprobs=['-.5', '-.5']: it is no list of numbers"),
+        (
+            [changed(completion_ids=[[9], [8]], logprobs=..., reward=[1, None])],
+            {},
+            "answer 1: the group is not whole: its reward is null; remove the answer, or score it",
         ),
         ([changed(logprobs=-2.0)], {}, "logprobs=-2: one number for 2 trained tokens; write one for each"),
         (

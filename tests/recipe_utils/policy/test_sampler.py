@@ -88,6 +88,43 @@ def test_answers_and_log_probabilities_are_those_of_one_forward_for_each_token(w
     assert len(lengths) > 1, "no answer ends before another"
 
 
+# ---- Rewards as TRL's ------------------------------------------------------------------------------
+
+
+def rewarded(prompts, reward):
+    """Returns the groups of a round with two rewards, or with another number of answers scored."""
+    ranks = RankSettings(device="cpu").join()
+    rounds = []
+    for each in ("of_length", reward):
+        with tiny.float64_throughout():
+            rounds.append(
+                sampler_of(prompts, each).sample(
+                    tiny.tiny_model().double(), TOKENIZER, ranks, ROUND, NUM, global_step=11
+                )
+            )
+    return rounds
+
+
+@pytest.mark.parametrize("reward", ["of_ids", "only_texts"])
+def test_rewards_of_trl_get_messages_ids_and_state_and_may_leave_answers_out(reward, prompts):
+    (rounds,) = run_distributed(rewarded, 1, prompts, reward)
+    num_left_out = 0
+    for whole, group in zip(*rounds, strict=True):
+        is_chat = len(whole["prompt_ids"]) == len(PROMPTS[1])
+        lengths = [*map(len, whole["completion_ids"])]
+        if reward == "only_texts":
+            assert group == {**whole, "rewards": [0.0 if is_chat else 1.0] * 3}
+            continue
+        kept = [k for k in range(3) if not (is_chat and lengths[k] % 2)]
+        num_left_out += 3 - len(kept)
+        rewards = [lengths[k] for k in kept]
+        if len(kept) < 2:
+            kept, rewards = range(3), [sum(rewards)] * 3
+        lists = {key: [whole[key][k] for k in kept] for key in ("completion_ids", "logprobs", "completions")}
+        assert group == {**whole, **lists, "rewards": rewards}
+    assert reward == "only_texts" or num_left_out
+
+
 # ---- Draws ---------------------------------------------------------------------------------------
 
 
@@ -148,6 +185,8 @@ def test_a_prompt_without_room_for_an_answer_is_named(prompts):
         ({"group_size": 0}, "group_size=0: set it to 1 or more"),
         ({"temperature": 0.0}, "temperature=0.0: set it to a number above 0"),
         ({"reward": "nothing"}, "nothing"),
+        ({"reward": "of_answer"}, "reward=rewards.of_answer: it needs answer; write it as a key of the prompts' rows"),
+        ({"reward": "of_places"}, "reward=rewards.of_places: it needs completions; write"),
         ({"reward": "NOT_CALLABLE"}, "reward=rewards.NOT_CALLABLE: it is a int, not a function"),
     ],
 )

@@ -124,7 +124,8 @@ def test_without_a_reference_attached_the_loss_module_returns_log_probabilities(
     labels = torch.tensor([[1, 2, 3, -100, -100], [4, 5, -100, -100, -100]])
     positions = (labels.flatten() != -100).nonzero().squeeze(1)
     owners = torch.tensor([[0] * 5, [1] * 5])
-    targets = Targets(labels, positions, owners, samples=torch.zeros(2))
+    values = {"common_tokens": torch.zeros(2, dtype=torch.int64)}
+    targets = Targets(labels, positions, owners, samples=torch.zeros(2), of_samples=values)
     loss = PreferenceLoss(DPOLoss(beta=0.3), tokens_per_chunk=2)
     log_probs = F.log_softmax(output(hidden), -1).flatten(0, 1)[positions]
     of_labels = log_probs.gather(1, labels.flatten()[positions, None]).squeeze(1)

@@ -72,7 +72,12 @@ def targets_read_back(microbatch):
         path = next(path[: path.index(end) + 1] for path in paths if end in path)
         places = [(n, i) for n, i in enumerate(path) if owners[i] == sequence and labels[i] != tiny.IGNORE]
         found.append([([tokens[i] for i in path[: n + 1]], labels[i]) for n, i in places])
-    return list(zip(found[::2], found[1::2], strict=True))
+    # What chosen and rejected have in common is a part of chosen's sequence alone.
+    numbers = targets.of_samples["common_tokens"].tolist()
+    rejected = [
+        chosen[:number] + own for chosen, own, number in zip(found[::2], found[1::2], numbers[::2], strict=True)
+    ]
+    return list(zip(found[::2], rejected, strict=True))
 
 
 @pytest.mark.parametrize("pair_kind", tiny.PAIR_KINDS)
@@ -100,8 +105,7 @@ def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(pai
         num_shared, slots = counts.pop("shared_tokens"), counts.pop("positions")
         if layout[0] == "packed":
             assert slots == counts["real_tokens"] - num_shared
-        # A position is not shared where both sides have a target.
-        assert (num_shared > 0) == (layout[1] is True and pair_kind not in ("nothing_common", "train_on_input"))
+        assert (num_shared > 0) == (layout[1] is True and pair_kind != "nothing_common")
         of_layouts.append(counts)
     assert of_layouts[0] == of_layouts[1] == of_layouts[2]
     targets = {
@@ -132,7 +136,7 @@ def test_a_dummy_is_no_pair(microbatching, sharing):
     assert dummy.counts == {}
     assert len(dummy.targets.positions) == 0
     assert {name: list(value.shape) for name, value in dummy.targets.of_samples.items()} == {
-        "pairs": [0], "chosen_tokens": [0], "fingerprint": [0, 2]
+        "pairs": [0], "chosen_tokens": [0], "common_tokens": [0], "fingerprint": [0, 2]
     }  # fmt: skip
     assert not dummy.targets.outputs
     assert dummy.inputs["tokens"].shape == (1, 2 if microbatching == "packed" else 1)

@@ -148,10 +148,9 @@ def test_a_conversation_of_1500_turns_is_merged():
 # ---- Collator ------------------------------------------------------------------------------------
 
 
-def collator_of(limits=LIMITS, pads_sequences=False, declared=NOTHING_DECLARED, **settings):
+def collator_of(limits=LIMITS, declared=NOTHING_DECLARED, **settings):
     keys = {"microbatching": "packed", "batch_size": 4, **settings}
-    how = {"has_trees": True, "declared": declared, "pads_sequences": pads_sequences}
-    return text_collator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits, **how)
+    return text_collator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits, has_trees=True, declared=declared)
 
 
 def test_counts_are_those_of_separate_sequences():
@@ -183,12 +182,23 @@ def test_a_dummy_is_one_token_with_padding_and_a_cut_sample_several_microbatches
     assert len(collator.collate(samples)) == 1  # rows of several samples are never cut
 
 
+@pytest.mark.parametrize("couples", [False, True])
+def test_the_log_says_whether_samples_are_cut(couples):
+    collator = collator_of(declared=Declaration(couples_sequences=couples), max_tokens_per_microbatch=16)
+    samples = [collator.prepare(each, "sample") for each in tiny.make_trees(20)]
+    sizes = [len(collator.collate([each])) for each in samples]
+    assert (max(sizes) == 1) == couples
+    assert [len([*collator.remarks(each)]) for each in samples] == [int(size > 1) for size in sizes]
+    (warning,) = collator.remarks()
+    assert warning.endswith("gets a microbatch of its own" if couples else "may be cut into several microbatches")
+
+
 def test_the_content_of_a_sample_is_that_of_its_sequences_in_any_layout():
     groups = [
         {"sequences": [{**s, "a": np.arange(len(s["labels"])) % 5} for s in g["sequences"]]}
         for g in tiny.make_trees(20)
     ]
-    layouts = {"max_tokens_per_microbatch": 16}, {}, {"microbatching": "in_order", "pads_sequences": True}
+    layouts = {"max_tokens_per_microbatch": 16}, {}, {"microbatching": "in_order"}
     for group in groups:
         kept = [s for s in group["sequences"] if set(s["labels"][1:]) - {IGNORE}]
         columns, beside = [], []
@@ -207,9 +217,14 @@ def test_the_content_of_a_sample_is_that_of_its_sequences_in_any_layout():
     ("keys", "text"),
     [
         (
-            {"microbatching": "least_padding"},
-            "microbatching=least_padding: sequences that share a beginning need rows of documents; "
-            "set microbatching=packed, or dataset.split_turns=True",
+            {"microbatching": "least_padding", "collate_fn": "tiny.collate_images"},
+            "collate_fn=tiny.collate_images: a sample may have several sequences, each of which is a row; remove it, or "
+            "set microbatching=packed",
+        ),
+        (
+            {"declared": Declaration(couples_sequences=True), "max_ranks_per_row": 2, "max_tokens_per_microbatch": 8},
+            "max_ranks_per_row=2: the loss takes values of samples (couples_sequences), which a share of a row does not "
+            "have; remove it",
         ),
         (
             {"limits": LIMITS._replace(attentions=(PackedAttention(refused={"trees": "X does not"}),))},

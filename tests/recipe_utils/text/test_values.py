@@ -74,7 +74,7 @@ def test_a_number_of_a_sequence_is_a_column_with_it_beside_each_target(microbatc
         given = {} if number is None else {"weights": number}
         groups["one"].append({**sample, **given})
         groups["all"].append({**sample, "weights": number if isinstance(number, list) else [number or 1.0] * size})
-    collator = collator_of(microbatching, has_trees=True, pads_sequences=True, trees=("dataset", "set it"))
+    collator = collator_of(microbatching, has_trees=True)
     one, expected = (
         prepared(collator, [{"sequences": sequences[i : i + 3]} for i in (0, 3, 6)]) for sequences in groups.values()
     )

@@ -409,7 +409,7 @@ def test_a_pair_with_its_own_prompt_is_the_joined_pair(row, chatml, torchtunes, 
     ("row", "text"),
     [
         ({"prompt": TWO[:1], "chosen": TWO[:2]}, r"it has no rejected \(its keys: prompt, chosen\)"),
-        ({"chosen": 4, "rejected": TWO[:2]}, "chosen: its messages are no list of objects with role and content: 4"),
+        ({"chosen": 4, "rejected": TWO[:2]}, "chosen=4: it is a number; write it as text"),
         ({"prompt": TWO[:1], "chosen": "4", "rejected": USE[1]}, "torchtune's tokenizers lose tool_calls"),
         (PAIRS["tools"], "take no tools; set tokenizer to a folder_tokenizer"),
     ],

@@ -7,9 +7,10 @@ import json
 import re
 from pathlib import Path
 
+import datasets
 import pytest
 from chats import CHATML, TOOL_CHATML, TOOLS, say, targets, tokenizer_of
-from torchtune.datasets import chat_dataset
+from torchtune.datasets import alpaca_dataset, chat_dataset, instruct_dataset
 
 from recipe_utils.preference import pair_dataset
 from recipe_utils.text import conversation_dataset, text_pieces_dataset
@@ -54,6 +55,7 @@ LAYOUTS = {
     "a system that is the first turn": ({"system": "Be brief.", "messages": [BRIEF, USER, YES]}, [BRIEF, USER, YES], []),
     "messages, and an answer": ({"messages": [USER], "response": "It is 4."}, [USER, YES], []),
     "messages of a pair": ({"messages": [USER, YES], "chosen": [USER, YES], "rejected": [USER, NO]}, [USER, YES], ["chosen", "rejected"]),
+    "an empty name beside a filled one": ({"messages": [{**USER, "content": "", "value": "2 + 2?"}, {"role": "assistant", "content": None, "value": "It is 4."}], "output": ""}, [USER, YES], []),
     "old roles": ({"messages": [{"role": "human", "content": "2 + 2?"}, {"role": "ai", "content": "It is 4."}]}, [USER, YES], []),
 }  # fmt: skip
 
@@ -75,6 +77,55 @@ def test_turns_before_an_answer_of_its_own_key_are_not_trained(read):
     row = {"input": [USER, YES, say("user", "3 + 3?")], "output": "6"}
     assert read(row)[1] == ["6<|im_end|>"]
     assert read({"messages": [*row["input"], say("assistant", "6")]})[1] == ["It is 4.<|im_end|>", "6<|im_end|>"]
+
+
+AS_TEXT = [
+    ({"prompt": [USER], "completion": [YES]}, {"prompt", "completion"}), ({"prompt": "2 + 2?", "completion": [YES]}, {"completion"}),
+    ({"input": [USER], "output": "It is 4."}, {"input"}), ({"prompt": [BRIEF, USER], "response": [YES]}, {"prompt"}),
+    ({"prompt": SHAREGPT[:1], "completion": SHAREGPT[1:]}, {"prompt", "completion"}),
+    ({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, {"prompt", "chosen", "rejected"}), ({"prompt": "2 + 2?", "chosen": [YES], "rejected": [NO]}, {"chosen", "rejected"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "keys"), AS_TEXT)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_of_json_texts_of_messages_is_messages(row, keys, kind, write, tmp_path, caplog):
+    """All texts of a column are, or none; the log says which."""
+    of_rows = pair_dataset if "chosen" in row else conversation_dataset
+    tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
+    texts = {key: json.dumps(value) if key in keys else value for key, value in row.items()}
+    path, broken = (
+        write(texts, texts, name=f"texts.{kind}"),
+        write(texts, {**texts, min(keys): "It is 4."}, name="broken.jsonl"),
+    )
+    if kind == "parquet" and all(isinstance(value, str) for value in texts.values()):
+        datasets.Dataset.from_list([texts, texts]).to_parquet(path)
+    expected = of_rows(tokenizer, write(row))[0]
+    assert [*of_rows(tokenizer, path)] == [expected] * 2
+    assert {*re.findall("JSON texts of (.*) are read as messages", caplog.text)} == keys
+    assert of_rows(tokenizer, broken)[0] != expected
+    assert f"JSON texts of {min(keys)} are read as texts (1 of 2 could be messages)" in caplog.text
+
+
+def test_answers_that_are_json_because_it_was_asked_for_are_texts(write, tmp_path):
+    tokenizer, answers = (
+        tokenizer_of(tmp_path / "folder", CHATML),
+        ([say("assistant", "x")], [{"role": "cook"}], {"a": 1}),
+    )
+    rows = [{"question": "As JSON?", "answer": json.dumps(answer)} for answer in answers]
+    dataset = conversation_dataset(tokenizer, write(*rows))
+    assert [targets(tokenizer, each) for each in dataset] == [[row["answer"] + "<|im_end|>"] for row in rows]
+    (alone,) = conversation_dataset(tokenizer, write(rows[1], name="cook.jsonl"))
+    assert targets(tokenizer, alone) == [rows[1]["answer"] + "<|im_end|>"]
+
+
+def test_an_empty_answer_trains_its_stop_token(read):
+    for row in (
+        {"question": "2 + 2?", "answer": ""},
+        {"messages": [USER, say("assistant", "")]},
+        {"prompt": [USER], "completion": ""},
+    ):
+        assert read(row) == (text_of(USER, say("assistant", "")), ["<|im_end|>"])
 
 
 def test_answers_that_are_calls_are_calls_beside_tools_alone(read):
@@ -158,6 +209,9 @@ def test_a_prompt_and_a_completion_of_texts_are_trained_as_they_are(row, split_t
         ({"messages": [USER, say("assistant", "", tool_calls=[{"name": "f", "args": {"a": 1}, "input": {"a": 2}}])]}, "input and args have different values"),
         ({"message_id": "a", "parent_id": None, "text": "2 + 2?", "role": "prompter"}, "is one message of a tree"),
         ({"chosen": [USER, YES], "rejected": [USER, NO]}, "is a pair; set dataset to a recipe_utils.preference.pair_dataset"),
+        ({"question": "2 + 2?", "context": {"title": ["A"]}, "answer": "4"}, "context={'title': .*: it is a list or an object, and would be Python's text"),
+        ({"question": "2 + 2?", "input": ["p1", "p2"], "answer": "4"}, "input=.*: it is a list or an object"),
+        ({"question": "2 + 2?", "answer": 4}, "answer=4: it is a number; write it as text"),
         ({"text": "abc"}, "is a text; set dataset to a recipe_utils.text.text_pieces_dataset"),
         ({"problem": "2 + 2?", "solution": "4"}, r"it has no messages \(its keys: problem, solution\)"),
         ({"messages": "[]"}, "its messages are empty; remove the line"),
@@ -232,6 +286,10 @@ def test_a_key_that_the_template_reads_as_a_variable_is_given_to_it(read, caplog
     assert (
         read({"messages": [USER, YES], "chat_template_kwargs": {"documents": row["documents"]}}, DOCUMENTS) == expected
     )
+    with pytest.raises(
+        SampleError, match=r"documents=.*: texts of a prompt and answers are joined without the chat template"
+    ):
+        read({"prompt": "2 + 2?", "completion": "4", "documents": row["documents"]}, DOCUMENTS)
     with pytest.raises(SampleError, match="document: the chat template reads no such variable"):
         read({"messages": [USER, YES], "chat_template_kwargs": {"document": 1}}, DOCUMENTS)
 
@@ -286,6 +344,9 @@ def test_pairs_train_answers_behind_all_that_precedes_them(row, before, write, t
 @pytest.mark.parametrize(
     ("row", "error"),
     [
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "answer": "d"}, "answer='d': it is neither chosen nor rejected"),
+        ({"chosen": [USER, {**YES, "weight": 0.5}, USER, YES], "rejected": [USER, YES, USER, NO]}, "weight=0.5: the losses of pairs"),
+        ({"question": "a", "context": ["b"], "chosen": "b", "rejected": "c"}, "context=.*: it is a list or an object"),
         ({"question": "3 + 3?", "chosen": [USER, YES], "rejected": [USER, NO]}, "chosen begins with a turn of the user"),
         ({"prompt": [USER], "question": "3 + 3?", "chosen": YES, "rejected": NO}, r"question='3 \+ 3\?': it is in no turn of prompt"),
         ({"prompt": [USER], "completion": "6", "chosen": YES, "rejected": NO}, "completion='6': it is in no turn"),
@@ -331,6 +392,30 @@ def test_a_row_that_torchtune_would_read_in_part_is_refused(style, row, error, w
     sample = chat_dataset(tokenizer, data_files=write(in_style(whole)), **options)[0]
     assert targets(tokenizer, sample) == ["It is 4.<|im_end|>"]
     assert "dataset: not read: topic" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"system": "Be brief."}, "torchtune's datasets leave its system text out"), ({"tools": TOOLS}, "leave its tools out"),
+        ({"weight": 0.5}, "weight=0.5: it would be lost"), ({"context": "3 + 3"}, "context='3 . 3': it is in no turn"),
+        ({"label": False}, "label=False: it would be lost"), ({"response": "It is 4.", "topic": "sums", "prompt": "2 + 2?"}, None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("builder", [instruct_dataset, alpaca_dataset])
+def test_torchtune_s_texts_refuse_what_they_would_drop(builder, more, error, tmp_path, write):
+    """Their samples stay the same."""
+    tokenizer = tokenizer_of(tmp_path / "folder", CHATML)
+    question, own = ("input", {}) if builder is instruct_dataset else ("instruction", {"input": ""})
+    row = {question: "2 + 2?", "output": "It is 4.", **own}
+    options = {"source": "json", "split": "train"}
+    (expected,) = builder(tokenizer, data_files=write(row), **options)
+    path = write({**row, **more}, name="more.jsonl")
+    if error is None:
+        assert [*builder(tokenizer, data_files=path, **options)] == [expected]
+    else:
+        with pytest.raises(SampleError, match=f"{error}.*"):
+            builder(tokenizer, data_files=path, **options)[0]
 
 
 def test_the_page_has_the_table_of_the_schema():

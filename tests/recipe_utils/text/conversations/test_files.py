@@ -45,6 +45,9 @@ def tar(content):
         gzip.compress(LINES, mtime=0),
         gzip.compress(json.dumps(ROWS).encode(), mtime=0),
         json.dumps({"version": 1, "data": ROWS}).encode(),
+        json.dumps(
+            {"features": [{"name": "a"}], "rows": [{"row_idx": i, "row": row} for i, row in enumerate(ROWS)]}
+        ).encode(),
         b"\xef\xbb\xbf" + json.dumps({"rows": ROWS, "tags": ["a"]}, indent=2).encode(),
         b'{"examples": [\n' + b",\n".join(json.dumps(row).encode() for row in ROWS) + b"\n]}\n",
         gzip.compress(json.dumps({"train": ROWS}, indent="\t").encode(), mtime=0),
@@ -191,6 +194,10 @@ def test_tables_are_read_with_the_library_datasets(tmp_path):
         (b"<!DOCTYPE html>", "HTML"),
         (b"PAR1 and no more", "a table that cannot be read"),
         (json.dumps(ROWS).encode()[:-1], "no JSON array"),
+        (
+            json.dumps({"train": ROWS, "test": ROWS}).encode(),
+            "an object of the splits train, test; write the rows of one to a file",
+        ),
         (b'[{"a": 1}]\n[{"a": 2}]', "no JSON array"),
         (b'{\n  "a": 1\n}\n{\n  "a": 2\n}\n', "jq -c"),
         (b'[{"role": "user", "content": "a"}]', "one conversation; write"),

@@ -5,11 +5,13 @@ import re
 from functools import partial
 
 import pytest
-from chats import CHATML, TOOL_CHATML, TOOLS, call, say, targets, tokenizer_of
+from chats import CHATML, THINKS_LAST, TOOL_CHATML, TOOLS, call, say, targets, tokenizer_of
 from recipe_runs import slow
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from recipe_utils.policy import rollout_dataset
+from recipe_utils.preference import pair_dataset
 from recipe_utils.text import conversation_dataset, folder_tokenizer
 from recipe_utils.update_steps.samples import SampleError
 
@@ -39,6 +41,7 @@ ODD = 'L\'été "x"\n\\ ⟪0:0⟫ '
         ([{"function": {"name": "f", "arguments": '{"a": 2}'}}], 'f {"a": 2}'),
         ([{"id": 7, "index": 0, "function": {"name": "f", "arguments": ""}}], "f {}"),
         ([{"function": {"name": "f"}}], "f {}"),
+        ([{"function": {"name": "f", "arguments": {}}, "arguments": {"a": 2}}], 'f {"a": 2}'),
         ([{"name": "f", "arguments": {"a": 2}}], 'f {"a": 2}'),
         (F, 'f {"a": 2}'),
         (json.dumps([F]), 'f {"a": 2}'),
@@ -59,7 +62,7 @@ def test_tool_calls_train_as_they_are_printed_whatever_their_arguments_contain(c
     ("tools", "printed"),
     [
         (json.dumps(TOOLS), AS_JSON), (TOOLS[0], AS_JSON), ([json.dumps(TOOLS[0])], AS_JSON), ([], None), ("", None),
-        ("[]", None), (None, None), ([{"name": "f"}], '[{"name": "f"}]'),
+        ("[]", None), (None, None), ("null", None), ("{}", None), ([{"name": "f"}], '[{"name": "f"}]'),
         ([{"type": "function", "function": {"name": "f", "strict": True}}], '[{"type": "function", "function": {"name": "f", "strict": true}}]'),
     ],
 )  # fmt: skip
@@ -158,6 +161,9 @@ def test_a_greeting_of_a_template_without_a_header_is_history(read, caplog):
         (use([F]), TOOL_CHATML.replace("tools | tojson", "'tools'"), "leaves tools out"),
         ({"messages": [say("user", "Hi"), say("assistant", None, refusal="No.")]}, CHATML, "turn 1 .*: the chat template leaves its refusal out"),
         ({"messages": [say("user", {"a": 1}), say("assistant", "b")]}, CHATML, r"turn 0 \(user\): content={'a': 1}: it is no text"),
+        ({"messages": [say("user", "Hi"), {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}]}, CHATML, "turn 1 .*: it is a function_call, an item of OpenAI's Responses; write turns with role"),
+        ({"messages": [{"role": "user", "parts": [{"text": "Hi"}]}]}, CHATML, "turn 0 .*; write the parts of Gemini's turns as content"),
+        ({"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}, CHATML, "of Gemini's form; write messages"),
         ({"messages": [say("user", None)]}, CHATML, r"turn 0 \(user\): content=None: it has no text"),
         ({"messages": [say("user", 3)]}, CHATML, r"turn 0 \(user\): content=3: it is no text"),
         ({"messages": [say("user", [{"type": "image"}])]}, CHATML, r"turn 0 \(user\): content: only text is supported"),
@@ -228,7 +234,14 @@ def test_targets_begin_behind_the_tokens_of_the_prompt(answer, tmp_path, write, 
     for token in settings["added_tokens"]:
         token["rstrip"] = token["content"] != "<bos>"
     file.write_text(json.dumps(settings))
+    # What another file says of blanks changes no ids.
+    config = tmp_path / "folder" / "tokenizer_config.json"
+    others = {token["id"]: {**token, "rstrip": False} for token in settings["added_tokens"]}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "added_tokens_decoder": others}))
     tokenizer = folder_tokenizer(str(tmp_path / "folder"))
+    text = f"<|user|>\nHi<|im_end|>\n<|assistant|>\n{answer}<|im_end|>"
+    ids = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text, add_bos=False, add_eos=False, is_rendered=True) == ids
     chat = [say("user", "Hi"), say("assistant", answer)] * 2
     (sample,) = conversation_dataset(tokenizer, write({"messages": chat}))
     expected = [-100] * len(sample["tokens"])
@@ -244,6 +257,100 @@ def test_a_token_that_reaches_over_the_border_is_a_target_and_named_once(read, c
     _, trained = read({"messages": [say("user", "Hi"), say("assistant", "\n\nIt is")] * 2})
     assert trained == ["\n\n\nIt is<|im_end|>"] * 2
     assert caplog.text.count("a target begins in the generation prompt, such as in '\\n\\n\\nIt is") == 1
+
+
+A, B = (say("assistant", text, reasoning_content="hm") for text in ("4", "6"))
+HI, MORE = say("user", "Hi"), say("user", "More?")
+
+
+def test_each_remedy_for_earlier_thinking_trains(tmp_path, write):
+    """A template that drops earlier thinking; the remedies are of the place where the conversation stands."""
+    tokenizer, last = (tokenizer_of(tmp_path / "model", THINKS_LAST, train_on_last=each) for each in (False, True))
+    whole = ["<think>hm</think>4<|im_end|>", "<think>hm</think>6<|im_end|>"]
+
+    def refuse(dataset):
+        with pytest.raises(SampleError) as error:
+            dataset[0]
+        return str(error.value).partition("otherwise once more follows; ")[2]
+
+    def trained(dataset, keys=("tokens", "labels")):
+        return [text for sample in dataset for text in targets(tokenizer, sample, keys)]
+
+    both, followed = write({"messages": [HI, A, MORE, B]}), write({"messages": [HI, A, MORE]}, name="followed.jsonl")
+    split = "use a conversation_dataset with split_turns=True"
+    assert refuse(conversation_dataset(tokenizer, both)) == f"{split}, or set tokenizer.train_on_last=True"
+    assert trained(conversation_dataset(tokenizer, both, split_turns=True)) == whole
+    assert trained(conversation_dataset(last, both)) == whole[1:]
+    assert refuse(conversation_dataset(tokenizer, followed)) == f"{split}, or remove the turns after it"
+    assert trained(conversation_dataset(tokenizer, followed, split_turns=True)) == whole[:1]
+    assert trained(conversation_dataset(tokenizer, write({"messages": [HI, A]}, name="removed.jsonl"))) == whole[:1]
+    pair = {"prompt": [HI], "chosen": [A, MORE, B], "rejected": [B, MORE, A]}
+    text = "end both sides with one turn of the assistant behind the turns that they share"
+    assert refuse(pair_dataset(tokenizer, write(pair, name="pair.jsonl"))) == text
+    shared = {"prompt": [HI, A, MORE], "chosen": [B], "rejected": [A]}
+    dataset = pair_dataset(tokenizer, write(shared, name="shared.jsonl"))
+    assert trained(dataset, ("chosen_input_ids", "chosen_labels")) == whole[1:]
+    rollout = {"group": 0, "messages": [HI, A, MORE, B]}
+    text = "write a row for each turn of the assistant, with what precedes it as prompt and one value of rollout, or token ids"
+    rows = [{**rollout, "reward": reward} for reward in (0, 1)]
+    assert refuse(rollout_dataset(tokenizer, write(*rows, name="rollouts.jsonl"))) == text
+    turns = [({"prompt": [HI], "completion": [A]}), ({"prompt": [HI, A, MORE], "completion": [B]})]
+    rows = [{"group": 0, **turn, "rollout": str(reward), "reward": reward} for reward in (0, 1) for turn in turns]
+    (sample,) = rollout_dataset(tokenizer, write(*rows, name="turns.jsonl"))
+    assert trained(sample["sequences"]) == whole * 2
+
+
+KIMI = CHATML.replace("<|im_end|>\n' }}", "' }}{% for c in m.tool_calls %}<tool_call>{{ c.id }} {{ c.function.arguments | tojson }}</tool_call>{% endfor %}{{ '<|im_end|>\n' }}")  # fmt: skip
+
+
+def test_a_name_counts_where_it_is_printed_in_the_id_of_its_call(read):
+    """As by Kimi's templates. The remedy for another id is to write it in this form."""
+    calls = [
+        {**F, "id": f"functions.{name}:{i}", "function": {"name": name, "arguments": {"a": i}}}
+        for i, name in enumerate(("weather", "f", "f"))
+    ]
+    row = use(calls, tools=None)
+    printed = "".join(f"<tool_call>{c['id']} {json.dumps(c['function']['arguments'])}</tool_call>" for c in calls)
+    assert read(row, KIMI)[1] == [f"{printed}<|im_end|>", "Yes.<|im_end|>"]
+    for other in ("call_abc", "call_5f"):
+        text = rf"turn 1 .*prints the id {other} of a call, and not its name f; write ids as functions.f:0"
+        with pytest.raises(SampleError, match=text):
+            read(use([*calls[:1], {**calls[1], "id": other}], tools=None), KIMI)
+    with pytest.raises(SampleError, match=r"turn 1 .*: the chat template leaves its tool_calls out"):
+        read(row, KIMI.replace("c.id", "loop.index"))
+
+
+THINKS = TOOL_CHATML.replace("+ m.content +", "+ ('<t>' + m.reasoning_content + '</t>' if m.reasoning_content else '') + m.content +")  # fmt: skip
+
+
+def test_anthropic_s_conversations_are_those_of_openai(read):
+    use_part = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 2}}
+    text, hm = (
+        {"type": "text", "text": "So", "cache_control": {"type": "ephemeral"}},
+        {"type": "thinking", "thinking": "hm", "signature": "x"},
+    )
+    results = [
+        {"type": "tool_result", "tool_use_id": "1", "content": content}
+        for content in ("3", [{"type": "text", "text": "4"}], None)
+    ]
+    tools = [{"name": "f", "input_schema": {"type": "object", "properties": {}}}]
+    row = {
+        "system": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}], "tools": tools,
+        "messages": [say("user", "Hi"), say("assistant", [hm, text, use_part]), say("user", [*results, {"type": "text", "text": "And?"}]), say("assistant", "Yes.")],
+    }  # fmt: skip
+    openai = {
+        "tools": [{"name": "f", "parameters": {"type": "object", "properties": {}}}],
+        "messages": [
+            say("system", "Be brief."), say("user", "Hi"), say("assistant", "So", reasoning_content="hm", tool_calls=[F]),
+            *(say("tool", content, tool_call_id="1") for content in ("3", "4", "")), say("user", "And?"), say("assistant", "Yes."),
+        ],
+    }  # fmt: skip
+    assert read(row, THINKS) == read(openai, THINKS)
+    assert read(row, THINKS)[1][0] == '<t>hm</t>So<tool_call>f {"a": 2}</tool_call><|im_end|>'
+    late = say("assistant", [text, hm])
+    for parts, error in ((late, "only text is supported, not {'type': 'thinking'"), ({**say("assistant", [hm, text]), "reasoning": "a"}, "thinking beside reasoning"), (say("assistant", [{"type": "redacted_thinking", "data": "x"}, text]), "only text is supported")):  # fmt: skip
+        with pytest.raises(SampleError, match=rf"turn 1 \(assistant\): .*{error}"):
+            read({"messages": [say("user", "Hi"), parts]}, THINKS)
 
 
 # ---- Cost of long conversations -------------------------------------------------------------------
