@@ -1,10 +1,10 @@
 """Dataset of rollouts in files: groups of answers to one prompt.
 
 Example: two answers of 2 and 3 tokens with rewards 1 and 0 are a sample of two sequences, whose prompt is computed once. With
-``advantage: mean`` each token of an answer has beside it
+``advantage: mean`` an answer has the values, which rows have beside each of its trained tokens,
 
 ==============  =============  =============  =======================================================
-column          first answer   second answer  sum over the trained tokens of an update step
+value           first answer   second answer  sum over the trained tokens of an update step
 ==============  =============  =============  =======================================================
 advantages      0.5            -0.5
 answers         1/2            1/3            answers
@@ -192,12 +192,11 @@ class RolloutDataset(Dataset[dict[str, Any]]):
                     "advantages": advantage,
                     **({"teacher": 1.0} if self.advantage == "teacher" else {}),
                 }
-                columns = {name: part.mask * value for name, value in beside.items()}
+                columns = {column: part.beside[key] for key, column in _COLUMNS.items() if key in part.beside}
                 if self.advantage == "given":
                     columns["advantages"] = part.beside["advantage"]
-                columns |= {column: part.beside[key] for key, column in _COLUMNS.items() if key in part.beside}
                 labels = np.where(part.mask, part.tokens, IGNORE_INDEX)
-                yield number, place, {"tokens": part.tokens, "labels": labels, **columns}
+                yield number, place, {"tokens": part.tokens, "labels": labels, **beside, **columns}
 
     def _advantages_of(self, rewards: np.ndarray) -> np.ndarray:
         """Returns the advantages [m] of answers with rewards [m], NaN where the file has none; 0 if they are by token."""
@@ -386,8 +385,11 @@ class WholeAnswers(Dataset[Any]):
 def _standing_for(sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns a sequence of two tokens with one target, beside which are the sums of all."""
     first = sequences[0]
-    num_trained = sum(int((np.asarray(s["labels"])[1:] != IGNORE_INDEX).sum()) for s in sequences)
-    sums = {name: float(sum(np.sum(s[name]) for s in sequences)) for name in _SUMMED if name in first}
+    are_targets = [np.append(False, np.asarray(s["labels"])[1:] != IGNORE_INDEX) for s in sequences]
+    num_trained = sum(int(each.sum()) for each in are_targets)
+    # A number of an answer is beside each of its targets.
+    pairs = [*zip(sequences, are_targets, strict=True)]
+    sums = {name: float(sum((of * np.asarray(s[name])).sum() for s, of in pairs)) for name in _SUMMED if name in first}
     nothing = {name: 0.0 for name in first if name not in ("tokens", "labels", "temperatures", *sums)}
     beside = {**nothing, **sums, "answer_tokens": num_trained, "measured": 0.0}
     tokens = first["tokens"][:2]

@@ -77,7 +77,7 @@ class TextReader:
             return self._tree_of({f"sequence {i}": each for i, each in enumerate(sample["sequences"])}, name, at)
         return self._sequence_of(sample, name, at)
 
-    def _sequence_of(self, sample: Sample, name: str, at: StepIndex) -> TextSample:
+    def _sequence_of(self, sample: Sample, name: str, at: StepIndex, in_group: bool = False) -> TextSample:
         tokens, labels = check_sample(sample, name, self.ignore_index, self.bounds.limits)
         if self.has_own_positions and "input_pos" in sample and "seq_lens" not in sample:
             text = "only samples with 'seq_lens', of packed datasets, set positions; remove it"
@@ -88,10 +88,20 @@ class TextReader:
             given = ", ".join(sorted(map(str, sample)))
             beside = "beside labels" if missing[0] in self.columns else "of the sample"
             raise SampleError(f"{name}: it has no '{missing[0]}' {beside}, which the loss takes; it has {given}")
-        columns = {key: check_column(sample[key], key, len(labels), name) for key in self.columns if key in sample}
+        present = [key for key in self.columns if key in sample]
+        # What belongs to an answer, such as its reward, is one number: a value of the sequence until rows are laid out.
+        ones = [key for key in present if in_group and isinstance(sample[key], int | float)]
+        columns = {key: check_column(sample[key], key, len(labels), name) for key in present if key not in ones}
         values = {key: _finite(sample[key], key, name)[None] for key in self.of_samples}
+        numbers = np.array([float(sample[key]) for key in ones])
+        if "weights" in ones or not np.isfinite(numbers).all():
+            for key in ones:
+                _finite(sample[key], key, name)
+        values |= {key: numbers[index : index + 1] for index, key in enumerate(ones)}
         if self.has_fingerprints:
-            values["fingerprint"] = fingerprint_of(tokens, labels, columns.get("temperatures", labels[:0]))[None]
+            values["fingerprint"] = fingerprint_of(
+                tokens, labels, {**values, **columns}.get("temperatures", labels[:0])
+            )[None]
         # The rest is kept for a collate_fn.
         unused = {"mask"} if self.keeps_types else {*_KEYS, *columns, *values}
         others = {key: value for key, value in sample.items() if key not in unused}
@@ -111,14 +121,18 @@ class TextReader:
         # A sequence without a target would only cost time.
         kept = []
         for which, sequence in sequences.items():
-            made = self._sequence_of(sequence, f"{name}, {which}", at)
+            made = self._sequence_of(sequence, f"{name}, {which}", at, in_group=True)
             if self.as_group or (made.labels != self.ignore_index).any():
                 kept.append(made)
-        # Where a sequence has a column, all have it.
+        # Where a sequence has a column, all have it; where one has a number for all of its targets, all have one or the column.
         names = {name for made in kept for name in made.columns}
+        ones = {name for made in kept for name in made.values.keys() & self.columns.keys()} - names
         for index, made in enumerate(kept):
-            missing = {name: np.full(len(made.tokens), self.columns[name]) for name in names - made.columns.keys()}
-            kept[index] = made._replace(columns={**made.columns, **missing})
+            given = {name: made.values.get(name, [self.columns[name]])[0] for name in names - made.columns.keys()}
+            columns = {name: np.full(len(made.tokens), value, dtype=np.float64) for name, value in given.items()}
+            values = {name: np.array([self.columns[name]]) for name in ones - made.values.keys()}
+            values |= {name: value for name, value in made.values.items() if name not in names}
+            kept[index] = made._replace(columns={**made.columns, **columns}, values=values)
         # One tree, or several if the sequences are longer than a row; ranks of one row would wait for the others.
         if not kept:
             raise SkippedSampleError(f"{name}: none of its sequences has a target")
@@ -139,7 +153,11 @@ class TextReader:
             columns = beside_tokens(sample, self.ignore_index)
             return (sample.tokens, columns.pop("labels")), {**others, **columns, **values}
         made = self._answers_of(sample)
-        columns = {name: np.concatenate([each[name] for each in made]) for name in sample.columns}
+        for name in sample.values.keys() & self.columns.keys():
+            for each, value in zip(made, sample.values[name], strict=True):
+                each[name] = np.where(each["labels"] != self.ignore_index, value, 0.0)
+        names = sorted({*sample.columns, *(sample.values.keys() & self.columns.keys())})
+        columns = {name: np.concatenate([each[name] for each in made]) for name in names}
         return [each[name] for each in made for name in ("tokens", "labels")], {**columns, **values}
 
     def count(self, counts: Mapping[str, float], values: Mapping[str, np.ndarray]) -> Mapping[str, float]:

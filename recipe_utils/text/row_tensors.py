@@ -190,14 +190,18 @@ def _microbatch(
     """Makes a microbatch, with the columns [n] of its samples at its targets, their values, and counts."""
     # Columns at targets: of the samples that have them, else their default.
     num_targets, columns, places = len(targets.positions), dict[str, Tensor](), None
-    given = {name for sample in samples for name in sample.columns}
+    given = {name for sample in samples for name in (*sample.columns, *sample.values)}
     are_targets = [sample.labels != reader.ignore_index for sample in samples if given]
+    owners = [sample.owners_and_ends()[0][is_target] for sample, is_target in zip(samples, are_targets, strict=False)]
     for name, default in reader.columns.items():
         if name not in given:
             columns[name] = torch.full((num_targets,), default or 0.0, dtype=torch.float64)
             continue
         of_samples = []  # in the order of the targets
-        for sample, is_target in zip(samples, are_targets, strict=True):
+        for sample, is_target, owner in zip(samples, are_targets, owners, strict=True):
+            if name in sample.values:
+                of_samples.append(sample.values[name][owner].astype(np.float64))
+                continue
             column = sample.columns.get(name, np.full(len(is_target), default))
             of_samples.append(column[is_target])
         columns[name] = torch.from_numpy(np.concatenate(of_samples))
@@ -205,7 +209,8 @@ def _microbatch(
             text = f"it made {num_targets} targets of {len(columns[name])}, so {name} of samples have no place"
             raise ValueError(f"collate_fn: {text}; leave the key out")
     # Values of samples, and their places in the update step and in the dataset, once per sequence.
-    values = {name: _stacked([sample.values[name] for sample in samples], name, samples) for name in samples[0].values}
+    names = samples[0].values.keys() - reader.columns.keys()
+    values = {name: _stacked([sample.values[name] for sample in samples], name, samples) for name in names}
     if targets.owners is not None:
         numbers = [len(sample.owners_and_ends()[1]) for sample in samples]
         each = np.array([[sample.at.position, sample.at.item] for sample in samples])

@@ -41,7 +41,7 @@ class TextSample(NamedTuple):
     firsts: Mapping[str, np.ndarray] = {}
     """Labels and columns of the first token of each document, which nothing predicts: a resume knows samples by them, too."""
     values: Mapping[str, np.ndarray] = {}
-    """[q, ...] each."""
+    """[q, ...] each, also columns that are one number for all targets of a sequence [q]."""
     sequences: tuple[np.ndarray, np.ndarray] | None = None
     """Of a tree or of padded tokens: the sequence [t] of each position, -1 for padding, and the index [q] of each
     sequence's last token. None: each document is one."""

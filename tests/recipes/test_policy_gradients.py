@@ -22,7 +22,7 @@ from recipe_runs import POLICY, keep_messages, recipe_class, run_recipe, tiny_co
 from torch.torch_version import TorchVersion
 
 from recipe_utils.models.runner import Whole
-from recipe_utils.policy import rollouts
+from recipe_utils.policy import policy_losses, rollouts
 from recipe_utils.policy.policy_losses import PolicyLoss
 from recipe_utils.policy.round_start import RoundStart
 from recipe_utils.settings.problems import ConfigError
@@ -396,7 +396,7 @@ def a_deviation_of_the_population(patches):
 
 
 def no_temperature(patches):
-    patches.setattr(PolicyLoss, "temperatures", staticmethod(lambda targets: None))
+    patches.setattr(policy_losses, "temperatures_of", lambda targets: None)
 
 
 def the_policy_of_each_update_step(patches):

@@ -68,7 +68,13 @@ def dataset_of(folder, *rows, name="rollouts.jsonl", tokenizer=Tokenizer, **opti
 
 
 def sequences_of(sample):
-    return [{name: np.asarray(value).tolist() for name, value in s.items()} for s in sample["sequences"]]
+    """Returns the sequences of a sample, with what belongs to an answer beside each of its targets."""
+
+    def beside(sequence, value):
+        is_target = np.asarray(sequence["labels"]) != -100
+        return (np.where(is_target, value, 0.0) if isinstance(value, float) else np.asarray(value)).tolist()
+
+    return [{name: beside(s, value) for name, value in s.items()} for s in sample["sequences"]]
 
 
 @pytest.mark.parametrize("form", ONE)

@@ -62,6 +62,31 @@ def test_columns_reach_the_targets_that_they_stand_beside(microbatching, num_com
     assert not targets.defaults
 
 
+@pytest.mark.parametrize("microbatching", ["least_padding", "packed"])
+def test_a_number_of_a_sequence_is_a_column_with_it_beside_each_target(microbatching):
+    """Of a group, some sequences have a number, and others a column, or the default."""
+    samples = tiny.make_samples(9, num_common=20)
+    numbers = [0.5, 2.0, 0.25, None, 3.0, [*map(float, range(99))], 1.0, None, None]
+    groups: dict[str, list] = {"one": [], "all": []}
+    for sample, number in zip(samples, numbers, strict=True):
+        size = len(sample["labels"])
+        number = number[:size] if isinstance(number, list) else number
+        given = {} if number is None else {"weights": number}
+        groups["one"].append({**sample, **given})
+        groups["all"].append({**sample, "weights": number if isinstance(number, list) else [number or 1.0] * size})
+    collator = collator_of(microbatching, has_trees=True)
+    one, expected = (
+        prepared(collator, [{"sequences": sequences[i : i + 3]} for i in (0, 3, 6)]) for sequences in groups.values()
+    )
+    rows = [collator.collate(each)[0] for each in (one, expected)]
+    assert torch.equal(*(row.targets.values["weights"] for row in rows))
+    assert rows[0].counts == rows[1].counts
+    assert not rows[0].targets.of_samples
+    for mine, other in zip(one[:2], expected[:2], strict=True):  # a resume knows samples by what is beside targets
+        (_, found), (_, columns) = collator.content(mine), collator.content(other)
+        assert found["weights"].tolist() == columns["weights"].tolist()
+
+
 @pytest.mark.parametrize("num_common", [0, 20])
 @pytest.mark.parametrize("microbatching", LAYOUTS)
 def test_values_are_those_of_the_samples_beside_their_last_tokens(microbatching, num_common):
