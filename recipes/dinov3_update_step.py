@@ -55,7 +55,7 @@ class Settings:
         # Losses couple images, so global_batch_size must divide into microbatches.
         yield from training.problems_between(self, must_divide=True)
         yield from self.views.problems_of_views(self.data)
-        yield from self.objective.problems_of_objective(self.data, self.ranks)
+        yield from self.objective.problems_of_objective(self.data, self.ranks, self.model)
         yield from self.schedules.problems_of_schedules(self.optimizer.optimizer, self.objective.student_temperature)
 
 

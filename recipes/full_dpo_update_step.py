@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from recipe_utils import check_version, data, models, optim, parallel, preference, training
 from recipe_utils.parallel import gradient_sync, to_device_ahead
 from recipe_utils.preference import METRICS
+from recipe_utils.reference import ReferenceSettings, build_reference
 from recipe_utils.settings import STRICT, Component, Problem, read_settings
 from recipe_utils.update_steps import DataSettings, UpdateStep, mark_last
 
@@ -31,7 +32,7 @@ class Settings:
 
     components: training.TextComponents  # model, tokenizer, dataset, dataset_val, checkpointer
     objective: preference.PreferenceSettings  # sft_loss_weight, tokens_per_chunk
-    reference: preference.ReferenceSettings  # reference, reference_cache_dir
+    reference: ReferenceSettings  # reference, reference_cache_dir
     pairs: preference.PairSettings  # prefix_sharing
     model: models.ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
     pipeline: models.PipelineSettings  # pipeline_parallel_schedule, ...
@@ -61,7 +62,9 @@ class FullDPORecipe:
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks = self.settings, self.ranks
-        built = training.build_components(cfg, settings, self.run)  # tokenizer, meta_model, both checkpointers
+        built = training.build_components(
+            cfg, settings, self.run, drops=False
+        )  # tokenizer, meta_model, both checkpointers
         pair_loss = preference.build_loss(cfg, settings.objective.tokens_per_chunk)
 
         # Data: the collator makes rows that this model can compute.
@@ -73,7 +76,8 @@ class FullDPORecipe:
         # Model: it ends in the loss. Its reference, its optimizer, what training does beside update steps, and resume.
         rows = models.rows_of(limits, collator.longest_row, ranks)
         self.model = training.build_model(built, self.loader, rows, lambda stage: pair_loss, METRICS)
-        reference = preference.build_reference(settings.reference, settings.pairs, built, self.model, pair_loss, rows)
+        is_needed = pair_loss.needs_reference
+        reference = build_reference(settings.reference, built, self.model, pair_loss, rows, collator, is_needed)
         self.attached = reference.attached  # a pass before the pass
         self.stepper = training.build_stepper(built, self.model)
         training.add_usual_parts(

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
 
-from recipe_utils import check_version, data, losses, models, optim, parallel, text, training
+from recipe_utils import check_version, data, losses, models, optim, parallel, training
 from recipe_utils.parallel import gradient_sync, to_device_ahead
 from recipe_utils.settings import STRICT, Component, Problem, build, read_settings
 from recipe_utils.update_steps import DataSettings, UpdateStep, declared_by, mark_last
@@ -75,7 +75,7 @@ class FullFinetuneRecipe:
         # Data: the collator makes rows that this model can compute.
         datasets = data.load_datasets(cfg, built.tokenizer)
         limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, settings.model.packed_attention)
-        has_trees = any(map(text.makes_trees, datasets))
+        has_trees = any(data.facts_of(each).has_sequences for each in datasets)
         collator = data.text_collator(
             settings.data, built.tokenizer, loss_fn.ignore_index, limits, has_trees, declared=self.declared
         )

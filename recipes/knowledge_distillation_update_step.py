@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
 
-from recipe_utils import check_version, data, distillation, models, optim, parallel, text, training
+from recipe_utils import check_version, data, distillation, models, optim, parallel, training
 from recipe_utils.distillation import SUMS
 from recipe_utils.parallel import gradient_sync, to_device_ahead
 from recipe_utils.settings import STRICT, Component, Problem, read_settings
@@ -73,7 +73,7 @@ class KDRecipe:
 
         # Data: the collator makes rows that both models can compute.
         datasets = data.load_datasets(cfg, built.tokenizer)
-        kernel, has_trees = settings.model.packed_attention, any(map(text.makes_trees, datasets))
+        has_trees, kernel = any(data.facts_of(d).has_sequences for d in datasets), settings.model.packed_attention
         limits = models.limits_of(built.meta_model, ranks.device, teacher=meta_teacher.model, packed_attention=kernel)
         collator = data.text_collator(settings.data, built.tokenizer, loss_fn.ignore_index, limits, has_trees)
         self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, built.num_to_run)

@@ -5,9 +5,6 @@ All of an update step is known before its first forward, so what divides the los
 the prompt of a group once.
 
     tune run full_policy_update_step --config llama3_2/5M_policy_update_step
-
-``python -m recipe_utils.settings full_policy_update_step`` prints all keys, and
-``tune cp full_policy_update_step my_recipe.py`` copies this file for changes.
 """
 
 import sys
@@ -21,6 +18,7 @@ from torch.profiler import record_function
 
 from recipe_utils import check_version, data, models, optim, parallel, policy, training
 from recipe_utils.parallel import gradient_sync, to_device_ahead
+from recipe_utils.reference import ReferenceSettings, build_reference
 from recipe_utils.settings import STRICT, Component, Problem, build, instantiate, read_settings
 from recipe_utils.update_steps import DataSettings, UpdateStep, declared_by, mark_last
 
@@ -33,7 +31,7 @@ class Settings:
     """Keys of the config, where those of all groups stand side by side. Each class documents and checks its own."""
 
     components: training.TextComponents  # model, tokenizer, dataset, dataset_val, checkpointer
-    reference: policy.PolicySettings  # reference
+    reference: ReferenceSettings  # reference, reference_cache_dir
     rounds: policy.RoundSettings  # wait_seconds, sampler, sampler_val
     model: models.ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
     pipeline: models.PipelineSettings  # pipeline_parallel_schedule, ...
@@ -65,7 +63,7 @@ class PolicyRecipe:
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        self.built = built = training.build_components(cfg, settings, run)  # tokenizer, meta_model, both checkpointers
+        self.built = built = training.build_components(cfg, settings, run, drops=False)  # tokenizer, meta_model, ...
         self.loss_fn = loss_fn = build("loss", policy.build_policy_loss, cfg.loss)
         self.declared = build("", declared_by, loss_fn)  # columns beside tokens, the divisor and further totals, sums
         sampler, self.sampler_val = (build(key, instantiate, cfg.get(key)) for key in ("sampler", "sampler_val"))
@@ -73,21 +71,24 @@ class PolicyRecipe:
         # Data: the collator makes rows that this model can compute.
         datasets = data.load_datasets(cfg, built.tokenizer)
         limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, settings.model.packed_attention)
-        collator = policy.group_collator(settings.data, built.tokenizer, limits, datasets, loss_fn, self.declared)
+        collator = policy.group_collator(built, limits, datasets, loss_fn, self.declared)
         computed = policy.without_equal_groups(datasets, loss_fn)
         self.loader, self.val_loader = data.build_loaders(*computed, collator, settings.data, ranks, built.num_to_run)
 
         # Model: it ends in the loss. Its passes before the pass, its optimizer, what training does besides, and resume.
         rows = models.rows_of(limits, collator.longest_row, ranks, settings.data.max_ranks_per_row)
         self.model = training.build_model(built, self.loader, rows, lambda stage: loss_fn, self.declared.sums)
-        reference, frozen = policy.build_reference(settings.reference, built, self.model, loss_fn, rows, datasets)
+        run.parts.add("ratios", policy.Ratios(run, loss_fn, self.loader))
+        policy.add_rounds(built, datasets[0], settings.rounds, sampler, self.model)  # what rows have decides the next
+        is_needed = policy.needs_reference(built, loss_fn, datasets)
+        reference = build_reference(settings.reference, built, self.model, loss_fn, rows, collator, is_needed)
         start = policy.RoundStart(run, self.model, loss_fn, self.loader)
-        self.attached = models.one_after_the_other(reference, start.attached)
+        self.attached = models.one_after_the_other(reference.attached, start.attached)
         self.stepper = training.build_stepper(built, self.model)
-        policy.add_rounds(built, datasets[0], settings.rounds, sampler, self.model)
         run.parts.add("round_start", start)
         training.add_usual_parts(built, self.model, self.stepper, self.validate, self.loader, self.val_loader, loss_fn)
-        training.resume_run(built, self.model, self.stepper, self.loader, frozen)
+        training.resume_run(built, self.model, self.stepper, self.loader, reference.fingerprints)
+        reference.precompute(settings.run.epochs, self.loader, self.val_loader)
 
     def objective(self, scaled: Tensor) -> Tensor:
         """Returns what is differentiated, [], of a microbatch's scaled sums [k]: the first, all weighted terms."""
@@ -124,7 +125,6 @@ class PolicyRecipe:
         if self.val_loader is None:
             return rewards
         sums, totals = training.sum_over(self.val_loader, self.model, self.attached)
-        policy.take_largest_ratio(self.loss_fn, self.ranks)  # it is none of the next update step
         metrics = {f"val_{name}": value for name, value in zip(self.declared.sums, sums, strict=True)}
         counts = {**dict.fromkeys(metrics, "measured"), "val_loss": self.declared.divisor}
         return {**rewards, **parallel.means_over_ranks(metrics, totals, counts, self.ranks.dp_degree)}
@@ -133,8 +133,7 @@ class PolicyRecipe:
         """Trains until the last epoch or a requested stop."""
         for step in self.run.steps(self.loader, self.declared.divisor, policy.ROLLOUTS):
             metrics, grad_norm = self.update(step)
-            largest = policy.take_largest_ratio(self.loss_fn, self.ranks) if len(metrics) > 1 else None
-            self.run.finish(step, metrics, grad_norm, ratio_max=largest, **policy.counts_of(step))
+            self.run.finish(step, metrics, grad_norm, **policy.counts_of(step))
 
 
 @training.entry_point

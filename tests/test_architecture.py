@@ -28,6 +28,7 @@ LAYERS = (
     ("distillation",),
     ("preference",),
     ("policy",),
+    ("reference",),
     ("training",),
     ("models",),
     ("losses",),

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from recipe_utils.plans.microbatching import MicrobatchSettings
-from recipe_utils.preference.pairs import num_shared_tokens
+from recipe_utils.preference.pairs import pair_as_group
 from recipe_utils.text.limits import RowBounds
 from recipe_utils.text.mixture import load_dataset
 from recipe_utils.text.reader import TextReader
@@ -62,30 +62,23 @@ def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
     lengths: list[int] = []
     for sample in samples:
         read = TextReader(IGNORE_INDEX, drops_columns=True).prepare(sample, "sample")
-        is_target, documents = read.labels != IGNORE_INDEX, np.asarray(read.documents)
-        is_target[documents.cumsum() - documents] = False  # the first token of a document is not predicted
-        num_targets += int(is_target.sum())
+        documents = np.asarray(read.documents)
+        num_targets += int((read.labels != IGNORE_INDEX).sum())
         lengths += documents[: len(read.owners_and_ends()[1])].tolist()  # without padding, the last one
         tokens_fingerprint += int(fingerprint(torch.as_tensor(sample["tokens"]), pad_id))
     return StepContents(num_targets, sum(lengths), tokens_fingerprint, tuple(lengths))
 
 
 def contents_of_pairs(pairs: Iterable[Sample], pad_id: int, shares_prefixes: bool) -> StepContents:
-    """Counts both sides of the pairs of an update step; shared prefixes once, if shared."""
-    sides, shared = [], []
-    for pair in pairs:
-        arrays = {key: np.asarray(values) for key, values in pair.items()}
-        for side in ("chosen", "rejected"):
-            tokens, labels = arrays[f"{side}_input_ids"], arrays[f"{side}_labels"]
-            sides.append({"tokens": tokens, "labels": labels})
-        if shares_prefixes:
-            shared.append(arrays["chosen_input_ids"][: num_shared_tokens(arrays) or 0])
-    contents = contents_of(sides, pad_id)
-    return replace(
-        contents,
-        num_real_tokens=contents.num_real_tokens - sum(map(len, shared)),
-        fingerprint_of_shared=sum(int(fingerprint(torch.as_tensor(s), pad_id)) for s in shared),
+    """Counts both sides of the pairs of an update step; what they share once, if shared."""
+    pairs = list(pairs)
+    alone, shared = (
+        contents_of_groups(
+            [{"sequences": [*pair_as_group(pair, "pair", shares).values()]} for pair in pairs], pad_id, shares
+        )
+        for shares in (False, shares_prefixes)
     )
+    return replace(shared, num_target_tokens=alone.num_target_tokens)
 
 
 def contents_of_groups(groups: Sequence[Sample], pad_id: int, shares_prompts: bool) -> StepContents:

@@ -47,7 +47,6 @@ from recipe_utils.settings.describe import load_recipe
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, build
 from recipe_utils.settings.read import read_settings
-from recipe_utils.text.trees import makes_trees
 from recipe_utils.torchtune_names import DTYPES, instantiate
 from recipe_utils.training.command import entry_point
 from recipe_utils.update_steps.step import UpdateStep
@@ -88,8 +87,6 @@ def record(recipe_class: Any, cfg: DictConfig, name: str) -> Recorded:
     with recipe.run:
         recipe.setup(cfg)
         model, ranks, loader, settings = recipe.model.module, recipe.ranks, recipe.loader, recipe.settings
-        if makes_trees(loader.dataset.dataset):
-            raise ConfigError("dataset: trees are not compared; set dataset.split_turns=True")
         model.eval()  # without dropout
         optimizers: list[Any] = single_optimizers(recipe.stepper.optimizer)
 
@@ -240,6 +237,10 @@ def compare(recipe: str, given: Namespace, folder: Path, cfg: DictConfig) -> int
         raise ConfigError(f"recipe={recipe}: losses of images are not compared; give one of texts")
     if cfg.get("quantizer") is not None:
         raise ConfigError("quantizer: fake-quantized weights are not compared; remove it")
+    if "groups_per_round" in (OmegaConf.select(cfg, "dataset") or ()):
+        raise ConfigError(
+            "dataset.groups_per_round: rounds are not compared; take it out, and set path to a file of one"
+        )
     cfg = config_of(cfg, settings_class, folder, given.num_samples)
     is_cut, dtype = cut(cfg, folder), cfg.get("dtype") or "fp32"
     recorded = record(recipe_class, cfg, given.config.removesuffix(".yaml"))

@@ -154,8 +154,8 @@ class SingleSamples:
         shapes = {name: weight.shape for name, weight in frozen.model.module.state_dict().items()}
         text, along = "", 0.0
         # The inequality holds for divergences between models of the same weights only.
-        if "pairs" in self._step.totals:
-            text = ": a margin of pairs is no divergence"
+        if "pairs" in self._step.totals or not frozen.attracts:
+            text = f": {'a margin of pairs' if frozen.attracts else 'a ratio'} is no divergence"
         elif any(shapes.get(name) != start[name].shape for name in self.gradients):
             text = ", a model of other weights than the trained one"
         else:

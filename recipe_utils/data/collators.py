@@ -20,8 +20,7 @@ def text_collator(
     has_trees: bool = False,
     declared: Declaration = NOTHING_DECLARED,
     shares_beginnings: bool = True,
-    trees: tuple[str, str] = ("split_turns=shared", "set dataset.split_turns=True"),
-    pads_sequences: bool = False,
+    trees: tuple[str, str] | None = ("split_turns=shared", "set dataset.split_turns=True"),
 ) -> RowCollator:
     """Returns the collator of text, whose update steps count target tokens.
 
@@ -30,27 +29,25 @@ def text_collator(
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         ignore_index: label of positions that are not targets.
         limits: limits of the model; by default none.
-        has_trees: accepts samples with ``sequences``.
+        has_trees: accepts samples with ``sequences``; without ``packed``, each of these is a row.
         declared: columns and values of samples that a loss takes.
         shares_beginnings: samples of a packed row that begin alike may become one tree. False for objectives that take
             other positions than targets, such as noise by sample: a position that is shared exists once.
-        trees: the ``key=value`` that makes trees and what to set instead, for errors.
-        pads_sequences: without ``packed``, each sequence of a sample is a row; otherwise this is an error.
+        trees: the ``key=value`` that makes trees and what to set instead, for errors; None if
+            sequences stay apart.
 
     Raises:
         ConfigError: the model does not support ``microbatching: packed``, or rows of trees; or ``declared`` is divided
             by something that is not counted.
     """
     # What the layout of rows does not have is refused before a dataset is read.
-    if has_trees and not (settings.is_packed or pads_sequences):
-        text = "sequences that share a beginning need rows of documents; set microbatching=packed"
-        text += ", or dataset.split_turns=True"
-        raise ConfigError(Problem("microbatching", text, settings.microbatching))
+    if has_trees and settings.collate_fn != DataSettings.collate_fn:
+        text = "a sample may have several sequences, each of which is a row; remove it, or set microbatching=packed"
+        raise ConfigError(Problem("collate_fn", text, settings.collate_fn))
     is_alone = settings.max_ranks_per_row == 1
-    if declared.of_samples and not is_alone:
-        text = (
-            f"the loss takes values of samples ({', '.join(declared.of_samples)}), which a share of a row does not have"
-        )
+    if (declared.of_samples or declared.couples_sequences) and not is_alone:
+        names = ", ".join(declared.of_samples) or "couples_sequences"
+        text = f"the loss takes values of samples ({names}), which a share of a row does not have"
         raise ConfigError(Problem("max_ranks_per_row", f"{text}; remove it", settings.max_ranks_per_row))
     # The reader checks samples in workers; it has no tokenizer.
     reader = TextReader(
@@ -63,6 +60,7 @@ def text_collator(
         has_trees,
         keeps_types=not settings.collate_fn.startswith("torchtune."),
         has_own_positions=settings.collate_fn == DataSettings.collate_fn,
+        couples_sequences=declared.couples_sequences,
     )
     shares = settings.is_packed and is_alone and shares_beginnings and limits.shares_beginnings
     collate_fn = None if reader.has_own_positions else component_at(settings.collate_fn)

@@ -100,18 +100,6 @@ def draws_samples(dataset: CheckedDataset) -> bool:
     return not all(torch.equal(state[name], after[name]) for name in state)
 
 
-def content_hashes(dataset: Any, name: str) -> dict[str, str]:
-    """Returns the ``content_hash`` of each dataset that a dataset consists of by name, where there is one."""
-    if isinstance(content_hash := getattr(dataset, "content_hash", None), str):
-        return {name: content_hash}  # of all bytes of its file
-    # The dataset of a transform, or of torchtune's packed dataset
-    sources = [(name, getattr(dataset, key)) for key in ("dataset", "ds") if hasattr(dataset, key)]
-    if (several := getattr(dataset, "_datasets", None)) is not None:  # a concatenation or mixture
-        names = getattr(dataset, "names", range(len(several)))
-        sources = [(f"{name}.{each}", source) for each, source in zip(names, several, strict=True)]
-    return {key: value for each, source in sources for key, value in content_hashes(source, each).items()}
-
-
 def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
     """Logs a dataset, its update steps, warnings and remarks, on rank 0."""
     dataset, order, report, ranks = loader.dataset, loader.order, loader.dataset.report, loader.ranks

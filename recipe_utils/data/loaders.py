@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from recipe_utils.data.inspect_samples import content_hashes, draws_samples, report_of
+from recipe_utils.data.inspect_samples import draws_samples, report_of
 from recipe_utils.data.search import SearchedBudget
 from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks
@@ -21,7 +21,7 @@ from recipe_utils.update_steps.loader import RowBudget, UpdateStepLoader
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.order import Order, ShuffledOrder
 from recipe_utils.update_steps.permutation import NUM_IN_MEMORY
-from recipe_utils.update_steps.samples import CheckedDataset, unread
+from recipe_utils.update_steps.samples import CheckedDataset, facts_of, unread
 from recipe_utils.update_steps.settings import DataSettings
 
 
@@ -152,7 +152,7 @@ def _inspected(
     dataset: CheckedDataset, collator: Collator, settings: DataSettings, ranks: Ranks, is_training: bool
 ) -> CheckedDataset:
     """Returns the dataset with what its first samples show; unchanged if there are none before an epoch begins."""
-    if any(hasattr(each, "comes_later") for each in (dataset.dataset, getattr(dataset.dataset, "dataset", None))):
+    if facts_of(dataset.dataset).comes_later:
         return dataset
     draws = draws_samples(dataset)
     if draws and settings.prefetch_update_steps and not settings.num_workers:
@@ -172,7 +172,7 @@ def _inspected(
 def _fingerprint_of(dataset: CheckedDataset, settings: DataSettings, dp_degree: int) -> dict[str, Any]:
     """Returns values that must be equal for update steps to contain the same samples, besides those of the order."""
     is_lazy = settings.shuffle and len(dataset) > NUM_IN_MEMORY
-    hashes = content_hashes(dataset.dataset, dataset.name)
+    hashes = {f"{dataset.name}{key}": value for key, value in facts_of(dataset.dataset).content.items()}
     return {
         "num_samples": len(dataset),
         "hash_of_samples": dataset.report.hash_of_samples,

@@ -18,6 +18,7 @@ from recipe_utils.dinov3.images.crop_rows import ViewTargets
 from recipe_utils.dinov3.koleo import koleo_loss
 from recipe_utils.losses.chunks import sum_dtype
 from recipe_utils.losses.divergences import LinearDistillationLoss, TeacherHidden
+from recipe_utils.models.settings import ModelSettings
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
@@ -124,8 +125,12 @@ class ObjectiveSettings:
             text = "there is no Gram teacher; set gram_teacher_every_n_steps, or gram_loss_weight=0"
             yield Problem("gram_loss_weight", text, self.gram_loss_weight)
 
-    def problems_of_objective(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
-        """Yields the problem of an image without neighbors."""
+    def problems_of_objective(self, data: DataSettings, ranks: RankSettings, model: ModelSettings) -> Iterator[Problem]:
+        """Yields heads as units of FSDP2, and the problem of an image without neighbors."""
+        units = model.custom_sharded_layers or ()
+        if heads := [name for name in units if name.partition(".")[0] == "output"]:
+            text = "the loss calls parts of the heads one by one, which FSDP2 gathers with the root alone; take it out"
+            yield Problem("custom_sharded_layers", text, ", ".join(heads))
         if self.koleo_loss_weight == 0 or ranks.dims_or_none is None:
             return
         dp_degree = ranks.dims_or_none.dp_degree

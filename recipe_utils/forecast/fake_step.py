@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from recipe_utils.distillation.teacher import TeacherSettings
 from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.losses.attach import HiddenAtTargets
 from recipe_utils.losses.divergences import TeacherHidden
+from recipe_utils.losses.log_probs import LinearLogProbs
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.models.construct import build_on_meta
@@ -32,8 +34,7 @@ from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, single_optimizers
 from recipe_utils.parallel.fsdp import gradient_sync, local
 from recipe_utils.parallel.settings import RankSettings
-from recipe_utils.policy.policy_losses import PolicyLoss, TemperedLogProbs
-from recipe_utils.policy.round_start import returning_log_probs
+from recipe_utils.policy.policy_losses import PolicyLoss
 from recipe_utils.preference.pair_losses import PreferenceSettings
 from recipe_utils.preference.pair_losses import build_loss as build_pair_loss
 from recipe_utils.preference.pairs import PairSettings, pair_collator
@@ -91,10 +92,10 @@ class FakeTraining:
         modules, frozen_loss = settings.model.without_gradients(), None
         if self._is_of_pairs:
             loss_fn: Any = build_pair_loss(cfg, settings.objective.tokens_per_chunk)
-            frozen_loss = loss_fn if getattr(loss_fn.loss_fn, "needs_reference", True) else None
+            frozen_loss = loss_fn if loss_fn.needs_reference else None
         else:
             loss_fn = build_distillation_loss(cfg, settings.teacher.kd_ratio if self._has_teacher else 0)
-            frozen_loss = TemperedLogProbs() if getattr(loss_fn, "has_kl", False) else None
+            frozen_loss = LinearLogProbs() if getattr(loss_fn, "has_kl", False) else None
         if self._has_teacher:
             modules = settings.model.without_gradients(
                 dtype=settings.teacher.teacher_dtype or settings.model.dtype,
@@ -124,7 +125,7 @@ class FakeTraining:
         if frozen_loss is not None and not self._has_teacher and find_adapters(meta_model).modules:
             self._frozen = trained_model(self._model, "reference", partial(disable_adapter, self._model.module))
             if isinstance(loss_fn, PolicyLoss):
-                self._frozen = returning_log_probs(self._frozen, loss_fn)
+                self._frozen = replace(self._frozen, returning=loss_fn.returning_log_probs)
         elif frozen_loss is not None:
             frozen = self._build(meta_frozen, rows._replace(attention=limits.attentions[-1]), modules, frozen_loss)
             frozen.module.requires_grad_(False).eval()

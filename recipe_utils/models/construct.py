@@ -13,13 +13,15 @@ Without a pipeline the model is one stage, a copy of ``meta_model``.
 """
 
 import copy
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.models.adapters.lora import adapters_in_words, find_adapters, freeze_base
@@ -31,7 +33,10 @@ from recipe_utils.models.settings import ModelSettings
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError, Problem
-from recipe_utils.torchtune_names import logger, set_default_dtype
+from recipe_utils.torchtune_names import log_rank_zero, logger, set_default_dtype
+
+NOISES = {"router_jitter_noise", "input_jitter_noise", "jitter_noise"}
+"""Attributes of modules that draw random numbers in training by this rate, besides any dropout."""
 
 
 def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) -> nn.Module:
@@ -61,6 +66,42 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
     drop_upcast_hooks(model)
     freeze_base(model)
     return model
+
+
+def without_dropout(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+    """Returns a model whose dropout and noises of routers are 0, as its ``config``, the component ``model``, leaves them.
+
+    Those of the folder, or of the model's builder, are logged once. Raises ConfigError for a key of ``config`` above 0.
+    """
+    reason = "each forward would draw other masks, so that ratios and margins are noise, even of unchanged weights"
+    for key, rate in _rates_in(config):
+        raise ConfigError(Problem(f"model.{key}", f"{reason}; set it to 0", rate))
+    found = dict[str, float]()
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", None)):  # models of transformers read some when they compute
+            is_dropout = owner is module and isinstance(module, _DropoutNd)
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if isinstance(value, float) and value > 0 and (_is_rate(name) or (is_dropout and name == "p")):
+                    setattr(owner, name, 0.0)
+                    found["dropout" if name == "p" else name] = value
+    if found:
+        given = ", ".join(f"{name}={rate}" for name, rate in found.items())
+        log_rank_zero(f"model: {given} of the folder is 0 here: {reason}", logging.INFO)
+    return model
+
+
+def _is_rate(name: str) -> bool:
+    """Returns True for the name of a rate of dropout, in any of its spellings, or of a router's noise."""
+    return "drop" in name or name in NOISES
+
+
+def _rates_in(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+    """Yields keys and values of rates above 0, also in mappings."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _rates_in(value, f"{before}{name}.")
+        elif _is_rate(str(name)) and isinstance(value, int | float) and value is not True and value > 0:
+            yield f"{before}{name}", value
 
 
 def build_stages(meta_model: nn.Module, pipeline: PipelineSettings, ranks: Ranks) -> nn.Module:

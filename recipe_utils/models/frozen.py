@@ -63,6 +63,10 @@ class FrozenModel:
     """Those of its weights, which a resumed training must have, too."""
     explain: Callable[[Microbatch, Any], str] | None = None
     """Returns the error of a microbatch's output that is NaN or infinite."""
+    returning: Context = nullcontext
+    """Context in which the loss module returns outputs, if it is that of the trained model."""
+    attracts: bool = True
+    """The gradient pulls the trained weights to this model, as a divergence from it does."""
 
     def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
         """Returns the loss module's outputs by index; empty on ranks without the last stage.
@@ -70,7 +74,7 @@ class FrozenModel:
         Microbatches are on the CPU, equally many on all ranks.
         """
         plain = [replace(m, targets=m.targets._replace(outputs={})) for m in microbatches]
-        with self.during_forward():
+        with self.during_forward(), self.returning():
             return self.model.outputs(plain)
 
     def check(self, microbatches: Sequence[Microbatch], outputs: Mapping[int, Any]) -> None:

@@ -29,11 +29,13 @@ class Stop(threading.Event):
         self._blocked_before: set[Any] = set()
 
     def listen(self) -> None:
-        """Sets the event at a signal until :meth:`close`: SIGTERM, SIGINT, SIGHUP and :data:`USER_SIGNALS`.
+        """Sets the event at a signal until :meth:`close`: SIGTERM, SIGINT, SIGHUP and :data:`USER_SIGNALS`. Once.
 
         The first of SIGTERM and SIGINT restores the handlers of both. The others may come more than once: from the
         scheduler or terminal, and from the launcher. SIGHUP stays ignored where it is, as ``nohup`` does.
         """
+        if self._handlers_before:
+            return
         hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
         numbers = (*_FIRST_ONLY, *USER_SIGNALS, *hangup)
         # None is a handler in C, such as faulthandler's.

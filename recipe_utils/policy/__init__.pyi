@@ -2,14 +2,13 @@ from recipe_utils.policy.objective import ROLLOUTS as ROLLOUTS
 from recipe_utils.policy.objective import build_policy_loss as build_policy_loss
 from recipe_utils.policy.objective import counts_of as counts_of
 from recipe_utils.policy.objective import group_collator as group_collator
+from recipe_utils.policy.objective import needs_reference as needs_reference
 from recipe_utils.policy.objective import problems_with_loss as problems_with_loss
-from recipe_utils.policy.objective import take_largest_ratio as take_largest_ratio
 from recipe_utils.policy.objective import without_equal_groups as without_equal_groups
 from recipe_utils.policy.policy_losses import PolicyLoss as PolicyLoss
+from recipe_utils.policy.ratios import Ratios as Ratios
 from recipe_utils.policy.rollouts import RolloutDataset as RolloutDataset
-from recipe_utils.policy.round_start import PolicySettings as PolicySettings
 from recipe_utils.policy.round_start import RoundStart as RoundStart
-from recipe_utils.policy.round_start import build_reference as build_reference
 from recipe_utils.policy.rounds import RoundsDataset as RoundsDataset
 from recipe_utils.policy.rounds import RoundSettings as RoundSettings
 from recipe_utils.policy.rounds import add_rounds as add_rounds

@@ -5,27 +5,26 @@ Example: a file without log-probabilities, of 4 update steps, needs the policy a
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
-from torch import Tensor
 
 from recipe_utils.data.collators import text_collator
-from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.policy.policy_losses import PolicyLoss
-from recipe_utils.policy.rollouts import WithoutEqualGroups
-from recipe_utils.settings.problems import Problem
+from recipe_utils.policy.rollouts import OF_REWARDS, WholeAnswers, WithoutEqualGroups
+from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.trees import makes_trees
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.log import Reported
+from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.objective import Declaration
+from recipe_utils.update_steps.samples import Facts, facts_of
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import UpdateStep
 
@@ -47,18 +46,64 @@ def build_policy_loss(cfg: DictConfig) -> PolicyLoss:
 
 
 def group_collator(
-    settings: DataSettings,
-    tokenizer: Any,
-    limits: ModelLimits,
-    datasets: Iterable[Any],
-    loss_fn: PolicyLoss,
-    declared: Declaration,
+    built: Built, limits: ModelLimits, datasets: Sequence[Any], loss_fn: PolicyLoss, declared: Declaration
 ) -> RowCollator:
-    """Returns the collator of groups: packed rows compute a group's prompt once, others have a row for each answer."""
+    """Returns the collator of groups: packed rows compute a group's prompt once, others have a row for each answer.
+
+    Raises ConfigError for a correction or a teacher that has no effect on these datasets.
+    """
+    if problems := [*_without_effect(built, loss_fn, datasets)]:
+        raise ConfigError(*problems)
+    settings, tokenizer = built.settings.data, built.tokenizer
     trees = "dataset", "set microbatching=least_padding, where each answer is a row with its prompt"
-    has_trees = any(map(makes_trees, datasets))
+    has_trees = any(facts_of(each).has_sequences for each in datasets)
     ignored = loss_fn.ignore_index
-    return text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees, pads_sequences=True)
+    collator = text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees)
+    return replace(collator, reader=replace(collator.reader, has_fingerprints=True))
+
+
+def _without_effect(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> Iterator[Problem]:
+    """Yields a cache that cannot be filled, what no sampler writes, and what has no effect on the fields of files."""
+    given, data = [facts_of(dataset) for dataset in datasets if dataset is not None], built.settings.data
+    if built.cfg.get("reference") == "cached" and (data.max_ranks_per_row > 1 or any(f.comes_later for f in given)):
+        text = "is filled before training, with whole answers of all epochs, and rounds come later"
+        if data.max_ranks_per_row > 1:
+            text = "has whole answers, of which a rank has a share; remove max_ranks_per_row"
+        yield Problem("reference", f"a cache {text}; or set live or offload", "cached")
+    sampler, advantages = (
+        built.cfg.get("sampler"),
+        {rounds.advantage for facts in given for rounds in facts.comes_later},
+    )
+    if sampler is not None and "given" in advantages:
+        text = "a sampler writes rewards and no advantages; set mean_std, or take sampler out"
+        yield Problem("dataset.advantage", text, "given")
+    if sampler is not None and sampler.get("group_size") == 1 and advantages & OF_REWARDS.keys():
+        text = f"one answer has nothing to compare it with (dataset.advantage={min(advantages)}); set it to 2 or more"
+        yield Problem("sampler.group_size", text, 1)
+    yield from _without_effect_on(built, loss_fn, [facts for facts in given if not facts.comes_later])
+
+
+def _without_effect_on(built: Built, loss_fn: PolicyLoss, given: Sequence[Facts]) -> Iterator[Problem]:
+    """Yields a correction of a file without log-probabilities, and a teacher that is the student."""
+    # Of a dataset of one's own without facts nothing is known.
+    if loss_fn.correction is not None and any(
+        "logprobs" not in facts.fields and (facts.content or facts.fields) for facts in given
+    ):
+        text = "the dataset has no logprobs, so there is no sampler to correct; write them, or take correction out"
+        yield Problem("loss.correction", text, loss_fn.correction)
+    if not any(facts.needs_reference and "ref_logprobs" not in facts.fields for facts in given):
+        return
+    instead, own = "write the teacher's ref_logprobs", built.cfg.checkpointer
+    has_adapters = bool(find_adapters(built.meta_model).modules)
+    if has_adapters or _weights_of(own) == _weights_of(built.cfg.get("ref_checkpointer") or own):
+        instead = instead if has_adapters else f"set ref_checkpointer to the teacher, or {instead}"
+        text = f"the teacher is the model that training starts from, so it would learn nothing; {instead}"
+        yield Problem("dataset.advantage", text, "teacher")
+
+
+def _weights_of(checkpointer: Mapping[str, Any]) -> tuple[Path, Any]:
+    """Returns folder and files of the weights that the config of a checkpointer reads."""
+    return Path(checkpointer["checkpoint_dir"]).resolve(), checkpointer.get("checkpoint_files")
 
 
 def problems_with_loss(loss: Mapping[str, Any], data: DataSettings) -> Iterator[Problem]:
@@ -71,60 +116,45 @@ def problems_with_loss(loss: Mapping[str, Any], data: DataSettings) -> Iterator[
 def without_equal_groups(datasets: tuple[Any, Any], loss_fn: PolicyLoss) -> tuple[Any, Any]:
     """Returns datasets whose groups without advantages cost no forward, unless they have a KL term. None stays None.
 
-    Those of a loss whose ratio is of whole answers refuse answers in several parts.
+    Those of ``kind: sequence`` refuse answers in parts.
     """
-    keeps_equal, is_of_answers = loss_fn.has_kl, loss_fn.kind == "sequence"
-    if keeps_equal and not is_of_answers:
-        return datasets
-    dataset, val = (each if each is None else WithoutEqualGroups(each, keeps_equal, is_of_answers) for each in datasets)
+
+    def as_taken(dataset: Any) -> Any:
+        if dataset is not None and loss_fn.kind == "sequence":
+            dataset = WholeAnswers(dataset)
+        return dataset if dataset is None or loss_fn.has_kl else WithoutEqualGroups(dataset)
+
+    dataset, val = map(as_taken, datasets)
     return dataset, val
 
 
-def needs_reference(loss_fn: PolicyLoss, *datasets: Any) -> bool:
-    """Returns True if the loss takes log-probabilities of a reference that a file does not have."""
-    given = [each for dataset in datasets if dataset is not None for each in _sources(dataset)]
-    takes = loss_fn.has_kl or any(getattr(each, "advantage", "") == "teacher" for each in given)
-    return takes and not all(_has(each, "ref_logprobs") for each in given)
+def needs_reference(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> bool:
+    """Returns True if the loss takes log-probabilities of a reference that a file does not have.
+
+    Raises ConfigError for a correction or a teacher that has no effect on the first round.
+    """
+    given = [facts_of(dataset) for dataset in datasets if dataset is not None]
+    if problems := [*_without_effect_on(built, loss_fn, given)]:
+        raise ConfigError(*problems)
+    takes = loss_fn.has_kl or any(facts.needs_reference for facts in given)
+    return takes and not all("ref_logprobs" in facts.fields for facts in given)
 
 
 def needs_start(loss_fn: PolicyLoss, loader: UpdateStepLoader) -> bool:
     """Returns True if a ratio is to the policy at the start of a round, in update steps after the first one."""
-    has_logprobs = all(_has(each, "logprobs") for each in _sources(loader.dataset.dataset))
+    has_logprobs = "logprobs" in facts_of(loader.dataset.dataset).fields
     return loader.order.num_steps(0) > 1 and (loss_fn.old == "start" or not has_logprobs)
 
 
 def counts_of(step: UpdateStep) -> dict[str, float | None]:
     """Returns what is logged of an update step besides the loss's sums, known before its first forward."""
     totals, has_rewards = step.totals, not math.isnan(step.totals["rewards"])  # NaN where a sample has none
-    num_answers, num_groups = round(totals["answers"]), round(totals["groups"])
+    num_answers, num_masked, num_groups = (round(totals[name]) for name in ("answers", "masked", "groups"))
     return {
         "num_groups": num_groups or None,
         "num_answers": num_answers or None,
+        "num_masked": num_masked if num_answers else None,
         "num_tokens": round(totals["answer_tokens"]),
-        "mean_reward": totals["rewards"] / num_answers if num_answers and has_rewards else None,
+        "mean_reward": totals["rewards"] / (num_answers + num_masked) if num_answers and has_rewards else None,
         "equal_groups": round(totals["equal_groups"]) / num_groups if num_groups and has_rewards else None,
     }
-
-
-def take_largest_ratio(loss_fn: PolicyLoss, ranks: Ranks) -> Tensor:
-    """Returns the largest ratio since the last call, over all ranks, []."""
-    largest = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    if loss_fn.largest_ratio is not None:
-        largest, loss_fn.largest_ratio = loss_fn.largest_ratio.double(), None
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest
-
-
-def _sources(dataset: Any) -> Iterator[Any]:
-    """Yields the datasets that a dataset consists of or transforms."""
-    inner = getattr(dataset, "_datasets", None) or [getattr(dataset, "dataset", None)]
-    if inner == [None]:
-        yield dataset
-    for each in filter(None.__ne__, inner):
-        yield from _sources(each)
-
-
-def _has(dataset: Any, field: str) -> bool:
-    with suppress(AttributeError):  # of a dataset of one's own
-        return field in dataset.has
-    return False

@@ -341,9 +341,12 @@ def _data(value: Any) -> list[Any]:
 def _numbers(values: Sequence[Any], key: str) -> np.ndarray:
     """Returns a list of numbers as fp64 [n]; null is NaN."""
     try:
-        numbers = np.asarray(values, dtype=np.float64)
+        read = np.asarray(values)
+        numbers = read.astype(np.float64)
     except (TypeError, ValueError):
         raise SampleError(f"{key}={shown(values)}: it is no list of numbers") from None
-    if numbers.ndim != 1 or any(isinstance(value, str) for value in values):
+    # A list of texts is an array of texts; one with null an array of objects.
+    is_text = read.dtype.kind == "U" or (read.dtype.kind == "O" and any(isinstance(each, str) for each in values))
+    if numbers.ndim != 1 or is_text:
         raise SampleError(f"{key}={shown(values)}: it is no list of numbers")
     return numbers

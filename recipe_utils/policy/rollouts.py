@@ -17,7 +17,7 @@ so that whatever divides the loss is known before the first forward, over all ra
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -35,7 +35,7 @@ from recipe_utils.text.conversations.file_rows import (
 )
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.torchtune_names import IGNORE_INDEX
-from recipe_utils.update_steps.samples import SampleError, UnusedError
+from recipe_utils.update_steps.samples import Facts, SampleError, UnusedError
 
 # ---- Advantages of a group's answers, from their rewards -------------------------------------------
 
@@ -46,10 +46,18 @@ _EPSILON = 1e-6
 """Added to the standard deviation, as in verl; TRL adds 1e-4."""
 
 
+_ROUNDING = 1e-12
+"""Differences of rewards that are 0 but for rounding, in parts of the largest: 0.1 + 0.2 - 0.3."""
+_LARGEST = float(np.finfo(np.float32).max) ** 0.5
+"""Bound of rewards and advantages, whose squares are numbers in fp32."""
+
+
 def mean(rewards: np.ndarray) -> np.ndarray:
-    """Returns rewards [m] minus their mean (Dr. GRPO, arXiv:2503.20783)."""
-    from_first = rewards - rewards[0]  # exactly 0 if all are equal; the mean of three times 0.1 is not 0.1
-    return from_first - from_first.mean()
+    """Returns rewards [m] minus their mean (Dr. GRPO, arXiv:2503.20783), exactly 0 where they are equal."""
+    from_first = rewards - rewards[0]
+    found = from_first - from_first.mean()
+    # The mean of three times 0.1 is not 0.1, and that of 0.3, 0.425 and 0.55 is not 0.425.
+    return np.where(np.abs(found) <= _ROUNDING * np.abs(rewards).max(), 0.0, found)
 
 
 def mean_std(rewards: np.ndarray) -> np.ndarray:
@@ -72,6 +80,8 @@ ADVANTAGES = ("given", *OF_REWARDS, "teacher")
 
 _COLUMNS = {"logprobs": "logprobs", "ref_logprobs": "ref_logprobs", "temperature": "temperatures"}
 """Key of rows -> column."""
+FIELDS = ("logprobs", "ref_logprobs", "reward")
+"""What all rows have or none, because it decides which models a training has beside the policy, and what is logged."""
 
 
 class RolloutDataset(Dataset[dict[str, Any]]):
@@ -85,14 +95,13 @@ class RolloutDataset(Dataset[dict[str, Any]]):
             reference minus that of the sampler (on-policy distillation).
         group_size: number of answers that each group must have; null allows any.
         truncates_answers: cuts answers of too long rollouts at their end; otherwise they are bad samples.
+        fields: which of :data:`FIELDS` all rows have; null: those of the first row.
         ignored_keys: keys of rows, turns and calls that are dropped, and would be refused for their form otherwise.
 
     Raises:
-        ValueError: another ``advantage``, or a file of another format.
+        ValueError: another ``advantage``, other ``fields`` than in the first row, or a file of another format.
         OSError: ``path`` cannot be read.
     """
-
-    makes_trees = True
 
     def __init__(
         self,
@@ -101,6 +110,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         advantage: str = "mean_std",
         group_size: int | None = None,
         truncates_answers: bool = False,
+        fields: Iterable[str] | None = None,
         ignored_keys: Sequence[str] = (),
     ) -> None:
         check_advantage(advantage)
@@ -109,15 +119,23 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         self.content_hash = f"{self._rows.content_hash}, advantage={advantage}"
         self._columns = columns_of(self._rows, Rollout, ignored_keys)
         self._groups = [*_groups_of(self._rows, self._columns)]
-        self.has = fields_of_first(self._rows, self._columns)
-        """Fields that the first row has, and all others must have: ``logprobs``, ``reward``, ..."""
+        self.fields = fields_of_first(self._rows, self._columns)
+        """Those of :data:`FIELDS` that the first row has, and all others must have."""
+        check_fields(self.fields if fields is None else fields, self.fields, path)
         name_unread_of_first(self, self._rows, lambda index: self._unread(self._read(index)))
 
     def __len__(self) -> int:
         return len(self._groups)
 
+    def facts(self) -> Facts:
+        """Returns what its rows have."""
+        return Facts(True, self.fields, self.advantage == "teacher", {"": self.content_hash})
+
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns ``sequences`` of the answers of a group, with columns; a SampleError names the row."""
+        """Returns ``sequences`` of the answers of a group, with columns; a SampleError names the row.
+
+        Beside them are the numbers of their ``answers``, which parts of one have in common, and the names of their ``rows``.
+        """
         rows, answers, row_of = self._groups[index], list[Answer](), list[int]()
         for row in rows:
             with self._rows.naming(row):
@@ -133,8 +151,12 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         # What the group lacks as a whole is an error of its first row.
         with self._rows.naming(rows[0]):
             self._check_one_prompt(answers, row_of)
-            sequences = [*self._sequences_of(answers)]
-        return {"sequences": sequences}
+            made = [*self._sequences_of(answers)]
+        return {
+            "sequences": [sequence for _, _, sequence in made],
+            "answers": [answer for answer, _, _ in made],
+            "rows": [self._rows.name_of(row_of[place]) for _, place, _ in made],
+        }
 
     def check_rows(self) -> None:
         """Raises SampleError for the first row that is no JSON object, such as the last one of a file that is half written."""
@@ -145,26 +167,30 @@ class RolloutDataset(Dataset[dict[str, Any]]):
     def _read(self, index: int) -> Rollout:
         return read_rollout(self._rows[index], self._columns)
 
-    def _sequences_of(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-        """Yields the answers that have a trained token, with their columns."""
+    def _sequences_of(self, answers: Sequence[Answer]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yields the answers that have a trained token, with their columns, behind their numbers and places in ``answers``."""
         # Parts of one rollout are one answer: one reward, one share of a mean over answers.
-        parts: dict[Any, list[Answer]] = {}
+        parts: dict[Any, dict[int, Answer]] = {}
         for index, answer in enumerate(answers):
-            parts.setdefault(index if answer.rollout is None else ("rollout", answer.rollout), []).append(answer)
+            parts.setdefault(index if answer.rollout is None else ("rollout", answer.rollout), {})[index] = answer
         if self._group_size not in (None, len(parts)):
             raise SampleError(f"the group is not whole: {len(parts)} answers, dataset.group_size={self._group_size}")
-        rewards = np.array([_reward_of(of_one) for of_one in parts.values()])
+        rewards = np.array([_reward_of([*of_one.values()]) for of_one in parts.values()])
         advantages, has_rewards = self._advantages_of(rewards), not np.isnan(rewards).any()
         # Weights beside tokens sum to 1 for an answer, and to 1 for a group.
-        num_of_group = max(sum(answer.num_trained for answer in answers), 1)
-        is_equal = has_rewards and len(rewards) > 1 and bool((rewards == rewards[0]).all())
-        for of_one, reward, advantage in zip(parts.values(), rewards, advantages, strict=True):
-            num_of_answer = sum(part.num_trained for part in of_one)
-            for part in (part for part in of_one if part.num_trained):
+        sizes = np.array([sum(part.num_trained for part in of_one.values()) for of_one in parts.values()])
+        num_of_group, is_masked = max(int(sizes.sum()), 1), sizes == 0
+        is_equal = has_rewards and len(rewards) > 1 and not mean(rewards).any()
+        # Rewards of answers without a trained token count in the mean reward, beside the tokens of the others.
+        of_masked = rewards[is_masked].sum() / num_of_group
+        of_answers = zip(parts.values(), rewards, advantages, sizes, strict=True)
+        for number, (of_one, reward, advantage, num_of_answer) in enumerate(of_answers):
+            for place, part in ((place, part) for place, part in of_one.items() if part.num_trained):
                 beside = {
                     "answers": 1 / num_of_answer,
                     "groups": 1 / num_of_group,
-                    **({"rewards": reward / num_of_answer} if has_rewards else {}),
+                    **({"masked": is_masked.sum() / num_of_group} if is_masked.any() else {}),
+                    **({"rewards": reward / num_of_answer + of_masked} if has_rewards else {}),
                     "equal_groups": is_equal / num_of_group,
                     "advantages": advantage,
                     **({"teacher": 1.0} if self.advantage == "teacher" else {}),
@@ -174,10 +200,13 @@ class RolloutDataset(Dataset[dict[str, Any]]):
                     columns["advantages"] = part.beside["advantage"]
                 columns |= {column: part.beside[key] for key, column in _COLUMNS.items() if key in part.beside}
                 labels = np.where(part.mask, part.tokens, IGNORE_INDEX)
-                yield {"tokens": part.tokens, "labels": labels, **columns}
+                yield number, place, {"tokens": part.tokens, "labels": labels, **columns}
 
     def _advantages_of(self, rewards: np.ndarray) -> np.ndarray:
         """Returns the advantages [m] of answers with rewards [m], NaN where the file has none; 0 if they are by token."""
+        if (np.abs(rewards) > _LARGEST).any():
+            text = f"reward={rewards[np.abs(rewards).argmax()]:g}: its square is no number in fp32"
+            raise SampleError(f"{text}; scale rewards to at most {_LARGEST:.0e}")
         if self.advantage not in OF_REWARDS:
             return np.zeros(len(rewards))
         if np.isnan(rewards).any():
@@ -191,9 +220,9 @@ class RolloutDataset(Dataset[dict[str, Any]]):
 
     def _check_like_first(self, keys: Rollout) -> None:
         """Raises SampleError unless a row has what the loss takes, and as the first row has it."""
-        for field in ("logprobs", "ref_logprobs", "reward"):
-            if (field in keys.used) != (field in self.has):
-                one, other = ("it has no", "has") if field in self.has else ("it has", "has none")
+        for field in FIELDS:
+            if (field in keys.used) != (field in self.fields):
+                one, other = ("it has no", "has") if field in self.fields else ("it has", "has none")
                 remedy = "score all answers, or remove those without" if field == "reward" else "write it in all rows"
                 raise SampleError(f"{one} {field}, and the first row {other}; {remedy}, or write it in none")
         needed = {"given": "advantage", "teacher": "logprobs"}.get(self.advantage)
@@ -230,11 +259,23 @@ def _have_one_prompt(one: Answer, other: Answer) -> bool:
 
 
 def fields_of_first(rows: PathRows, columns: Columns = NO_COLUMNS) -> frozenset[str]:
-    """Returns the fields of the first row that can be read."""
+    """Returns those of :data:`FIELDS` that the first row has that can be read."""
     for index in range(len(rows)):
         with suppress(Exception):  # any: raised again with the sample
-            return frozenset(read_rollout(rows[index], columns).used)
+            return frozenset(FIELDS) & read_rollout(rows[index], columns).used.keys()
     return frozenset()
+
+
+def check_fields(declared: Iterable[str], found: Iterable[str], path: Any) -> None:
+    """Raises ValueError for the first field that ``path`` has less or more than ``declared``, or that is none."""
+    if unknown := {*declared} - {*FIELDS}:
+        raise ValueError(f"dataset.fields={[*declared]}: {min(unknown)} is none of {', '.join(FIELDS)}; take it out")
+    for field in FIELDS:
+        if (field in found) != (field in declared):
+            has, instead = ("no ", "write them") if field in declared else ("", "leave them out")
+            taken = ", ".join(each for each in FIELDS if each in declared) or "none"
+            text = f"it has {has}{field}; {instead}, because all rows of the training have {taken}"
+            raise ValueError(f"dataset.path={path}: {text} (dataset.fields, or what its first file has)")
 
 
 def check_advantage(advantage: str) -> None:
@@ -295,7 +336,7 @@ def _reward_of(parts: Sequence[Answer]) -> float:
 
 # ---- Groups without advantages, which cost no forward and stay in what the loss is divided by ------
 
-_SUMMED = ("answers", "groups", "rewards", "equal_groups")
+_SUMMED = ("answers", "groups", "rewards", "equal_groups", "masked")
 
 
 class WithoutEqualGroups(Dataset[Any]):
@@ -304,13 +345,11 @@ class WithoutEqualGroups(Dataset[Any]):
     Four answers of 100 tokens each with rewards 1, 1, 1, 1 have no gradient. One sequence of two tokens takes their place.
     Beside its only target, which has the advantage 0, are the 400 tokens, the 4 answers and the group, so that the other
     groups of the update step weigh what they would weigh beside all 400 tokens. Exact for losses whose terms all have the
-    advantage as a factor: without a KL term, they are to be kept (``keeps_equal``).
-
-    ``refuses_parts`` raises UnusedError for an answer in several parts, of which a loss over whole answers has no ratio.
+    advantage as a factor: without a KL term.
     """
 
-    def __init__(self, dataset: Any, keeps_equal: bool = False, refuses_parts: bool = False) -> None:
-        self.dataset, self._keeps_equal, self._refuses_parts = dataset, keeps_equal, refuses_parts
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -319,17 +358,33 @@ class WithoutEqualGroups(Dataset[Any]):
         """Returns the sample; a group without advantages as one short sequence."""
         sample = self.dataset[index]
         sequences = sample.get("sequences", ()) if isinstance(sample, Mapping) else ()
-        # The shares of an answer's tokens sum to 1 over its parts.
-        if self._refuses_parts and any(np.sum(s.get("answers", 1)) < 1 - 1e-6 for s in sequences):
-            text = "an answer is in several rows (parts of one rollout), and the ratio of loss.kind=sequence is of all"
-            raise UnusedError(f"{text}; write each answer as one row, or set another loss.kind")
-        if (
-            self._keeps_equal
-            or not sequences
-            or any(np.any(s.get(key, 0)) for s in sequences for key in ("advantages", "teacher"))
-        ):
+        if not sequences or any(np.any(s.get(key, 0)) for s in sequences for key in ("advantages", "teacher")):
             return sample
         return {"sequences": [_standing_for(sequences)]}
+
+
+class WholeAnswers(Dataset[Any]):
+    """Rollouts of ``dataset``, of which an answer in several parts is an error.
+
+    ``kind: sequence`` has one ratio of an answer, which is known once all of its parts are; they may be in several
+    microbatches, whose gradients are computed one after the other.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns the sample. Raises UnusedError for an answer in several parts."""
+        sample = self.dataset[index]
+        answers = sample.get("answers", []) if isinstance(sample, Mapping) else []
+        for number in answers:
+            if (num_parts := answers.count(number)) > 1:
+                text = f"its answer has {num_parts} parts, and loss.kind=sequence needs all of them before a gradient"
+                raise UnusedError(f"{sample['rows'][answers.index(number)]}: {text}; set loss.kind=clipped")
+        return sample
 
 
 def _standing_for(sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ steps and exports ``epoch_0``. Then training waits for ``rounds/round_0002.jsonl
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from recipe_utils.models.runner import Runner
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.settings import RankSettings
 from recipe_utils.parallel.stop import all_reduce_any
-from recipe_utils.policy.rollouts import RolloutDataset, check_advantage, fields_of_first
+from recipe_utils.policy.rollouts import RolloutDataset, check_advantage, check_fields, fields_of_first
 from recipe_utils.policy.sampler import ModelSampler, file_of, mean_reward
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT, OnlyWith
@@ -31,7 +31,7 @@ from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
 from recipe_utils.training.setup import Built
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import Facts, SampleError, facts_of
 
 _POLL_SECONDS = 0.2
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -66,32 +66,39 @@ class RoundsDataset(Dataset[dict[str, Any]]):
     Args:
         path: folder of ``round_0001.jsonl`` (or .jsonl.gz, .parquet), ``round_0002.jsonl``, ...
         groups_per_round: number of groups in each.
-        advantage: see :class:`.RolloutDataset`.
+        advantage, fields: see :class:`.RolloutDataset`; without ``fields`` those of the first file that is opened.
         read: builds the dataset of a file.
 
     Raises:
-        ValueError: ``path`` is a file, or ``groups_per_round`` is below 1.
+        ValueError: ``path`` is a file, ``groups_per_round`` is below 1, or ``fields`` has a wrong name.
     """
 
-    comes_later = True
-    """There may be no sample before the first epoch begins."""
-    makes_trees = True
-
-    def __init__(self, path: str, groups_per_round: int, advantage: str, read: Callable[[str], RolloutDataset]) -> None:
+    def __init__(
+        self,
+        path: str,
+        groups_per_round: int,
+        advantage: str,
+        fields: Iterable[str] | None,
+        read: Callable[..., RolloutDataset],
+    ) -> None:
         self.path, self._num_groups, self.advantage, self._read = Path(path), groups_per_round, advantage, read
+        self.fields = None if fields is None else frozenset(fields)
+        """Those of :data:`.FIELDS` that the rows of each round have; None until that is known."""
+        check_fields(self.fields or (), self.fields or (), path)
         if groups_per_round < 1:
             raise ValueError(f"groups_per_round={groups_per_round}: set it to 1 or more")
         if not self.path.is_dir() and self.path.exists():
             text = "it is a file; set it to the folder of round_0001.jsonl, ..., or take groups_per_round out"
             raise ValueError(f"path={path}: {text}")
-        files = sorted(str(file) for suffix in _SUFFIXES for file in self.path.glob(f"round_[0-9]*{suffix}"))
-        self.has = fields_of_first(PathRows(files[0])) if files else frozenset({"logprobs"})
-        """Fields of the rows of each round: those of the first one; log-probabilities if none has come yet."""
         self.rollouts: RolloutDataset | None = None
         """Those of the open round."""
 
     def __len__(self) -> int:
         return self._num_groups
+
+    def facts(self) -> Facts:
+        """Returns what the rows of all rounds have."""
+        return Facts(True, self.fields or frozenset(), self.advantage == "teacher", comes_later=(self,))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns a group of the open round."""
@@ -105,10 +112,13 @@ class RoundsDataset(Dataset[dict[str, Any]]):
         return next((file for file in files if file.exists()), files[0])
 
     def open(self, number: int) -> str:
-        """Opens the file of a round. Returns the hash of its content. Raises ConfigError for another number of groups."""
+        """Opens the file of a round. Returns the hash of its content.
+
+        Raises ConfigError for another number of groups, and for less or more fields than those of all rounds.
+        """
         file = self.file_of(number)
         with naming("dataset"):
-            rollouts = self._read(str(file))
+            rollouts = self._read(str(file), fields=self.fields)
         if len(rollouts) != self._num_groups:
             try:
                 rollouts.check_rows()
@@ -117,12 +127,7 @@ class RoundsDataset(Dataset[dict[str, Any]]):
                 raise ConfigError(Problem("dataset.path", text, file.parent)) from None
             text = f"{file} has {len(rollouts)} groups; write as many as groups_per_round"
             raise ConfigError(Problem("dataset.groups_per_round", text, self._num_groups))
-        # The loss was built for what the first round has.
-        if lacking := {"logprobs", "ref_logprobs"} & (self.has - rollouts.has):
-            raise ConfigError(
-                Problem("dataset.path", f"{file.name} has no {', '.join(sorted(lacking))}; write them", file.parent)
-            )
-        self.rollouts = rollouts
+        self.rollouts, self.fields = rollouts, rollouts.fields
         return rollouts.content_hash
 
 
@@ -133,6 +138,7 @@ def rollout_dataset(
     group_size: int | None = None,
     truncates_answers: bool = False,
     groups_per_round: int | None = None,
+    fields: list[str] | None = None,
     ignored_keys: Sequence[str] = (),
 ) -> RolloutDataset | RoundsDataset:
     """Returns the :class:`RolloutDataset` of a file or files, or, of a folder, the :class:`RoundsDataset`."""
@@ -146,26 +152,31 @@ def rollout_dataset(
         ignored_keys=ignored_keys,
     )
     if groups_per_round is None:
-        return read(path)
+        return read(path, fields=fields)
     if not isinstance(path, str):
         raise ValueError(f"path={path}: with groups_per_round it is a folder; set one")
-    return RoundsDataset(path, groups_per_round, advantage, read)
+    return RoundsDataset(path, groups_per_round, advantage, fields, read)
 
 
 def add_rounds(
     built: Built, dataset: Any, settings: RoundSettings, sampler: ModelSampler | None, model: Runner
 ) -> None:
-    """Adds the part that opens the file of each round, if ``dataset`` reads rounds, or transforms their samples."""
-    for rounds in (dataset, getattr(dataset, "dataset", None)):
+    """Adds the part that opens the file of each round, if ``dataset`` reads rounds, or transforms their samples.
+
+    It may wait for the first one: which models a training has beside the policy depends on the fields of its rows.
+    """
+    for rounds in facts_of(dataset).comes_later:
         if isinstance(rounds, RoundsDataset):
             part = Rounds(built.run, rounds, settings, sampler, model.module, built.tokenizer)
             built.run.parts.add("rounds", part)
+            part.find_fields()
 
 
 class Rounds(Part):
     """Opens the file of each round on all ranks, after it was written by ``sampler``, or by others.
 
-    A checkpoint has the hash of the open file's content, so that a training resumes within a round with the same file.
+    A checkpoint has the hash of the open file's content, so that a training resumes within a round with the same file,
+    and the fields of its rows, which are those of all rounds.
     """
 
     def __init__(
@@ -180,7 +191,26 @@ class Rounds(Part):
         self._run, self._dataset, self._wait_seconds = run, dataset, settings.wait_seconds
         self._sampler, self._model, self._tokenizer = sampler, model, tokenizer
         self._open: dict[str, Any] = {}
-        """Number and hash of the open round."""
+        """Number, hash and fields of the open round."""
+
+    def find_fields(self) -> None:
+        """Finds what the rows of all rounds have: by config, checkpoint or sampler, or in the file of the first one.
+
+        Raises ConfigError if the config has others than the checkpoint, or if no file comes.
+        """
+        dataset, saved = self._dataset, self._run.checkpointing.resume.saved
+        known = saved.parts.get("rounds", {}).get("fields") if saved else None
+        if known is None and self._sampler is not None:
+            known = ["logprobs", "reward"]
+        elif known is not None and dataset.fields not in (None, frozenset(known)):
+            text = f"the checkpoint was saved with {known}; set it to them"
+            raise ConfigError(Problem("dataset.fields", text, sorted(dataset.fields or ())))
+        if known is not None and dataset.fields is None:
+            dataset.fields = frozenset(known)
+        number = min(saved.epoch + 1, self._run.settings.epochs) if saved else 1
+        if dataset.fields is None and self._wait_for(number, self._wait_seconds):
+            with naming("dataset"):
+                dataset.fields = fields_of_first(PathRows(str(dataset.file_of(number))))
 
     def begin(self, epoch: int) -> None:
         """Waits for the round's file, or samples it, and opens it. At a requested stop all ranks end the run.
@@ -194,7 +224,10 @@ class Rounds(Part):
                 max_seconds = 0  # nobody writes it again
             else:
                 self._sample(self._sampler, number)
-        if not self._wait_for(number, max_seconds):
+        if run.stop.is_agreed or not self._wait_for(number, max_seconds):  # it may have waited before, for the fields
+            again = how_to_resume(f"step_{run.global_step}", run.settings.resume_from_checkpoint)
+            again = again if run.global_step else "nothing was trained yet"
+            run.log.info(f"Stopped as requested before round {number}; {again}")
             return
         # Ranks may be nodes whose folders are not one: all must have read the same.
         content_hash = self._dataset.open(number)
@@ -205,7 +238,7 @@ class Rounds(Part):
             text = f"{file} has another content than when the checkpoint was saved within its round ({content_hash} "
             text += f"instead of {self._open['content_hash']}); restore the file"
             raise ConfigError(Problem("dataset.path", text, file.parent))
-        self._open = {"round": number, "content_hash": content_hash}
+        self._open = {"round": number, "content_hash": content_hash, "fields": sorted(self._dataset.fields or ())}
 
     def _sample(self, sampler: ModelSampler, number: int) -> None:
         """Writes the file of a round with the model as it is now, unless a stop is requested."""
@@ -243,6 +276,7 @@ class Rounds(Part):
 
     def _wait_for(self, number: int, max_seconds: float) -> bool:
         """Returns True once all ranks see the file of a round, False on all ranks at a requested stop."""
+        self._run.stop.listen()
         run, began, has_logged = self._run, time.monotonic(), False
         while True:
             file = self._dataset.file_of(number)
@@ -251,9 +285,6 @@ class Rounds(Part):
             is_stopped, is_missing, is_late = all_reduce_any(mine, run.ranks.cpu_group)()
             if is_stopped:
                 run.stop.is_agreed = True
-                again = how_to_resume(f"step_{run.global_step}", run.settings.resume_from_checkpoint)
-                again = again if run.global_step else "nothing was trained yet"
-                run.log.info(f"Stopped as requested before round {number}; {again}")
                 return False
             if not is_missing:
                 return True
@@ -266,9 +297,9 @@ class Rounds(Part):
             time.sleep(_POLL_SECONDS)
 
     def state(self) -> dict[str, Any]:
-        """Returns number and hash of the open round."""
+        """Returns number, hash and fields of the open round."""
         return self._open
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes number and hash of the round that was open."""
+        """Takes number, hash and fields of the round that was open."""
         self._open = dict(state)

@@ -1,4 +1,4 @@
-"""Preference pairs: dataset, rows, losses and reference."""
+"""Preference pairs: dataset, rows and losses."""
 
 from recipe_utils import exported
 

@@ -11,7 +11,5 @@ from recipe_utils.preference.pair_losses import build_loss as build_loss
 from recipe_utils.preference.pairs import PairSettings as PairSettings
 from recipe_utils.preference.pairs import check_is_pair as check_is_pair
 from recipe_utils.preference.pairs import pair_collator as pair_collator
-from recipe_utils.preference.reference import ReferenceSettings as ReferenceSettings
-from recipe_utils.preference.reference import build_reference as build_reference
 
 pair_dataset = PairDataset

@@ -65,7 +65,6 @@ class PairDataset(Dataset[dict[str, Any]]):
     ) -> None:
         self._tokenizer, self._rows = tokenizer, PathRows(path, split, validation_fraction)
         self._columns = columns_of(self._rows, FileRow, ignored_keys)
-        self.content_hash = self._rows.content_hash
         name_unread_of_first(self, self._rows, lambda index: _unread(self._read(index)))
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ define the inputs: ``normalizes_length = True`` (means over an answer's targets 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from torchtune.rlhf.loss import DPOLoss
 
 from recipe_utils.losses.chunks import OutputLayer, Record
 from recipe_utils.losses.log_probs import LinearLogProbs
+from recipe_utils.losses.sequences import sums_of_sequences
 from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.settings.problems import build
 from recipe_utils.torchtune_names import instantiate
@@ -160,6 +162,7 @@ class PreferenceLoss(nn.Module):
 
     takes_hidden_states = True
     sums = METRICS
+    returns_sums = True
     splits_backward = LinearLogProbs.splits_backward
     records: Sequence[Record] = ()
     """See :mod:`recipe_utils.training.parts.sample_losses`."""
@@ -170,31 +173,48 @@ class PreferenceLoss(nn.Module):
         self.compile_chunks = self.log_probs.compile_chunks
         self.loss_fn = loss_fn
 
-    def forward(self, output: OutputLayer, hidden: Tensor, targets: Targets, backward_in_parts: bool = False) -> Tensor:
-        """Returns sums of ``METRICS``, [8] in fp64, or log-probabilities [2, p] of both answers [nats].
+    @property
+    def needs_reference(self) -> bool:
+        """Returns False for a loss of the policy alone."""
+        return bool(getattr(self.loss_fn, "needs_reference", True))
 
-        ``targets`` may have reference log-probabilities [2, p] attached. For the arguments see
+    def returning_log_probs(self) -> AbstractContextManager[None]:
+        """Returns log-probabilities wherever those of a reference are not attached."""
+        return nullcontext()
+
+    def forward(self, output: OutputLayer, hidden: Tensor, targets: Targets, backward_in_parts: bool = False) -> Tensor:
+        """Returns sums of ``METRICS``, [8] in fp64, or log-probabilities [2 p] of answers [nats].
+
+        ``targets`` may have reference log-probabilities [2 p] attached. For the arguments see
         :mod:`recipe_utils.losses.attach`.
         """
-        num_targets = targets.of_samples["num_targets"]
-        policy = sums_of_answers(self.log_probs(output, hidden, targets, backward_in_parts), num_targets)
+        of_targets = self.log_probs(output, hidden, targets, backward_in_parts)
+        policy, num_targets = map(
+            _of_answers, sums_of_sequences(of_targets, targets, targets.of_samples["common_tokens"])
+        )
         reference = targets.outputs.get("reference")
-        if not getattr(self.loss_fn, "needs_reference", True):
+        if not self.needs_reference:
             reference = torch.zeros_like(policy)
         if reference is None:
             return policy
-        log_probs = torch.cat([policy, reference])
+        log_probs = torch.stack([policy, reference])
         if getattr(self.loss_fn, "normalizes_length", False):
             # Per pair: the recipe still divides the loss by the number of pairs.
-            log_probs = log_probs / add_prefixes(num_targets).repeat(2, 1)
-        losses, chosen, rejected = self.loss_fn(*log_probs)
+            log_probs = log_probs / num_targets
+        # Of the two answers of each pair, chosen before rejected
+        losses, chosen, rejected = self.loss_fn(*log_probs.view(2, -1, 2).transpose(1, 2).flatten(0, 1))
         for record in self.records:
             assert targets.items is not None
             assert targets.samples is not None
             record(losses, targets.items[::2], targets.samples[::2])
         margins = chosen - rejected
         wins = (margins > 0).double()
-        return torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]]).sum(1)
+        return torch.stack([losses, chosen, rejected, margins, wins, *policy.view(-1, 2).T, -policy[::2]]).sum(1)
+
+
+def _of_answers(of_sequences: Tensor) -> Tensor:
+    """Returns [2 p] of both answers of p pairs: what they have in common [2 p, 0] is a part of the chosen one's sequence."""
+    return (of_sequences.sum(1).view(-1, 2) + of_sequences[:, 0].view(-1, 2).flip(1)).flatten()
 
 
 def build_loss(cfg: DictConfig, tokens_per_chunk: int) -> "PreferenceLoss":
@@ -257,20 +277,3 @@ def _check_direction(loss_fn: Any, name: str) -> None:
             f"loss: {name} teaches {teaches} where policy and reference agree (its slope along the margin is "
             f"{slope:g}); look at the sign and size of its arguments, such as beta and label_smoothing"
         )
-
-
-def sums_of_answers(log_probs: Tensor, num_targets: Tensor) -> Tensor:
-    """Returns sums over the targets of each chosen and each rejected answer, [2, p] in fp64, of log-probabilities [n].
-
-    Targets of a shared prefix count for both answers (:class:`recipe_utils.preference.pairs.PairReader`). In fp64,
-    because a loss takes differences of large sums; in a fixed order, so that equal models give equal sums.
-    """
-    # unsafe: the check would synchronize with the device, and fails without pairs.
-    lengths = num_targets.flatten()
-    return add_prefixes(torch.segment_reduce(log_probs.double(), "sum", lengths=lengths, unsafe=True, initial=0))
-
-
-def add_prefixes(of_segments: Tensor) -> Tensor:
-    """Adds what shared prefixes have to both answers: [2, p] of the segments [2 * p, 2] of sequences."""
-    shared, chosen, _, rejected = of_segments.view(-1, 4).unbind(1)
-    return torch.stack([shared + chosen, shared + rejected])

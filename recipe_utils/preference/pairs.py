@@ -1,34 +1,40 @@
-"""Preference pairs as samples of two sequences, padded or packed.
+"""Preference pairs as groups of two answers to one prompt, padded or packed.
 
-Both answers of a pair are in one microbatch. If packed, their common prefix is computed once.
+Both answers of a pair are in one microbatch. If packed, what precedes them is computed once.
 
 Example: the sides ``u v w A B`` and ``u v w C``, targets in capitals, begin with the same 3 tokens. The last of them
-predicts A or C, so they share 2. The row ``u v  w A B  w C`` is the tree (2, 3, 2): 7 positions instead of 9. Its
-segments have 0, 2 and 1 targets. Shapes: p pairs.
+predicts A or C, so the tree (2, 3, 2) has it twice: 7 positions instead of 9, see :mod:`recipe_utils.text.trees`. Of
+``u v w A B`` and ``u v w A C`` A is predicted once, in the tree (3, 2, 2), and counts for both.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from hashlib import blake2b
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
 
+from recipe_utils.data.collators import text_collator
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
-from recipe_utils.text.documents import Document, tree
-from recipe_utils.text.limits import ModelLimits, RowBounds
-from recipe_utils.text.reader import TextReader, check_all_taken, check_sample, end_ids_of
-from recipe_utils.text.samples import FIRST, TextSample
+from recipe_utils.text.limits import ModelLimits
+from recipe_utils.text.reader import fingerprint_of
 from recipe_utils.torchtune_names import IGNORE_INDEX
-from recipe_utils.update_steps.order import StepIndex
+from recipe_utils.update_steps.objective import Declaration
 from recipe_utils.update_steps.samples import Sample, SkippedSampleError, check_has, whole_numbers
 from recipe_utils.update_steps.settings import DataSettings
 
 SIDES = ("chosen", "rejected")
+_OF_PAIRS = Declaration(
+    of_samples=("pairs", "chosen_tokens", "common_tokens", "fingerprint"),
+    divisor="pairs",
+    totals=("pairs", "chosen_tokens"),
+    couples_sequences=True,
+)
+"""Values of a pair's answers, see :func:`pair_as_group`."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -61,26 +67,12 @@ def check_is_pair(sample: Any) -> None:
         )
 
 
-def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
-    """Returns the number of tokens that both sides of a pair can share; None if they are equal.
-
-    Longest common prefix of tokens and labels, less one, because the next token of the last differs.
-    """
-    chosen, rejected = (np.stack([pair[f"{s}_input_ids"], pair[f"{s}_labels"]]) for s in SIDES)
-    shorter = min(chosen.shape[1], rejected.shape[1])
-    differ = (chosen[:, :shorter] != rejected[:, :shorter]).any(axis=0)
-    if differ.any():
-        return max(int(differ.argmax()) - 1, 0)
-    return None if chosen.shape == rejected.shape else shorter - 1
-
-
-def mask_shared_turns(pair: Mapping[str, Any]) -> None:
+def mask_shared_turns(tokens: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> None:
     """Masks the labels of earlier turns that both sides share: they are a part of the prompt.
 
     Example: of ``u A v B`` and ``u A v C`` (targets in capitals) A is masked. Of ``u AB`` and ``u AC`` nothing is,
     because a turn that only begins alike is an answer. Nor is the last run of targets of a side.
     """
-    tokens, labels = ([pair[f"{side}_{key}"] for side in SIDES] for key in ("input_ids", "labels"))
     shorter = min(map(len, tokens))
     differ = tokens[0][:shorter] != tokens[1][:shorter]
     end = int(differ.argmax()) if differ.any() else shorter
@@ -95,113 +87,48 @@ def mask_shared_turns(pair: Mapping[str, Any]) -> None:
         side[:end] = IGNORE_INDEX
 
 
-@dataclasses.dataclass(frozen=True)
-class PairReader(TextReader):
-    """Checks of pairs as torchtune's preference datasets return them; ``shares``: their common prefix exists once.
+def pair_as_group(pair: Sample, name: str, shares: bool = False) -> Mapping[str, Sample]:
+    """Returns the sides of a pair, as torchtune's preference datasets return it, as the sequences of a group.
 
-    A pair has two sequences, chosen before rejected, with the values ``num_targets`` [shared, further] (no shared
-    ones for rejected, whose targets are ``num_targets`` [0] of chosen and its own) and ``fingerprint`` [16].
+    Turns that both share are masked. Values of both are ``pairs``, 1 for chosen, the number of ``chosen_tokens``, and a
+    ``fingerprint`` [2]. If the pair ``shares`` its beginning, the targets there are those of chosen alone, their number is
+    its value ``common_tokens``, and the loss counts them for both.
+
+    Raises:
+        SampleError: a key is missing, or contains no token ids. All else is left to the reader.
+        SkippedSampleError: a side has no target, or the sides are equal.
     """
-
-    shares: bool = False
-
-    @property
-    def counts(self) -> Sequence[str]:
-        """Names of counts: pairs; targets of chosen answers; targets, tokens and shared ones of both; positions."""
-        return ("pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions")
-
-    def remarks(self, sample: TextSample) -> Iterator[str]:
-        """Yields a text if a pair is probably truncated, or its sides are no answers to one prompt."""
-        tokens, labels = _sides(sample)
-        if (most := self.bounds.max_seq_len) in [len(side) for side in tokens]:
-            yield f"a side of tokenizer.max_seq_len={most} tokens, probably truncated"
-        prompts = [side[: int((mask != IGNORE_INDEX).argmax())] for side, mask in zip(tokens, labels, strict=True)]
-        if not np.array_equal(prompts[0], prompts[1]):
-            yield "its two sides differ before their first target"
-
-    def prepare(self, sample: Sample, name: str, at: StepIndex = FIRST) -> TextSample:
-        """Returns the pair as a tree of its common prefix and both rests, or as two documents; masks shared turns.
-
-        Raises SampleError (see :func:`recipe_utils.text.reader.check_sample`);
-        SkippedSampleError if a side has no target, or the sides are equal.
-        """
-        # Each side is checked as a sample of its own.
-        pair: dict[str, np.ndarray] = {}
-        for side in SIDES:
-            keys = (f"{side}_input_ids", f"{side}_labels")
-            check_has(sample, keys, name)
-            tokens, labels = (whole_numbers(sample, key, name) for key in keys)
-            check_sample({"tokens": tokens, "labels": labels}, f"{name}, {side}", IGNORE_INDEX, self.bounds.limits)
-            check_all_taken({key: sample[key] for key in sample if not key.startswith(SIDES)}, tokens, labels, name)
-            # The first token is never predicted.
-            if (labels[1:] == IGNORE_INDEX).all():
+    given = [(f"{side}_input_ids", f"{side}_labels") for side in SIDES]
+    for each in given:
+        check_has(pair, each, name)
+    tokens, labels = ([whole_numbers(pair, key, name).copy() for key in each] for each in zip(*given, strict=True))
+    beside = {key: value for key, value in pair.items() if not str(key).startswith(SIDES)}
+    if all(len(ids) == len(of_ids) for ids, of_ids in zip(tokens, labels, strict=True)):
+        for side, of_side in zip(SIDES, labels, strict=True):
+            if len(of_side) and (of_side[1:] == IGNORE_INDEX).all():  # the first token is never predicted
                 raise SkippedSampleError(f"{name}: its {side} side has no target")
-            pair |= dict(zip(keys, (tokens, labels), strict=True))
-        mask_shared_turns(pair)
-        num_shared = num_shared_tokens(pair)
-        if num_shared is None:
+        mask_shared_turns(tokens, labels)
+        if np.array_equal(tokens[0], tokens[1]) and np.array_equal(labels[0], labels[1]):
             raise SkippedSampleError(f"{name}: its sides are equal")
-        num_shared *= self.shares
-        # By its fingerprint, the reference's log-probabilities of a pair are found again.
-        digest = blake2b(digest_size=16)
-        for key in (f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels")):
-            digest.update(len(pair[key]).to_bytes(8, "little") + pair[key].tobytes())
-        # Neither rest attends to the other; positions of both continue those of the prefix.
-        (tokens, others), (labels, other_labels) = (
-            [pair[f"{s}_{key}"] for s in SIDES] for key in ("input_ids", "labels")
-        )
-        length, num_rest = len(tokens), len(others) - num_shared
-        documents: list[Document] = [length, num_rest]
-        sequences = positions = None
-        if num_shared:
-            documents = [tree(num_shared, length - num_shared, num_rest)]
-            positions = np.append(np.arange(length), np.arange(num_shared, len(others)))
-            owners = np.repeat([0, 1], [length, num_rest])
-            sequences = owners, np.array([length - 1, length + num_rest - 1])
-        are_targets = [labels[1:] != IGNORE_INDEX, other_labels[1:] != IGNORE_INDEX]
-        num_targets = [np.split(each, [num_shared]) for each in are_targets]
-        rest = other_labels[num_shared:].copy()
-        rest[: num_shared > 0] = IGNORE_INDEX  # it is the target of the prefix, not of the chosen side's last token
-        return TextSample(
-            name,
-            at,
-            np.append(tokens, others[num_shared:]),
-            np.append(labels, rest),
-            documents,
-            values={
-                "num_targets": np.array([[each.sum() for each in num_targets[0]], [0, num_targets[1][1].sum()]]),
-                "fingerprint": np.frombuffer(digest.digest() * 2, dtype=np.uint8).reshape(2, 16),
-            },
-            sequences=sequences,
-            positions=positions,
-            num_shared=[num_shared],
-        )
-
-    def content(self, sample: TextSample) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
-        """Returns tokens and labels of both sides."""
-        tokens, labels = _sides(sample)
-        return (tokens[0], labels[0], tokens[1], labels[1]), {}
-
-    def count(self, counts: Mapping[str, float], values: Mapping[str, np.ndarray]) -> Mapping[str, float]:
-        """Returns the counts of pairs."""
-        shared, chosen, _, rejected = values["num_targets"].reshape(-1, 4).sum(0).tolist()
-        return {
-            "pairs": len(values["num_targets"]) // 2,
-            "chosen_tokens": shared + chosen,
-            "target_tokens": 2 * shared + chosen + rejected,
-            **{name: counts[name] for name in ("real_tokens", "shared_tokens", "positions")},
-        }
+    fingerprints = [fingerprint_of(*side) for side in zip(tokens, labels, strict=True)]
+    num_chosen, num_common = int((labels[0][1:] != IGNORE_INDEX).sum()), 0
+    if shares:
+        end = num_common_tokens(tokens, labels)
+        num_common = int((labels[1][1:end] != IGNORE_INDEX).sum())
+        labels[1][1:end] = IGNORE_INDEX
+    numbers = {"pairs": (1, 0), "chosen_tokens": (num_chosen, 0), "common_tokens": (num_common, 0)}
+    beside_sides = zip(tokens, labels, fingerprints, *numbers.values(), strict=True)
+    keys = ("tokens", "labels", "fingerprint", *numbers)
+    return {
+        side: {**beside, **dict(zip(keys, each, strict=True))} for side, each in zip(SIDES, beside_sides, strict=True)
+    }
 
 
-def _sides(sample: TextSample) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns tokens and labels of both sides of a pair."""
-    (num_shared,), (last, end) = sample.num_shared, sample.owners_and_ends()[1]
-    chosen, rest = slice(last + 1), slice(last + 1, end + 1)
-    tokens = [sample.tokens[chosen], np.append(sample.tokens[:num_shared], sample.tokens[rest])]
-    labels = [sample.labels[chosen], np.append(sample.labels[:num_shared], sample.labels[rest])]
-    if num_shared:  # equal on both sides
-        labels[1][num_shared] = labels[0][num_shared]
-    return tokens, labels
+def num_common_tokens(tokens: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> int:
+    """Returns the number of tokens with which both sides begin, with equal labels."""
+    shorter = min(map(len, [*tokens, *labels]))
+    differ = (tokens[0][:shorter] != tokens[1][:shorter]) | (labels[0][:shorter] != labels[1][:shorter])
+    return int(differ.argmax()) if differ.any() else shorter
 
 
 def pair_collator(
@@ -209,19 +136,18 @@ def pair_collator(
 ) -> RowCollator:
     """Returns the collator of pairs; ``batch_size`` counts pairs.
 
+    A loss finds the two sequences of each pair side by side. For values of answers see :func:`pair_as_group`.
+
     Raises ConfigError if the model does not support ``microbatching: packed``.
     """
     if settings.is_packed and prefix_sharing is None:
         with suppress(ConfigError):
             return pair_collator(settings, tokenizer, limits, prefix_sharing=True)
     shares = bool(settings.is_packed and prefix_sharing)
-    bounds = RowBounds(settings, limits, getattr(tokenizer, "max_seq_len", None), num_rows=2)
-    reader = PairReader(IGNORE_INDEX, bounds, end_ids=end_ids_of(tokenizer), shares=shares)
-    trees = ("prefix_sharing=True", "set prefix_sharing=False") if shares else None
-    return RowCollator(settings, reader, tokenizer.pad_id, trees)
-
-
-def layout_of(settings: DataSettings, prefix_sharing: bool | None) -> str:
-    """Returns the layout of rows of pairs; the rounding of log-probabilities depends on it."""
-    shares = ", prefixes shared" if prefix_sharing is not False else ""
-    return f"packed{shares}" if settings.is_packed else "padded"
+    collator = text_collator(
+        *(settings, tokenizer, IGNORE_INDEX, limits, True, _OF_PAIRS, shares),
+        trees=("prefix_sharing=True", "set prefix_sharing=False") if shares else None,
+    )
+    as_group = partial(pair_as_group, shares=shares)
+    bounds = collator.reader.bounds._replace(num_rows=2)
+    return replace(collator, reader=replace(collator.reader, bounds=bounds, as_group=as_group, shares=shares))

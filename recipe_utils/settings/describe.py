@@ -52,7 +52,7 @@ SECTIONS = {
     "Use many GPUs": """data_parallel_replicate_dim data_parallel_shard_dim gradient_sync tensor_parallel_dim
         tensor_parallel_plan pipeline_parallel_dim pipeline_parallel_schedule pipeline_parallel_split_points
         process_group_timeout_seconds""",
-    "Compare with a reference": "reference ref_checkpointer",
+    "Compare with a reference": "reference ref_checkpointer reference_cache_dir",
     "Tune optimizer and precision": """weight_decay_of_vectors loraplus_lr_ratio on_nonfinite max_nonfinite_steps
         quantizer packed_attention cudnn_deterministic_mode""",
 }

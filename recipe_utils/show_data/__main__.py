@@ -16,6 +16,7 @@ from inspect import signature
 from itertools import chain, groupby, islice
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from recipe_utils.check_gradient.recipe_file import parser_of
@@ -31,10 +32,10 @@ from recipe_utils.settings.read import check_keys, read_settings
 from recipe_utils.text.documents import chains
 from recipe_utils.text.limits import NO_LIMITS
 from recipe_utils.text.mixture import MixtureOrder, load_dataset
-from recipe_utils.text.trees import makes_trees
+from recipe_utils.text.trees import sequences_of
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.command import entry_point
-from recipe_utils.update_steps.samples import CheckedDataset, SampleError, unread
+from recipe_utils.update_steps.samples import CheckedDataset, SampleError, facts_of, unread
 from recipe_utils.update_steps.settings import DataSettings
 
 _KEYS = {
@@ -66,7 +67,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     check = check_is_pair if are_pairs else None
     dataset = build("dataset", load_dataset, cfg.dataset, tokenizer, check)
     ignore_index = values["loss"].get("ignore_index", -100)
-    has_trees = makes_trees(dataset)
+    has_trees = facts_of(dataset).has_sequences
     settings = replace(settings, microbatching="packed") if has_trees else settings
     if are_pairs:
         collator = pair_collator(settings, tokenizer, NO_LIMITS)
@@ -98,14 +99,12 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
             yield _marked(tokenizer, tokens.tolist(), are_targets)
         if is_tree:
             continue
-        ends, sides = (sample.documents, SIDES) if are_pairs else ([len(sample.tokens)], [""])
-        for side, end, tokens, labels in zip(
-            sides, ends, rows[0].inputs["tokens"], rows[0].targets.labels, strict=True
-        ):
-            are_targets = [False, *(labels[: end - 1] != ignore_index).tolist()]
+        whole = [("", {"tokens": sample.tokens, "labels": np.append(ignore_index, sample.labels[:-1])})]
+        for side, each in zip(SIDES, sequences_of(sample, ignore_index), strict=True) if are_pairs else whole:
+            are_targets = each["labels"] != ignore_index
             name = checked.name_of(index) + (side and f", {side}")
-            yield f"\n{name}: {end} tokens, {sum(are_targets)} targets"
-            yield _marked(tokenizer, tokens[:end].tolist(), are_targets)
+            yield f"\n{name}: {len(are_targets)} tokens, {are_targets.sum()} targets"
+            yield _marked(tokenizer, each["tokens"].tolist(), are_targets.tolist())
     if not num_good:
         raise SampleError(f"dataset: none of the {collator.noun}s that were read can be trained on")
 

@@ -3,7 +3,6 @@ from recipe_utils.text.collator import RowCollator as RowCollator
 from recipe_utils.text.conversations.file_datasets import ConversationDataset as ConversationDataset
 from recipe_utils.text.conversations.file_datasets import TextPiecesDataset as TextPiecesDataset
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer as FolderTokenizer
-from recipe_utils.text.trees import makes_trees as makes_trees
 
 conversation_dataset = ConversationDataset
 text_pieces_dataset = TextPiecesDataset

@@ -1,6 +1,7 @@
 """Collators of text: plans and layouts of the microbatches of samples that are sequences of tokens."""
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -61,7 +62,7 @@ class RowCollator(Collator):
         if not settings.is_packed:
             return Layout(settings.make_plan(bound, limits.cost, self.bounds.num_rows), settings.moves_samples)
         multiple = limits.multiple_of_packed_rows(bound, self.trees, settings.max_ranks_per_row)
-        if bound is None and self.reader.has_trees:
+        if bound is None and self.reader.has_trees and not self.reader.couples_sequences:
             bound = settings.batch_size * limits.max_seq_len
         plan = settings.make_plan(bound, limits.cost, fills_rows=multiple != limits.row_multiple)
         return Layout(plan, settings.moves_samples, row_multiple=multiple)
@@ -72,6 +73,8 @@ class RowCollator(Collator):
     def longest_row(self) -> int:
         """Returns an upper bound of a row, padding included, also in validation and with any budget [positions]."""
         of_tree = self.reader.bounds.of_tree if self.reader.has_trees else 0
+        if self.reader.couples_sequences and self.bounds.num_rows == 1:  # with any number of sequences
+            return sys.maxsize // 2
         return max(self.bounds.of_row, of_tree + (self.layout.row_multiple or 0))
 
     @property
@@ -112,19 +115,17 @@ class RowCollator(Collator):
     def remarks(self, sample: TextSample | None = None) -> Iterator[str]:
         """Yields doubts about a sample; without one, a warning about samples longer than a microbatch."""
         longest, num_rows, bound = self.bounds.max_seq_len, self.bounds.num_rows, self.bounds.max_tokens
-        most = self.settings.max_ranks_per_row
+        settings, most = self.settings, self.settings.max_ranks_per_row
         if sample is not None:
             yield from self.reader.remarks(sample)
-        elif (
-            not self.settings.is_searched
-            and bound is not None
-            and (longest is None or most * bound < num_rows * longest)
-        ):
+        elif not settings.is_searched and bound is not None and (longest is None or most * bound < num_rows * longest):
             on_most = f", max_ranks_per_row={most}" if most > 1 else ""
+            is_cut = settings.is_packed and self.reader.has_trees and not self.reader.couples_sequences
+            result = "may be cut into several microbatches" if is_cut else "gets a microbatch of its own"
             more = f"more than {most * bound} tokens" if most > 1 else "more tokens"
             yield (
                 f"max_tokens_per_microbatch={bound}{on_most}: a {self.noun} with {more} ("
-                f"{'twice ' * (num_rows == 2)}tokenizer.max_seq_len={longest}) gets a microbatch of its own"
+                f"{'twice ' * (num_rows == 2)}tokenizer.max_seq_len={longest}) {result}"
             )
 
     def length(self, sample: TextSample) -> int:
@@ -137,7 +138,12 @@ class RowCollator(Collator):
         """Makes a microbatch of at least one sample, or a share of it, or one of each tree that a sample was cut into."""
         if self.settings.is_packed or not self.reader.keeps_types:
             _warn_once(", ".join(sorted(map(str, self._unknown_keys(samples[0])))))
-        if self.settings.is_packed and len(samples) == 1 and len(samples[0].num_shared) > 1:
+        if (
+            self.settings.is_packed
+            and len(samples) == 1
+            and len(samples[0].num_shared) > 1
+            and not self.reader.couples_sequences
+        ):
             return [self._row([tree]) for tree in split_trees(samples[0])]
         row = self._row(samples)
         return [row if share == WHOLE else share_of_row(row, share, len(samples), self.layout.row_multiple)]

@@ -26,7 +26,7 @@ from recipe_utils.settings.problems import Problem
 from recipe_utils.torchtune_names import instantiate, log_rank_zero
 from recipe_utils.update_steps.order import Order
 from recipe_utils.update_steps.permutation import NUM_IN_MEMORY, epoch_permutation, seed_of
-from recipe_utils.update_steps.samples import NO_DATASET, unread
+from recipe_utils.update_steps.samples import NO_DATASET, Facts, facts_of, merged, unread
 from recipe_utils.update_steps.step import Targets
 
 _STEPS_PER_STATE = 64
@@ -49,6 +49,11 @@ class Mixture(ConcatDataset):
     def __getitem__(self, index: int) -> Any:
         """Returns a sample, with the ``loss_weight`` of its dataset as a weight of its targets."""
         return _weighted(super().__getitem__(index), self.loss_weights[self.dataset_of(index)])
+
+    def facts(self) -> Facts:
+        """Returns those of its datasets, by name."""
+        facts = merged(dict(zip(self.names, map(facts_of, self._datasets), strict=True)))
+        return facts._replace(sources=self)
 
     def dataset_of(self, index: int) -> int:
         """Returns the position in the list of the dataset that a sample is from."""

@@ -1,13 +1,14 @@
 """Checks of what datasets of text return, in DataLoader workers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from recipe_utils.text.limits import NO_BOUNDS, ModelLimits, RowBounds
-from recipe_utils.text.samples import FIRST, TextSample
+from recipe_utils.text.samples import FIRST, TextSample, beside_predictors, beside_tokens
 from recipe_utils.text.trees import merge, sequences_of
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.order import StepIndex
@@ -49,6 +50,15 @@ class TextReader:
     """``input_pos`` is the project's, not a user's ``collate_fn``'s."""
     drops_columns: bool = False
     """Samples are only looked at: what no loss takes is no error."""
+    as_group: Callable[[Sample, str], Mapping[str, Sample]] | None = None
+    """Returns the sequences of a sample in another form by name, such as those of a pair. Their value ``common_tokens`` is the
+    number of targets that the first one has for all of them."""
+    couples_sequences: bool = False
+    """The sequences of a sample are in one microbatch, however long they are."""
+    has_fingerprints: bool = False
+    """Sequences have the value ``fingerprint`` [2] of their tokens, labels and temperatures, by which a cache finds them."""
+    shares: bool = True
+    """Sequences of a packed sample that begin alike become one tree."""
 
     @property
     def counts(self) -> Sequence[str]:
@@ -61,8 +71,13 @@ class TextReader:
 
         A user's ``collate_fn`` gets the types of the dataset, such as lists, as in torchtune.
         """
+        if self.as_group is not None:
+            return self._tree_of(self.as_group(sample, name), name, at)
         if isinstance(sample, Mapping) and "sequences" in sample:
-            return self._tree_of(sample["sequences"], name, at)
+            return self._tree_of({f"sequence {i}": each for i, each in enumerate(sample["sequences"])}, name, at)
+        return self._sequence_of(sample, name, at)
+
+    def _sequence_of(self, sample: Sample, name: str, at: StepIndex) -> TextSample:
         tokens, labels = check_sample(sample, name, self.ignore_index, self.bounds.limits)
         if self.has_own_positions and "input_pos" in sample and "seq_lens" not in sample:
             text = "only samples with 'seq_lens', of packed datasets, set positions; remove it"
@@ -75,6 +90,8 @@ class TextReader:
             raise SampleError(f"{name}: it has no '{missing[0]}' {beside}, which the loss takes; it has {given}")
         columns = {key: check_column(sample[key], key, len(labels), name) for key in self.columns if key in sample}
         values = {key: _finite(sample[key], key, name)[None] for key in self.of_samples}
+        if self.has_fingerprints:
+            values["fingerprint"] = fingerprint_of(tokens, labels, columns.get("temperatures", labels[:0]))[None]
         # The rest is kept for a collate_fn.
         unused = {"mask"} if self.keeps_types else {*_KEYS, *columns, *values}
         others = {key: value for key, value in sample.items() if key not in unused}
@@ -83,18 +100,19 @@ class TextReader:
             others |= {key: array for key, array in arrays.items() if np.asarray(sample[key][:1]).dtype != np.int64}
         elif not self.drops_columns:
             check_all_taken(others, tokens, labels, name)
-        made = TextSample(name, at, tokens, labels, [len(tokens)], columns, values, others=others)
-        return _with_documents(made, self.ignore_index) if made.is_row else made
+        made = TextSample(name, at, tokens, labels, [len(tokens)], columns, values=values, others=others)
+        made = _with_documents(made, self.ignore_index) if made.is_row else made
+        return beside_predictors(made, self.ignore_index)
 
-    def _tree_of(self, sequences: Sequence[Sample], name: str, at: StepIndex) -> TextSample:
+    def _tree_of(self, sequences: Mapping[str, Sample], name: str, at: StepIndex) -> TextSample:
         if not self.has_trees:
-            text = "it has 'sequences'; set makes_trees = True in the class of its dataset"
+            text = "it has 'sequences'; return Facts(has_sequences=True) from a method facts() of its dataset"
             raise SampleError(f"{name}: {text}")
         # A sequence without a target would only cost time.
         kept = []
-        for index, sequence in enumerate(sequences):
-            made = self.prepare(sequence, f"{name}, sequence {index}", at)
-            if (made.labels[1:] != self.ignore_index).any():
+        for which, sequence in sequences.items():
+            made = self._sequence_of(sequence, f"{name}, {which}", at)
+            if self.as_group or (made.labels != self.ignore_index).any():
                 kept.append(made)
         # Where a sequence has a column, all have it.
         names = {name for made in kept for name in made.columns}
@@ -104,7 +122,10 @@ class TextReader:
         # One tree, or several if the sequences are longer than a row; ranks of one row would wait for the others.
         if not kept:
             raise SkippedSampleError(f"{name}: none of its sequences has a target")
-        sample = merge(kept, self.bounds.of_tree, self.ignore_index)._replace(name=name)
+        most: int | None = self.bounds.of_tree
+        if self.couples_sequences and self.bounds.settings.is_packed:
+            most = None if self.shares else 1
+        sample = merge(kept, most, self.ignore_index)._replace(name=name)
         if len(sample.documents) > 1 and self.bounds.settings.max_ranks_per_row > 1:
             text = f"its sequences need rows of more than {self.bounds.of_tree} positions, which max_ranks_per_row"
             raise SampleError(f"{name}: {text} does not cut; set max_tokens_per_microbatch higher")
@@ -113,17 +134,20 @@ class TextReader:
     def content(self, sample: TextSample) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
         """Returns tokens and labels, and all other values that are trained on, by key: those of the data in any layout."""
         others = {key: value for key, value in sample.others.items() if key not in (*_KEYS, "is_cut")}
+        values = {} if self.as_group else {name: sample.values[name] for name in self.of_samples}
         if not sample.num_shared:
-            return (sample.tokens, sample.labels), {**others, **sample.columns, **sample.values}
-        made = [*sequences_of(sample, self.ignore_index)]
+            columns = beside_tokens(sample, self.ignore_index)
+            return (sample.tokens, columns.pop("labels")), {**others, **columns, **values}
+        made = self._answers_of(sample)
         columns = {name: np.concatenate([each[name] for each in made]) for name in sample.columns}
-        return [each[name] for each in made for name in ("tokens", "labels")], {**columns, **sample.values}
+        return [each[name] for each in made for name in ("tokens", "labels")], {**columns, **values}
 
     def count(self, counts: Mapping[str, float], values: Mapping[str, np.ndarray]) -> Mapping[str, float]:
         """Returns the counts with the number of samples with values, and the sums of values that are totals."""
         sums = {name: float(values[name].sum()) for name in self.of_samples if name in self.totals}
         samples = {"samples": len(values[self.of_samples[0]])} if self.of_samples else {}
-        return {**counts, **sums, **samples}
+        num_twice = float(values["common_tokens"].sum()) if self.as_group else 0
+        return {**counts, **sums, **samples, "target_tokens": counts["target_tokens"] + num_twice}
 
     def remarks(self, sample: TextSample) -> Iterator[str]:
         """Yields a text if a sample is probably truncated, or needs several ranks.
@@ -132,13 +156,14 @@ class TextReader:
         before it packs; all others to ``max_seq_len``.
         """
         if sample.num_shared:
+            yield from self._remarks_on_group(sample)
             return
-        most, tokens, labels = self.bounds.max_seq_len or 0, sample.tokens, sample.labels
+        most, tokens = self.bounds.max_seq_len or 0, sample.tokens
         # Last tokens that should end a text: of a sample cut by torchtune, and of each document of a packed row.
         lasts = [most - 2] if len(tokens) == most - 1 else []
         if sample.is_row:  # the last document may continue in the next row
             lasts = (np.cumsum(np.asarray(sample.others["seq_lens"]))[:-1] - 1).tolist()
-        ends = [int(tokens[i]) for i in lasts if labels[i] == tokens[i]]
+        ends = [int(tokens[i]) for i in lasts if i and sample.labels[i - 1] == tokens[i]]
         if self.end_ids and not self.end_ids.issuperset(ends):
             text = "no end token, probably truncated; a text_pieces_dataset trains all of a text"
             yield f"{most - 1} tokens (tokenizer.max_seq_len={most}) with {text}"
@@ -149,6 +174,36 @@ class TextReader:
         keys, of_a_rank = self.bounds.settings, self.bounds.max_tokens or 0
         if keys.max_ranks_per_row > 1 and not keys.is_searched and len(tokens) > of_a_rank:
             yield f"more than {of_a_rank} tokens, computed by several ranks"
+
+    def _answers_of(self, sample: TextSample) -> list[dict[str, np.ndarray]]:
+        """Returns tokens, labels and columns of each sequence, with the targets that stand once for several."""
+        first, *others = made = [*sequences_of(sample, self.ignore_index)]
+        common = sample.values["common_tokens"] if self.as_group else [0]
+        places = np.flatnonzero(first["labels"] != self.ignore_index)[: common[0]]
+        for other in others:
+            other["labels"][places] = first["labels"][places]
+        return made
+
+    def _remarks_on_group(self, sample: TextSample) -> Iterator[str]:
+        """Yields a text if a group is cut, an answer of a pair is probably truncated, or they are not to one prompt."""
+        if self.bounds.settings.is_packed and len(sample.num_shared) > 1 and not self.couples_sequences:
+            yield f"more than {self.bounds.of_tree} positions, cut into several microbatches"
+        if self.as_group is None:
+            return
+        sequences = self._answers_of(sample)
+        if (most := self.bounds.max_seq_len) in [len(each["tokens"]) for each in sequences]:
+            yield f"a side of tokenizer.max_seq_len={most} tokens, probably truncated"
+        prompts = [each["tokens"][: int((each["labels"] != self.ignore_index).argmax())] for each in sequences]
+        if any(not np.array_equal(prompts[0], prompt) for prompt in prompts):
+            yield "its two sides differ before their first target"
+
+
+def fingerprint_of(*arrays: np.ndarray) -> np.ndarray:
+    """Returns a hash [2] int64 of arrays."""
+    digest = blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(len(array).to_bytes(8, "little") + array.tobytes())
+    return np.frombuffer(digest.digest(), dtype=np.int64)
 
 
 def end_ids_of(tokenizer: Any) -> frozenset[int]:

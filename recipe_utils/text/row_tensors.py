@@ -25,7 +25,7 @@ from torch import Tensor
 from recipe_utils.plans.rounds import Share
 from recipe_utils.text.documents import DocumentLengths, Documents, length_of
 from recipe_utils.text.reader import TextReader
-from recipe_utils.text.samples import TextSample, beside_next
+from recipe_utils.text.samples import TextSample, beside_tokens
 from recipe_utils.text.trees import Shared, apart
 from recipe_utils.update_steps.samples import Sample, SampleError
 from recipe_utils.update_steps.step import Microbatch, Targets
@@ -80,7 +80,7 @@ def _lay_out(
     for sample, first in zip(row.samples, row.starts, strict=True):
         tokens.append(sample.tokens[first:])
         positions.append(_positions_of(sample)[first:] if documents is not None else tokens[-1])
-        labels.append(_beside_next(sample, sample.labels, reader.ignore_index)[first:])
+        labels.append(sample.labels[first:])
         of_sample, lasts = sample.owners_and_ends()
         owners.append(np.where(of_sample < 0, -1, of_sample + num_sequences)[first:])
         ends.append(lasts - first + num_positions)
@@ -114,7 +114,9 @@ def collated(samples: Sequence[TextSample], reader: TextReader, collate_fn: Coll
     It returns ``tokens`` and ``labels``, both [b, s], and further arguments of the model's forward. Raises ValueError if
     its labels have another shape than the tokens, or other targets than the samples' columns.
     """
-    inputs = dict(collate_fn([{"tokens": s.tokens, "labels": s.labels, **s.others} for s in samples]))
+    labels = [beside_tokens(sample, reader.ignore_index)["labels"] for sample in samples]
+    given = zip(samples, labels, strict=True)
+    inputs = dict(collate_fn([{"tokens": s.tokens, "labels": beside, **s.others} for s, beside in given]))
     if "labels" not in inputs or inputs["labels"].shape != inputs["tokens"].shape:
         got = {key: tuple(value.shape) for key, value in inputs.items() if hasattr(value, "shape")}
         raise ValueError(f"collate_fn: labels must have the shape of tokens; it returned {got}")
@@ -189,8 +191,7 @@ def _microbatch(
     # Columns at targets: of the samples that have them, else their default.
     num_targets, columns, places = len(targets.positions), dict[str, Tensor](), None
     given = {name for sample in samples for name in sample.columns}
-    nexts = [_beside_next(sample, sample.labels, reader.ignore_index) for sample in samples] if given else []
-    are_targets = [labels != reader.ignore_index for labels in nexts]
+    are_targets = [sample.labels != reader.ignore_index for sample in samples if given]
     for name, default in reader.columns.items():
         if name not in given:
             columns[name] = torch.full((num_targets,), default or 0.0, dtype=torch.float64)
@@ -198,7 +199,7 @@ def _microbatch(
         of_samples = []  # in the order of the targets
         for sample, is_target in zip(samples, are_targets, strict=True):
             column = sample.columns.get(name, np.full(len(is_target), default))
-            of_samples.append(_beside_next(sample, column, 0)[is_target])
+            of_samples.append(column[is_target])
         columns[name] = torch.from_numpy(np.concatenate(of_samples))
         if len(columns[name]) != num_targets:
             text = f"it made {num_targets} targets of {len(columns[name])}, so {name} of samples have no place"
@@ -231,11 +232,6 @@ def _microbatch(
 def _with_positions(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Returns labels [b, s] of the next positions, and the positions [n] of targets."""
     return labels, torch.from_numpy(np.flatnonzero(labels.numpy() != ignore_index))
-
-
-def _beside_next(sample: TextSample, column: np.ndarray, nothing: float) -> np.ndarray:
-    """Returns the column of each position's next token, ``nothing`` at the ends of documents."""
-    return beside_next(column, np.cumsum([length_of(document) for document in sample.documents]) - 1, nothing)
 
 
 def _positions_of(sample: TextSample) -> np.ndarray:

@@ -2,10 +2,10 @@
 
 A sample of 5 tokens whose last two are an answer, with ``advantages`` declared by the loss and ``rewards`` by a recipe::
 
-    tokens       12   7  31   4   9
-    labels     -100 -100 -100   4   9      beside the token that they name
-    advantages    0   0   0  .5  .5      a column: beside the label
-    rewards      [1.0]                   a value of the sample, of any fixed shape
+    tokens       12    7   31    4    9
+    labels     -100 -100    4    9 -100    beside the position that predicts them; datasets return them beside their tokens
+    advantages    0    0   .5   .5    0    a column: beside the label
+    rewards      [1.0]                     a value of the sample, of any fixed shape
 
 Two answers to one prompt, ``{"sequences": [...]}``, are one sample of two sequences: a tree that computes the prompt
 once, with the columns of both answers and the values [2] of both.
@@ -34,10 +34,12 @@ class TextSample(NamedTuple):
     tokens: np.ndarray
     """[t] int64."""
     labels: np.ndarray
-    """[t] int64, beside their tokens; in a tree, beside the token after the position that predicts them."""
+    """[t] int64, of the next token of each position's sequence; ``ignore_index`` where there is no target."""
     documents: Sequence[Document]
     columns: Mapping[str, np.ndarray] = {}
     """[t] fp64 each, beside labels; without those that the dataset left out."""
+    firsts: Mapping[str, np.ndarray] = {}
+    """Labels and columns of the first token of each document, which nothing predicts: a resume knows samples by them, too."""
     values: Mapping[str, np.ndarray] = {}
     """[q, ...] each."""
     sequences: tuple[np.ndarray, np.ndarray] | None = None
@@ -83,8 +85,28 @@ class TextSample(NamedTuple):
         return np.repeat(np.arange(len(lengths)), lengths), lengths.cumsum() - 1
 
 
-def beside_next(column: np.ndarray, lasts: np.ndarray, nothing: float) -> np.ndarray:
-    """Returns a column [t] moved to the position before its token; ``nothing`` at the last tokens, indices ``lasts``."""
-    moved = np.append(column[1:], np.array(nothing, column.dtype))
-    moved[lasts] = nothing
-    return moved
+def beside_predictors(sample: TextSample, ignore_index: int) -> TextSample:
+    """Returns a sample whose labels and columns stand beside their tokens with them beside the positions before."""
+    stops = np.cumsum([length_of(document) for document in sample.documents])
+    starts = np.append(0, stops[:-1])
+
+    def moved(column: np.ndarray, nothing: float) -> np.ndarray:
+        column = np.append(column[1:], np.array(nothing, column.dtype))
+        column[stops - 1] = nothing
+        return column
+
+    return sample._replace(
+        labels=moved(sample.labels, ignore_index),
+        columns={name: moved(column, 0) for name, column in sample.columns.items()},
+        firsts={name: column[starts] for name, column in {"labels": sample.labels, **sample.columns}.items()},
+    )
+
+
+def beside_tokens(sample: TextSample, ignore_index: int) -> dict[str, np.ndarray]:
+    """Returns ``labels`` and columns [t] of a sample without trees beside their tokens, as its dataset returned them."""
+    starts = np.cumsum([0, *[length_of(document) for document in sample.documents[:-1]]])
+    beside = dict[str, np.ndarray]()
+    for name, column in {"labels": sample.labels, **sample.columns}.items():
+        beside[name] = np.append(column[:1], column[:-1])
+        beside[name][starts] = sample.firsts.get(name, ignore_index)
+    return beside

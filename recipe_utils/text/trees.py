@@ -11,12 +11,12 @@ the next token of its sequence, and so are all columns beside labels.
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from recipe_utils.text.documents import Document, chains, length_of, segments_of
-from recipe_utils.text.samples import TextSample, beside_next
+from recipe_utils.text.samples import TextSample
 
 _LEAST_COMMON = 16
 """Tokens of the shortest beginning that is shared."""
@@ -40,23 +40,17 @@ class _Segment:
         self.reach: int = len(places) + sum(child.reach for child in below)
 
 
-def makes_trees(dataset: Any) -> bool:
-    """Returns True if samples of a dataset, or of one of its sources, may have ``sequences``."""
-    return getattr(dataset, "makes_trees", False) or any(map(makes_trees, getattr(dataset, "_datasets", ())))
-
-
 def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index: int) -> TextSample:
     """Returns a sample of one tree, or of several of at most ``max_tokens`` that repeat what they share.
 
-    Only a single sequence may be longer. Its tokens and columns are in the order of the row: a label is beside the
-    position after the one that predicts it, in this order.
+    Only a single sequence may be longer. Its tokens, labels and columns are in the order of the row.
     """
     lengths = np.array([len(sequence.tokens) for sequence in sequences])
     ends = lengths.cumsum()
     owners = np.repeat(np.arange(len(sequences)), lengths)
 
-    nexts = beside_next(np.concatenate([sequence.labels for sequence in sequences]), ends - 1, ignore_index)
-    flat = _Tokens(np.concatenate([sequence.tokens for sequence in sequences]), nexts != ignore_index)
+    labels = np.concatenate([sequence.labels for sequence in sequences])
+    flat = _Tokens(np.concatenate([sequence.tokens for sequence in sequences]), labels != ignore_index)
     # From the last sequence on: a conversation's last turns have the longest history, and with as many branches
     # as fit, the next tree's history is shortest.
     roots, num_tokens, lasts = list[_Segment](), list[int](), ends - 1
@@ -74,25 +68,18 @@ def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index:
         _insert(roots[-1], path, places, num_new, flat)
         num_tokens[-1] += len(places)
     # Depth first, position i of the row has the token of place places[i] and the target of targets[i].
-    # A label stands beside the token after its position, so columns in the row move by one.
     trees = [_in_order(root) for root in roots]
     places, targets, positions = np.concatenate([columns for columns, _ in trees], axis=1)
     rows = np.empty(len(flat.tokens), dtype=np.int64)
     rows[places] = np.arange(len(places))
     names = {name for sequence in sequences for name in sequence.columns}
-
-    def in_row(column: np.ndarray, nothing: float) -> np.ndarray:
-        return np.append(np.array(nothing, column.dtype), column[targets][:-1])
-
     first = sequences[0]
     return first._replace(
         tokens=flat.tokens[places],
-        labels=in_row(nexts, ignore_index),
+        labels=labels[targets],
         documents=[document for _, document in trees],
-        columns={
-            name: in_row(beside_next(np.concatenate([s.columns[name] for s in sequences]), ends - 1, 0), 0)
-            for name in sorted(names)
-        },
+        columns={name: np.concatenate([s.columns[name] for s in sequences])[targets] for name in sorted(names)},
+        firsts={},
         values={name: np.concatenate([sequence.values[name] for sequence in sequences]) for name in first.values},
         sequences=(owners[targets], rows[lasts]),
         positions=positions,
@@ -102,18 +89,20 @@ def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index:
 
 
 def sequences_of(sample: TextSample, ignore_index: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yields tokens [t] of each merged sequence, and labels and columns [t] of its targets, however trees were cut."""
+    """Yields tokens [t] of each merged sequence, and beside them labels and columns [t] of its targets.
+
+    They do not depend on how trees were cut.
+    """
     owners, ends = sample.owners_and_ends()
     paths = [np.concatenate([np.arange(*each) for each in chain.ranges]) for chain in chains(sample.documents)]
     for index, end in enumerate(ends):
         path = next(path for path in paths if end in path)
         path = path[: path.searchsorted(end) + 1]
-        # What is beside a position's target is beside the next position of the row, which may be another sequence's.
-        nexts, made = path[:-1] + 1, {"tokens": sample.tokens[path]}
-        are_targets = (owners[path[:-1]] == index) & (sample.labels[nexts] != ignore_index)
+        before, made = path[:-1], {"tokens": sample.tokens[path]}
+        are_targets = (owners[before] == index) & (sample.labels[before] != ignore_index)
         for name, column in {"labels": sample.labels, **sample.columns}.items():
             nothing = ignore_index if name == "labels" else 0
-            made[name] = np.append(nothing, np.where(are_targets, column[nexts], nothing))
+            made[name] = np.append(nothing, np.where(are_targets, column[before], nothing))
         yield made
 
 
@@ -268,7 +257,7 @@ def _beginning(sample: TextSample, ignore_index: int) -> np.ndarray:
         return sample.tokens[:0]
     (length, _), *below = segments_of(sample.documents[0])
     end = length if below else length - 1
-    return sample.tokens[: _first(sample.labels[1 : end + 1] != ignore_index)]
+    return sample.tokens[: _first(sample.labels[:end] != ignore_index)]
 
 
 def _tree_of(samples: Sequence[TextSample], num_common: int) -> Document:

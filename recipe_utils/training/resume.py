@@ -21,6 +21,7 @@ from recipe_utils.checkpoint.load import DamagedError, TrainingState, difference
 from recipe_utils.checkpoint.tensors import note_options
 from recipe_utils.files import CheckpointError
 from recipe_utils.model_kinds import text_decoder
+from recipe_utils.models.construct import NOISES
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import adapters_of, local_stages
 from recipe_utils.optim.stepper import Stepper
@@ -40,9 +41,6 @@ _WITHOUT_INFLUENCE = (
     own_keys(RunSettings).keys() | own_keys(RankSettings).keys() | own_keys(PipelineSettings).keys()
 ) - {"epochs"}
 """Keys that may change from run to run without changing what is learned."""
-
-_NOISES = {"router_jitter_noise", "input_jitter_noise", "jitter_noise"}
-"""Attributes of modules that draw random numbers in training by this rate, besides any dropout."""
 
 
 @dataclass
@@ -254,7 +252,7 @@ def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
     for module in model.modules():
         attributes = {name_of_dropout: module.p} if type(module) is nn.Dropout else vars(module)
         for name, rate in attributes.items():
-            if isinstance(rate, float) and ("dropout" in name or name in _NOISES):
+            if isinstance(rate, float) and ("dropout" in name or name in NOISES):
                 rates[name] = max(rate, rates.get(name, 0))
     for name, rate in rates.items():
         if rate > 0:

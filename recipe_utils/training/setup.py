@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from recipe_utils.checkpoint.own_modules import with_own_modules
 from recipe_utils.models.adapters.adapted_linear import speed_up_adapters
-from recipe_utils.models.construct import build_on_meta
+from recipe_utils.models.construct import build_on_meta, without_dropout
 from recipe_utils.models.distribute import small_model
 from recipe_utils.models.frozen import reference_checkpointer
 from recipe_utils.models.pipeline.microbatches import Pipeline
@@ -69,15 +69,22 @@ class Built:
 
 
 def build_components(
-    cfg: DictConfig, settings: RecipeSettings, run: Run, make_model: Callable[[], nn.Module] | None = None
+    cfg: DictConfig,
+    settings: RecipeSettings,
+    run: Run,
+    make_model: Callable[[], nn.Module] | None = None,
+    *,
+    drops: bool = True,
 ) -> Built:
     """Builds tokenizer, model and checkpointers, and tries the optimizer on a small model.
 
-    ``make_model`` builds the model; None: the component ``model``. Raises ConfigError with the key that cannot be built.
+    ``make_model`` builds the model; None: the component ``model``. If not ``drops``, it has no dropout, see
+    :func:`.without_dropout`: for losses that compare log-probabilities of two forwards. Raises ConfigError with the key that cannot be built.
     """
     tokenizer = build("tokenizer", instantiate, cfg.get("tokenizer"))
     make_model = make_model or partial(instantiate, cfg.model)
     meta_model = build("model", build_on_meta, make_model, settings.model)
+    meta_model = meta_model if drops else without_dropout(meta_model, cfg.model)
     checkpointer = build("checkpointer", instantiate, cfg.checkpointer)
     small = small_model(meta_model, settings.model, run.ranks)  # whose parameters are sharded as the model's
     build("optimizer", check_optimizer, cfg.optimizer, cfg.get("lr_scheduler"), settings.optimizer, small)

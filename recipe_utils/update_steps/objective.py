@@ -32,6 +32,8 @@ class Declaration:
     """Names of the sums over targets that it returns; the first is differentiated."""
     totals: Sequence[str] = ()
     """Further columns and values whose sums are totals of update steps."""
+    couples_sequences: bool = False
+    """A term depends on several sequences of a sample, which are therefore in one microbatch."""
 
 
 NOTHING_DECLARED = Declaration()
@@ -47,6 +49,7 @@ def declared_by(loss_fn: Any) -> Declaration:
     kinds: dict[str, tuple[type | tuple[type, ...], str]] = {
         "columns": (Mapping, "a mapping"),
         "divisor": (str, "a name"),
+        "couples_sequences": (bool, "True or False"),
     }
     for name, value in given.items():
         kind, text = kinds.get(name, ((tuple, list), "a tuple of names"))

@@ -19,7 +19,7 @@ from recipe_utils.update_steps.permutation import epoch_permutation
 
 
 class StepIndex(NamedTuple):
-    """Dataset index with its position in the training, for datasets with an attribute ``takes_step_index``.
+    """Dataset index with its position in the training, for datasets whose facts are ``takes_place``.
 
     One that seeds its random draws with it returns the same sample on any layout, in any worker, and after a resume.
     """

@@ -12,12 +12,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from recipe_utils.parallel.random_state import get_random_state, seed_generators, set_random_state
+from recipe_utils.settings.problems import ConfigError
 from recipe_utils.torchtune_names import logger
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.permutation import seed_of
@@ -90,6 +92,60 @@ class Sources(Protocol):
         """Returns the same of each target [n]. Raises ValueError if a ``collate_fn`` made other rows than samples."""
 
 
+class Facts(NamedTuple):
+    """What a dataset says of itself by a method ``facts()``; one without says what it wraps, see :func:`facts_of`."""
+
+    has_sequences: bool = False
+    """Samples may have ``sequences``: turns, answers to one prompt."""
+    fields: frozenset[str] = frozenset()
+    """What each sample has, so that no model computes it: ``logprobs``, ``ref_logprobs``, ``reward``."""
+    needs_reference: bool = False
+    """Advantages are differences to the log-probabilities of a reference."""
+    content: Mapping[str, str] = {}
+    """Hash of all bytes of a file, by the names of the datasets on the way to it: ``""``, ``.code``, ``.code.0``."""
+    sources: Sources | None = None
+    """Itself, if it consists of named datasets."""
+    takes_place: bool = False
+    """Items are asked for by a :class:`.StepIndex`."""
+    comes_later: tuple[Any, ...] = ()
+    """Datasets that may have no sample before the first epoch begins: itself."""
+
+
+def facts_of(dataset: Any) -> Facts:
+    """Returns what a dataset says of itself or, if it says nothing, what the datasets that it wraps say.
+
+    Raises ConfigError for a wrapper of which a sample's index is not that of the wrapped dataset, and that dataset must
+    know it.
+    """
+    own = getattr(type(dataset), "facts", None)
+    if callable(own) and isinstance(facts := own(dataset), Facts):
+        return facts
+    parts = {
+        name: merged(dict(enumerate(map(facts_of, part)))) if isinstance(part, list | tuple) else facts_of(part)
+        for name, part in _parts_of(dataset)
+    }
+    parts = {name: facts for name, facts in parts.items() if facts != Facts()}
+    is_alone = len(parts) == 1 and not isinstance(dataset, Subset)
+    for inner in (getattr(dataset, name) for name, facts in parts.items() if facts.sources or facts.takes_place):
+        if not is_alone or len(dataset) != len(inner):
+            text = (
+                "has other indices, whose names and places are unknown; wrap each dataset of the list, or write facts()"
+            )
+            raise ConfigError(f"dataset: {type(dataset).__name__} of {type(inner).__name__} {text}")
+    return next(iter(parts.values())) if len(parts) == 1 else merged(parts)
+
+
+def merged(parts: Mapping[Any, Facts]) -> Facts:
+    """Returns the facts of datasets one after the other, by name: none of a single one, such as the place of a sample."""
+    several = list(parts.values())
+    return Facts(
+        has_sequences=any(facts.has_sequences for facts in several),
+        fields=frozenset.intersection(*(facts.fields for facts in several)) if several else frozenset(),
+        needs_reference=any(facts.needs_reference for facts in several),
+        content={f".{name}{key}": value for name, facts in parts.items() for key, value in facts.content.items()},
+    )
+
+
 class SampleReport(NamedTuple):
     """Facts about a dataset, from some of its samples; see :mod:`recipe_utils.data.inspect_samples`."""
 
@@ -140,11 +196,14 @@ class CheckedDataset(Dataset[Prepared]):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @cached_property
+    def _facts(self) -> Facts:
+        return facts_of(self.dataset)
+
     @property
     def sources(self) -> Sources | None:
         """Named datasets that the dataset consists of, or whose samples it transforms."""
-        candidates: tuple[Any, ...] = (self.dataset, getattr(self.dataset, "dataset", None))
-        return next((dataset for dataset in candidates if hasattr(dataset, "dataset_of")), None)
+        return self._facts.sources
 
     def unread(self) -> "CheckedDataset":
         """Returns a copy for one thread or process, see :func:`unread`."""
@@ -170,7 +229,7 @@ class CheckedDataset(Dataset[Prepared]):
         index = at.item
         name = self.name_of(index)
         try:
-            sample = self.dataset[at if hasattr(self.dataset, "takes_step_index") else index]
+            sample = self.dataset[at if self._facts.takes_place else index]
         except SampleError as error:  # from a dataset that checks its files
             raise type(error)(f"{name}: {error}") from error.__cause__
         except Exception as error:
@@ -251,15 +310,24 @@ def unread(dataset: Any) -> Any:
         made = copy(dataset)
     except Exception:  # an object that cannot be copied is read as it is
         return dataset
-    for name, value in list(vars(dataset).items()):
-        if _is_dataset(value):
-            object.__setattr__(made, name, unread(value))
-        elif isinstance(value, (list, tuple)) and 0 < len(value) <= _MOST_PARTS and _is_dataset(value[0]):
-            object.__setattr__(made, name, type(value)(map(unread, value)))
+    for name, part in _parts_of(dataset):
+        several = isinstance(part, list | tuple)
+        object.__setattr__(made, name, type(part)(map(unread, part)) if several else unread(part))
     return made
+
+
+def _parts_of(dataset: Any) -> list[tuple[str, Any]]:
+    """Returns the attributes that are datasets, or lists of them."""
+    return [
+        (name, value)
+        for name, value in getattr(dataset, "__dict__", {}).items()
+        if _is_dataset(value)
+        or (isinstance(value, list | tuple) and 0 < len(value) <= _MOST_PARTS and _is_dataset(value[0]))
+    ]
 
 
 def _is_dataset(value: Any) -> bool:
     """Returns True for objects that may open files when they are read; ``datasets`` and arrays do not."""
-    is_of_library = type(value).__module__.partition(".")[0] in ("datasets", "numpy", "torch")
+    module = type(value).__module__
+    is_of_library = module.partition(".")[0] in ("datasets", "numpy", "torch") and "torch.utils.data" not in module
     return not is_of_library and hasattr(value, "__dict__") and hasattr(value, "__getitem__")

@@ -7,9 +7,10 @@ import torch
 from gradient_rows import CACHED, OFFLOADED, RECOMPUTED, Row, assert_exact, error_of_mutant, on_ranks
 from recipe_runs import slow
 
+from recipe_utils.losses.sequences import sums_of_sequences
 from recipe_utils.models import frozen, runner
 from recipe_utils.preference import pair_losses as preference
-from recipe_utils.preference import pairs
+from recipe_utils.text import trees
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.documents import Documents, length_of
 from recipe_utils.update_steps.step import UpdateStep
@@ -93,18 +94,22 @@ def rejected_sees_chosen(patches):
     patches.setattr(runner, "attend_within_documents", attend_to_both)
 
 
-def shared_targets_counted_for_chosen_alone(patches):
-    def sums(of_tokens, num_targets):
-        found = torch.segment_reduce(of_tokens.double(), "sum", lengths=num_targets.flatten(), initial=0)
-        shared, chosen, _, rejected = found.view(-1, 4).unbind(1)
-        return torch.stack([shared + chosen, rejected])
+def answers_summed_by_their_order_in_the_row(patches):
+    def sums(of_targets, targets, firsts):
+        _, numbers = sums_of_sequences(of_targets, targets, firsts)
+        found = torch.segment_reduce(of_targets.double(), "sum", lengths=numbers.flatten(), unsafe=True, initial=0)
+        return found.view(-1, 2), numbers
 
-    patches.setattr(preference, "sums_of_answers", sums)
+    patches.setattr(preference, "sums_of_sequences", sums)
+
+
+def shared_targets_counted_for_chosen_alone(patches):
+    patches.setattr(preference, "_of_answers", lambda of_sequences: of_sequences.sum(1))
 
 
 def one_more_token_shared(patches):
-    num_shared = pairs.num_shared_tokens
-    patches.setattr(pairs, "num_shared_tokens", lambda pair: num_shared(pair) + 1)
+    first = trees._first
+    patches.setattr(trees, "_first", lambda flags: min(first(flags) + 1, len(flags)))
 
 
 def pairs_of_one_rank(patches):
@@ -123,6 +128,7 @@ ONE = Row("one", "tied", objective="robust", changes={"max_tokens_per_microbatch
 MUTANTS = {
     rejected_sees_chosen: ONE,
     shared_targets_counted_for_chosen_alone: ONE._replace(objective="dpo + sft"),
+    answers_summed_by_their_order_in_the_row: ONE._replace(objective="dpo + sft"),
     one_more_token_shared: ONE,
     pairs_of_one_rank: ONE._replace(layout="fsdp-2"),
     # Its sample is of another update step, so losses by sample have no place for it.

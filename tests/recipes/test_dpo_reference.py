@@ -25,8 +25,8 @@ from recipe_runs import (
 from recipe_utils.files import CheckpointError
 from recipe_utils.models.frozen import FrozenModel
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.preference import cache
-from recipe_utils.preference.reference import OnePass
+from recipe_utils.reference import cache
+from recipe_utils.reference.source import OnePass
 from recipe_utils.settings.problems import ConfigError
 
 PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 19, "kind": "alike_beginnings"}
@@ -58,9 +58,9 @@ LIVE = {"reference": "live", "reference_cache_dir": ...}
 
 
 def num_pairs_in(config):
-    """Returns the number of pairs in all files of the cache."""
+    """Returns the number of pairs in all files of the cache, whose answers have 28 bytes each."""
     files = Path(config["reference_cache_dir"]).iterdir()
-    return sum((file.stat().st_size - 4) // 32 for file in files)
+    return sum((file.stat().st_size - 4) / 56 for file in files)
 
 
 def losses_of(config):
@@ -235,7 +235,7 @@ def test_log_probabilities_that_are_not_finite_name_the_pair(tiny_dpo_config, tm
     torch.save(weights, tmp_path / "nan.pt")
     config = tiny_dpo_config()
     config["ref_checkpointer"] |= {"checkpoint_dir": str(tmp_path), "checkpoint_files": ["nan.pt"]}
-    with pytest.raises(NonfiniteError, match=r"pair \d+ of dataset: the reference's log-prob.*nan"):
+    with pytest.raises(NonfiniteError, match=r"pair \d+ of dataset: the reference's log-prob.*NaN"):
         run_recipe(config, DPO)
 
 

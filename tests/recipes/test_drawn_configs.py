@@ -126,7 +126,9 @@ def rollouts(draw, model, weights_folder, folder):
     loss |= {"kl": draw.choice(["k1", "k2", "k3"])} if loss["kl_weight"] else {}
     data = {"path": str(folder / "rollouts.jsonl"), "advantage": draw.choice(["mean_std", "mean", "given", "teacher"])}
     left_out = [*["advantage"] * (data["advantage"] != "given"), *draw.choice([["ref_logprobs"], []])]
-    policies.write(folder / "rollouts.jsonl", policies.make_groups(11, kind=loss["kind"]), left_out)
+    groups = policies.make_groups(11)
+    groups = policies.of_whole_answers(groups) if loss["kind"] == "sequence" else groups
+    policies.write(folder / "rollouts.jsonl", groups, left_out)
     keys = folder_keys(folder, "model", model) if model in FOLDERS else {"model": MODELS[model]}
     data, loss = (
         {"_component_": "recipe_utils.policy.rollout_dataset", **data},

@@ -167,7 +167,7 @@ def arrivals(monkeypatch):
 def train_two_steps(config, recipe, arrivals):
     """Trains like a recipe's ``train``; the metrics of both update steps are read late."""
     config = {**config, **KEYS}
-    num_late = 1 + config.get("sample_losses", False)
+    num_late = 1 + config.get("sample_losses", False) + (recipe == POLICY)  # its ratios
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         with Waits(raises=False):

@@ -1,7 +1,9 @@
 """Update steps of rollouts are those of single answers, on any layout: gradients, metrics, and wrong recipes."""
 
+import logging
 import math
 import random
+import re
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -16,15 +18,17 @@ from arrays import LAYOUTS, covering_array, pairs_of
 from big_batch import TOLERANCE, error, metrics_and_gradients
 from distributed_runs import run_distributed
 from gradient_rows import assert_steps, on_ranks, run_rows, spanning
-from recipe_runs import POLICY, recipe_class, run_recipe, tiny_config, with_adapters, writing_to
+from recipe_runs import POLICY, keep_messages, recipe_class, run_recipe, tiny_config, with_adapters, writing_to
 from torch.torch_version import TorchVersion
 
 from recipe_utils.models.runner import Whole
 from recipe_utils.policy import rollouts
 from recipe_utils.policy.policy_losses import PolicyLoss
 from recipe_utils.policy.round_start import RoundStart
+from recipe_utils.settings.problems import ConfigError
 from recipe_utils.text import collator
 from recipe_utils.text.reader import TextReader
+from recipe_utils.update_steps.samples import SampleError
 from recipe_utils.update_steps.step import UpdateStep
 
 
@@ -81,8 +85,9 @@ class Row(NamedTuple):
     advantage: str = "mean_std"
     model: str = "untied"
     reference: str = "model"
-    """Or ``file``: that of the KL, or of the advantage ``teacher``."""
+    """Of the KL, or of the advantage ``teacher``; or ``cached`` log-probabilities of that, or those of the ``file``."""
     epochs: int = 1
+    dual: float | None = None
 
     @property
     def world_size(self):
@@ -104,6 +109,7 @@ class Row(NamedTuple):
         """Keys of the loss."""
         own = {"kind": self.kind, "normaliser": self.normaliser, "old": self.old, "correction": self.correction}
         own |= {"clip_low": CLIPS[self.kind][0], "clip_high": CLIPS[self.kind][1]}
+        own |= {"clip_dual": self.dual} if self.dual else {}
         if self.normaliser == "constant":
             own["tokens_per_answer"] = 9
         if self.correction:
@@ -129,6 +135,7 @@ def possible_rows():
             row.plan == "spanning" and (row.kind == "sequence" or "fsdp" not in row.layout),
             row.plan == "output apart" and row.layout not in ("fsdp-2", "fsdp-4", "hsdp-2x2"),
             row.layout == "tp-2" and row.model == "lora",
+            row.advantage == "teacher" and row.reference == "model" and row.model == "lora",  # which is the student
             row.reference == "file" and not row.needs_reference,
         ]
         if not any(refused):
@@ -140,28 +147,36 @@ def items_of(row):
     return pairs_of(row) | ({(row.kind, row.normaliser, row.kl)} if row.kl in (None, "k2") else set())
 
 
+ONE = Row("one", "packed", "clipped", "tokens")
 FAST = [
-    Row("one", "packed", "clipped", "tokens"),
+    ONE,
     Row("one", "padded", "sequence", "answers", "k3"),
     Row("one", "cut", "cispo", "constant", None, "start", "truncate", "mean"),
     Row("one", "packed", "reinforce", "prompts", "k1", advantage="leave_one_out", model="lora"),
-    Row("one", "cut", "clipped", "prompts", "k2", "start", epochs=2),
+    Row("one", "cut", "clipped", "prompts", "k2", "start", epochs=2, reference="cached"),
     Row("fsdp-2", "packed", "clipped", "answers", "k2", "start", "mask"),
+    Row("fsdp-2", "packed", "clipped", "tokens", dual=1.2),
     Row("fsdp-2", "padded", "sequence", "tokens", advantage="given"),
     Row("fsdp-2", "spanning", "cispo", "prompts", "k2", model="lora"),
     Row("fsdp-2", "cut", "reinforce", "constant", advantage="teacher"),
-    Row("pp-2", "packed", "clipped", "constant", "k2", "start"),
+    Row("pp-2", "packed", "clipped", "constant", "k2", "start", reference="cached"),
     Row("fsdp-4", "packed", "sequence", "prompts"),
     Row("fsdp-4", "padded", "cispo", "tokens", "k2", "start", reference="file"),
 ]
 ROWS = covering_array(FAST, list(possible_rows()), items_of)
 
 
+def groups_of(row):
+    """Returns the groups of a training; a ratio of answers needs whole ones."""
+    groups = policies.make_groups()
+    return policies.of_whole_answers(groups) if row.kind == "sequence" else groups
+
+
 def case_of(row, weights_folder, folder):
     """Returns arguments of :func:`run_row`."""
-    path = folder / f"{row.kind}_{row.advantage}_{row.has_given_reference}.jsonl"
+    path = folder / f"{row.advantage}_{row.has_given_reference}_{row.kind}.jsonl"
     given = {"advantage": row.advantage == "given", "ref_logprobs": row.has_given_reference}
-    policies.write(path, policies.make_groups(kind=row.kind), [key for key, is_given in given.items() if not is_given])
+    policies.write(path, groups_of(row), [key for key, is_given in given.items() if not is_given])
     changes = {
         "model": MODELS[row.model],
         "dataset": {
@@ -175,6 +190,7 @@ def case_of(row, weights_folder, folder):
         "gradient_accumulation_steps": ...,
         "shuffle": False,
         "epochs": row.epochs,
+        "reference": "cached" if row.reference == "cached" else "live",
         **LAYOUTS[row.layout][1],
         **PLANS[row.plan],
     }
@@ -190,7 +206,7 @@ def case_of(row, weights_folder, folder):
 @cache
 def expected_steps(row):
     """Returns metrics and gradients of each update step, answer by answer."""
-    groups, steps = policies.make_groups(kind=row.kind), []
+    groups, steps = groups_of(row), []
     with tiny.float64_throughout():
         if row.model == "lora":
             model, reference = tiny.adapted_model(MODELS["lora"]).double(), tiny.merged_model(MODELS["lora"])
@@ -247,6 +263,65 @@ def test_a_validation_leaves_the_largest_ratio_of_update_steps(weights_folder, t
     val = {"dataset_val": {**config["dataset"], "path": str(tmp_path / "val.jsonl")}, "run_val_every_n_steps": 1}
     found = [[m["ratio_max"] for m in run_recipe({**config, **more}, recipe) if "loss" in m] for more in ({}, val)]
     assert found[0] == found[1]
+
+
+def own_groups(temperature=1.0):
+    """Returns groups whose log-probabilities are the policy's own."""
+    model = tiny.tiny_model(tiny.DEEP_UNTIED_MODEL).double()
+    groups = [[{k: v for k, v in row.items() if k != "mask"} for row in rows] for rows in policies.make_groups(4)]
+    for row in (row for rows in groups for row in rows):
+        with torch.no_grad(), tiny.float64_throughout():
+            row["logprobs"] = policies.log_probs_of(model, {**row, "temperature": temperature})[0].tolist()
+    return groups
+
+
+def test_ratios_far_from_one_are_bounded_and_named(weights_folder, tmp_path):
+    """The better answer's gradient is that of any ratio beyond the clip; a file of the policy's own has no warning."""
+
+    def trained(groups, **changes):
+        policies.write(tmp_path / "mean_std_False_clipped.jsonl", groups)
+        with keep_messages(logging.WARNING) as messages:
+            logged = run_recipe({**config, "dtype": "fp64", **changes}, recipe)
+        return next(m for m in logged if "loss" in m), [m for m in messages if "log-prob" in m]
+
+    config, recipe, _ = case_of(ONE, weights_folder, tmp_path)
+    assert trained(own_groups())[1] == []
+    norms, rewards = [], [row["reward"] for row in own_groups()[0]]
+    best = rewards.index(max(rewards))
+    for log_prob in (-30.0, -120.0, -1e4):
+        groups = own_groups()
+        row = groups[0][best]
+        row["logprobs"][-1] = log_prob
+        metrics, (warning,) = trained(groups)
+        norms.append(metrics["grad_norm"])
+        assert metrics["ratio_max"] == pytest.approx(math.exp(20))
+        token = len(row["prompt_ids"] + row["completion_ids"]) - 1
+        place = f"line {best + 1} of {tmp_path}/mean_std_False_clipped.jsonl: token {token}"
+        assert warning.startswith(f"{place} (id {row['completion_ids'][-1]}) has the log-probability -")
+        assert f", and {log_prob:.4g} in the file; its ratio, e^" in warning
+    assert norms == pytest.approx(norms[:1] * 3, rel=1e-12)
+    sharper = own_groups(temperature=0.3)
+    (warning,) = trained(sharper)[1]
+    assert re.search("the mean ratio is .* instead of 1, .* write the temperature that they were sampled at", warning)
+    assert trained([[{**row, "temperature": 0.3} for row in rows] for rows in sharper])[1] == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "data", "text"),
+    [
+        ({"old": "start", "correction": "mask"}, {}, "loss.correction=mask: the dataset has no logprobs"),
+        ({}, {"advantage": "teacher"}, "dataset.advantage=teacher: the teacher is the model that training starts from"),
+        ({"kind": "sequence"}, {}, "its answer has 2 parts, and loss.kind=sequence needs all of them"),
+    ],
+)
+def test_what_has_no_effect_on_a_file_is_refused(loss, data, text, weights_folder, tmp_path):
+    config, recipe, _ = case_of(ONE, weights_folder, tmp_path)
+    leave_out = ("ref_logprobs", "advantage", *["logprobs"] * ("correction" in loss))
+    policies.write(tmp_path / "mean_std_False_clipped.jsonl", policies.make_groups(), leave_out)
+    loss, data = ({**config[key], **own} for key, own in (("loss", loss), ("dataset", data)))
+    loss = {key: value for key, value in loss.items() if not (loss["kind"] == "sequence" and "clip" in key)}
+    with pytest.raises((ConfigError, SampleError), match=re.escape(text)):
+        run_recipe({**config, "loss": loss, "dataset": data}, recipe)
 
 
 # ---- Wrong recipes -------------------------------------------------------------------------------
@@ -352,9 +427,6 @@ def metrics_by_microbatch(patches):
         return torch.stack([loss, *(each / max(m.counts["measured"], 1) for each in others)])
 
     patches.setattr(Whole, "sums", of_microbatch)
-
-
-ONE = Row("one", "packed", "clipped", "tokens")
 
 
 @pytest.mark.parametrize(

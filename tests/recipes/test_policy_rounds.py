@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -84,26 +85,76 @@ def assert_same_end(config, logged, whole, num_before=0):
 # ---- Waiting -------------------------------------------------------------------------------------
 
 
+@contextmanager
+def coming(source, file):
+    """Puts a file there once training waits for it."""
+
+    def complete():
+        while not any("Waits for" in message for message in messages):
+            time.sleep(0.01)
+        time.sleep(0.5)
+        file.parent.mkdir(exist_ok=True)
+        shutil.copy(source, file.with_suffix(".tmp"))
+        file.with_suffix(".tmp").rename(file)
+
+    with keep_messages() as messages:
+        engine = threading.Thread(target=complete)
+        engine.start()
+        yield
+        engine.join()
+    assert sum("Waits for" in message for message in messages) == 1
+
+
 def test_files_that_come_one_after_the_other_train_as_the_sampled_ones(module_rounds, whole, tmp_path):
     """The second file is written while training waits for it, under another name, which is not read."""
     config, rounds = module_rounds(tmp_path), tmp_path / "rounds"
     shutil.copytree(whole[0] / "rounds", rounds, ignore=lambda *_: ["round_0002.jsonl"])
     (rounds / "round_0002.jsonl.tmp").write_text(file_in(rounds, 1).read_text()[:100])
 
-    def complete():
-        while not any("Waits for" in message for message in messages):
-            time.sleep(0.01)
-        time.sleep(0.5)
-        shutil.copy(file_in(whole[0] / "rounds", 2), rounds / "round_0002.jsonl.tmp")
-        (rounds / "round_0002.jsonl.tmp").rename(file_in(rounds, 2))
-
-    with keep_messages() as messages:
-        engine = threading.Thread(target=complete)
-        engine.start()
+    with coming(file_in(whole[0] / "rounds", 2), file_in(rounds, 2)):
         logged = run_recipe(config, RL)
-        engine.join()
-    assert sum("Waits for" in message for message in messages) == 1
     assert_same_end(config, logged, whole)
+
+
+def with_reference(row):
+    """Returns a row with log-probabilities of a reference, which no model of the test has."""
+    return {**row, "ref_logprobs": [[x - 0.3 * (i % 3) for i, x in enumerate(each)] for each in row["logprobs"]]}
+
+
+@pytest.mark.parametrize(
+    ("change", "dataset", "loss"),
+    [
+        (with_reference, {}, {"kl_weight": 0.1}),
+        (with_reference, {"advantage": "teacher"}, {"kind": "reinforce"}),
+        (lambda row: {key: value for key, value in row.items() if key != "logprobs"}, {}, {}),
+    ],
+)
+def test_what_a_file_has_counts_also_if_it_comes_after_the_start(change, dataset, loss, module_rounds, whole, tmp_path):
+    """The second training begins with an empty folder, stops within the first round, and resumes: equal in each bit."""
+    found = []
+    for name in ("there", "late"):
+        config, rounds = module_rounds(tmp_path / name, epochs=2), tmp_path / name / "rounds"
+        config["dataset"] |= dataset
+        config["loss"] |= loss
+        for number in (1, 2):
+            rows = map(json.loads, file_in(whole[0] / "rounds", number).read_text().splitlines())
+            file = file_in(rounds if name == "there" else tmp_path / name, number)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(f"{json.dumps(change(row))}\n" for row in rows))
+        logged = []
+        if name == "late":
+            with coming(file, file_in(rounds, 1)), set_up(config, RL) as made:
+                shutil.copy(file_in(tmp_path / name, 1), file_in(rounds, 1))
+                call_in_step(made, 1, made.run.stop.set)
+                made.train()
+            logged = list(ListLogger.logged)
+            shutil.copy(file, file_in(rounds, 2))
+            config["resume_from_checkpoint"] = True
+        logged += run_recipe(config, RL)
+        found.append([(line["loss"], line["grad_norm"], line["ratio"]) for line in logged if "loss" in line])
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+    assert min(norm for _, norm, _ in found[0]) > 0.1
 
 
 def stop_while_waiting(config, stops_at_rank):
@@ -191,6 +242,11 @@ def test_a_resume_within_a_round_refuses_another_content_of_its_file(stopped, wh
     with pytest.raises(ConfigError, match=r"round_0002.jsonl has not come within 0 seconds"):
         run_recipe(stopped, RL)
     shutil.copy(file_in(tmp_path / "rounds", 1), second)
+    other = {**stopped, "dataset": {**stopped["dataset"], "fields": ["logprobs"]}}
+    with pytest.raises(
+        ConfigError, match=r"fields=\['logprobs'\]: the checkpoint was saved with \['logprobs', 'reward'\]"
+    ):
+        run_recipe(other, RL)
     assert len(losses(run_recipe({**stopped, "resume_with_other_data": True}, RL))) == 3
 
 
@@ -235,7 +291,11 @@ def test_the_mean_reward_of_other_draws_is_a_validation(module_rounds, tmp_path)
             lambda lines: [
                 json.dumps({k: v for k, v in json.loads(line).items() if k != "logprobs"}) for line in lines
             ],
-            "dataset.path=.*: round_0002.jsonl has no logprobs; write them",
+            "dataset.path=.*round_0002.jsonl: it has no logprobs; write them, because all rows of the training have logprobs, reward",
+        ),
+        (
+            lambda lines: [json.dumps(with_reference(json.loads(line))) for line in lines],
+            "dataset.path=.*round_0002.jsonl: it has ref_logprobs; leave them out",
         ),
         (
             lambda _: None,
@@ -263,7 +323,13 @@ def test_a_file_that_does_not_fit_or_come_is_named(change, problem, module_round
             "it has no effect without dataset.groups_per_round; set that, or remove",
         ),
         ({"dataset": {"groups_per_round": -1}}, "groups_per_round=-1: set it to 1 or more"),
+        ({"dataset": {"fields": ["logprob"]}}, "dataset.fields=['logprob']: logprob is none of logprobs, ref_logprobs"),
         ({"sampler": {"temperature": 0.0}}, "temperature=0.0: set it to a number above 0"),
+        (
+            {"dataset": {"advantage": "given"}},
+            "dataset.advantage=given: a sampler writes rewards and no advantages; set",
+        ),
+        ({"sampler": {"group_size": 1}}, "sampler.group_size=1: one answer has nothing to compare it with"),
         ({"sampler": {"rewards": "x"}}, "sampler.rewards: ModelSampler has no such argument; did you mean reward?"),
         ({"sampler_val": {**SAMPLER, "prompts": "x"}}, "it has no effect with run_val_every_n_steps=null; set"),
         (

@@ -148,6 +148,8 @@ REFUSED = {
     (DPO, "reference_cache_dir=/tmp/nowhere"): "=/tmp/nowhere: it has no effect with reference=live; set reference to cached",
     (DPO, "reference=cached reference_cache_dir=/proc/nowhere"): "=/proc/nowhere: it cannot be written to",
     (DPO, "collate_fn=tiny.collate_images"): "collate_fn=tiny.collate_images: pairs are",
+    (DPO, f"model={json.dumps(tiny.adapted(tiny.MODEL, lora_dropout=0.5))}"): "model.lora_dropout=0.5: .* set it to 0",
+    (DPO, "model.attn_dropout=0.1"): "model.attn_dropout=0.1: each forward would draw other masks, .* set it to 0",
     (DPO, f"model={json.dumps(tiny.adapted(tiny.MODEL))}"): "ref_checkpointer: the reference of a model with adapters is",
     # ---- Distillation
     (KD, "teacher_model=null"): "teacher_model: it is missing; set it to a component",
@@ -170,6 +172,8 @@ REFUSED = {
     (DINO, "max_ranks_per_row=2"): "max_ranks_per_row=2: all images have the same number of tokens, .* remove the key",
     (DINO, "max_tokens_per_microbatch=64"): "max_tokens_per_microbatch=64: all images have .* remove the key",
     (DINO, "microbatching=packed"): "microbatching=packed: all images have the same number of tokens, .* remove the key",
+    (DINO, "custom_sharded_layers=[tok_embeddings,output]"): "- custom_sharded_layers=output: the loss calls .* take it out",
+    (DINO, "custom_sharded_layers=[output.dino.prototypes]"): "custom_sharded_layers=output.dino.prototypes: the loss",
     (DINO, "dataset={_component_: tiny.samples_dataset, tokenizer: null}"): "dataset: .*labels.* and no image; set it to a dataset of",
     # ---- Crops, masks and what is compared
     (DINO, "transform.std=[0.9]"): r"checkpointer.image_std=\[0.4\]: .* transform.std=\[0.9\]; set it to \$\{transform.std\}",

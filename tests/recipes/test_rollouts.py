@@ -10,11 +10,15 @@ import torch
 from arrays import LAYOUTS
 from big_batch import TOLERANCE, error, metrics_and_gradients
 from distributed_runs import run_distributed
-from gradient_rows import assert_steps, run_row, run_row_in, spanning
+from gradient_rows import assert_steps, folder_keys, run_row, run_row_in, spanning
 from recipe_runs import SFT, recipe_of_page, section_of, slow, tiny_config
+from tiny_transformers import Plain
+from torch.nn.functional import cross_entropy
 
 from recipe_utils.checkpoint.own_modules import fresh_weights
 from recipe_utils.cli.registry import recipe_path
+from recipe_utils.data import Facts
+from recipe_utils.models.transformers.double_precision import DoublePrecision
 
 PACKED = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
 PADDED = {"microbatching": "least_padding", "batch_size": 2}
@@ -56,6 +60,69 @@ def test_the_loss_of_the_page_is_the_policy_loss(layout, changes, weights_folder
         assert [metrics["loss"] for metrics in one[1]] == pytest.approx([metrics["loss"] for metrics in other[1]])
         assert len(one[0]) == len(other[0]) == 2
         assert max(error(*steps) for steps in zip(one[0], other[0], strict=True)) < TOLERANCE
+
+
+# ---- A loss that couples the answers of a group ----------------------------------------------------
+
+
+def ranked(tokenizer, num_groups=10):
+    """Returns groups of ranked answers."""
+    draw, samples = random.Random(5), []
+    for rows in policies.make_groups(num_groups):
+        ranks, sequences = draw.sample(range(len(rows)), len(rows)), []
+        for row, rank in zip(rows, ranks, strict=True):
+            prompt, answer = row["prompt_ids"], row["completion_ids"]
+            labels = [tiny.IGNORE] * len(prompt) + answer
+            sequences.append({"tokens": prompt + answer, "labels": labels, "rank": rank})
+        samples.append({"sequences": sequences})
+    return tiny.WithFacts(samples, Facts(has_sequences=True))
+
+
+def listwise(model, groups):
+    """Returns the mean over answers of -log P(order) with the padded answers of a group as rows, best first."""
+    losses, num_answers = [], 0
+    for group in groups:
+        answers = sorted(group["sequences"], key=lambda answer: answer["rank"])
+        rows = [[torch.tensor(answer[key]) for answer in answers] for key in ("tokens", "labels")]
+        tokens, labels = (
+            torch.nn.utils.rnn.pad_sequence(of, True, pad) for of, pad in zip(rows, (0, tiny.IGNORE), strict=True)
+        )
+        lengths = torch.tensor([len(row) for row in rows[0]])
+        mask = (torch.arange(tokens.size(1)) < lengths[:, None]).long()
+        logits = model.model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
+        losses_of_tokens = cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+        scores, num_answers = -losses_of_tokens.sum(1), num_answers + len(answers)
+        losses += [scores[first:].logsumexp(0) - scores[first] for first in range(len(scores))]
+    return {"loss": sum(losses) / num_answers}
+
+
+def cut_groups(patches):
+    patches.setattr("my_objective.ListwiseLoss.couples_sequences", False)
+
+
+SHORT = {"microbatching": "packed", "max_tokens_per_microbatch": 24}  # shorter than groups
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "mutate"),
+    [("one", SHORT, None), ("fsdp-2", SHORT, None), ("one", SHORT, cut_groups), slow("one", PACKED, None)],
+)
+def test_groups_of_a_listwise_loss_are_never_cut(layout, changes, mutate, weights_folder, tmp_path):
+    section = section_of(recipe_path(SFT).with_name("writing_a_recipe.md"), "## 12.")
+    (tmp_path / "my_objective.py").write_text("\n".join(re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)))
+    world_size, dims = LAYOUTS[layout]
+    own = {
+        "dataset": {"_component_": f"{__name__}.ranked"},
+        "global_batch_size": 10,
+        **folder_keys(weights_folder, "model", "qwen3"),
+    }
+    loss = {"loss": {"_component_": "my_objective.ListwiseLoss"}}
+    config = tiny_config(weights_folder, output_dir=str(tmp_path / "out"), **{**KEYS, **own}, **loss, **dims, **changes)
+    ranks = run_distributed(run_row_in, world_size, str(tmp_path), config, SFT, True, mutate)
+    with tiny.float64_throughout(), DoublePrecision():
+        model = Plain(weights_folder / "model" / "qwen3")
+        expected = metrics_and_gradients(listwise, [model], ranked(None).samples)
+    assert_steps(ranks, [expected], mutate)
 
 
 def graded(tokenizer, num_samples):

@@ -3,14 +3,26 @@
 ``test_gradients.py`` and its like have their gradients.
 """
 
+import math
 import shutil
 from functools import partial
 
+import policies
 import pytest
 import torch
 from decoder_types import tiny_config_of
 from distributed_runs import run_distributed
-from recipe_runs import DPO, losses, refusal, run_recipe, run_recipe_keeping_warnings, set_up, slow
+from recipe_runs import (
+    DPO,
+    POLICY,
+    keep_messages,
+    losses,
+    refusal,
+    run_recipe,
+    run_recipe_keeping_warnings,
+    set_up,
+    slow,
+)
 from tiny_transformers import save_tiny
 
 from recipe_utils.models.attention import chains
@@ -64,6 +76,30 @@ def test_dropout_of_a_folder_is_warned_of(tiny_config, tmp_path):
     config = tiny_config(**save_tiny(tmp_path / "gpt2", "gpt2"), max_steps_per_epoch=1)
     _, warnings = run_recipe_keeping_warnings(config)
     assert any("dropout=0.1: dropout depends on microbatches and ranks" in text for text in warnings)
+
+
+@pytest.mark.parametrize(
+    ("component", "model_type"), [("causal_lm", "gpt2"), ("lora_causal_lm", "opt"), slow("causal_lm", "opt")]
+)
+def test_policies_and_pairs_have_no_dropout_of_their_folder(
+    component, model_type, tiny_config, tiny_dpo_config, tmp_path
+):
+    """A second forward of unchanged weights has the same log-probabilities: ratios of 1, margins of 0."""
+    of_all = save_tiny(tmp_path / model_type, model_type)
+    of_all["model"] = {**of_all["model"], "_component_": f"recipe_utils.models.{component}"}
+    policies.write(tmp_path / "rollouts.jsonl", policies.make_groups(8))
+    own = {
+        "dataset": {"_component_": "recipe_utils.policy.rollout_dataset", "path": str(tmp_path / "rollouts.jsonl")},
+        "loss": {"_component_": "recipe_utils.policy.PolicyLoss", "old": "start"},
+        "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0},
+    }
+    with keep_messages() as messages:
+        ratios = [m for m in run_recipe(tiny_config(**of_all, **own, max_steps_per_epoch=2), POLICY) if "ratio" in m]
+        reference = None if "lora" in component else of_all["checkpointer"]
+        pairs = run_recipe(tiny_dpo_config(**of_all, ref_checkpointer=reference, max_steps_per_epoch=1), DPO)
+    assert [(m["ratio_max"], m["ratio"]) for m in ratios] == [(1.0, pytest.approx(1.0, abs=1e-6))] * 2
+    assert losses(pairs)[0] == pytest.approx(math.log(2), abs=1e-5)  # of fp32
+    assert sum("dropout=0.1" in text and "is 0 here: each forward would draw" in text for text in messages) == 2
 
 
 # ---- What is proved ------------------------------------------------------------------------------

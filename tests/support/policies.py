@@ -8,6 +8,8 @@ import statistics
 import tiny
 import torch
 
+from recipe_utils.update_steps.samples import Facts
+
 NUM_GROUPS, PER_STEP = 12, 4
 LOSS = {"old": "file", "correction": None, "kl_weight": 0.0}
 """Defaults of the loss."""
@@ -16,12 +18,12 @@ LOSS = {"old": "file", "correction": None, "kl_weight": 0.0}
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def make_groups(num_groups=NUM_GROUPS, seed=0, kind=None):
+def make_groups(num_groups=NUM_GROUPS, seed=0):
     """Returns groups of answers, as rows of one answer each.
 
     Log-probabilities make ratios of which some are clipped. By turns a group has rewards that are all equal (0.1, whose
     mean over three is not 0.1 in float64), an answer without a trained token, answers of one token, masked tokens within
-    answers, an answer in two rows (not for ``sequence``, which refuses it), another temperature, more answers, answers that begin alike, or no trained token at all.
+    answers, an answer in two rows, another temperature, more answers, answers that begin alike, or no trained token at all.
     """
     draw = random.Random(seed)
 
@@ -45,7 +47,7 @@ def make_groups(num_groups=NUM_GROUPS, seed=0, kind=None):
             if edge == 5:
                 row["rollout"] = f"r{i}"
             rows.append(row)
-            if edge == 5 and i == 1 and kind != "sequence":  # its history was summarized
+            if edge == 5 and i == 1:  # its history was summarized
                 rows.append({**row, "prompt_ids": tokens(2, 9), "completion_ids": tokens(2, 5)})
         for row in rows:
             number = len(row["completion_ids"])
@@ -57,16 +59,15 @@ def make_groups(num_groups=NUM_GROUPS, seed=0, kind=None):
     return groups
 
 
+def of_whole_answers(groups):
+    """Returns groups without parts of answers but the first."""
+    return [[{k: v for k, v in parts[0].items() if k != "rollout"} for parts in by_answer(rows)] for rows in groups]
+
+
 def write(path, groups, leave_out=("ref_logprobs", "advantage")):
     """Writes a file of one answer a line, without some keys."""
     rows = [{key: value for key, value in row.items() if key not in leave_out} for group in groups for row in group]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-class Groups(list):
-    """Samples of several sequences."""
-
-    makes_trees = True
 
 
 def graded_groups(tokenizer, num_groups):
@@ -82,7 +83,7 @@ def graded_groups(tokenizer, num_groups):
         ]
         for rows in make_groups(num_groups)
     ]
-    return Groups({"sequences": of_group} for of_group in sequences)
+    return tiny.WithFacts([{"sequences": of_group} for of_group in sequences], Facts(has_sequences=True))
 
 
 # ---- Formulas ------------------------------------------------------------------------------------
@@ -143,7 +144,11 @@ def terms_of(row, advantage, log_probs, old, sampled, reference, loss):
         term = -advantage * log_probs
     else:
         term = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        if loss.get("clip_dual"):  # as verl writes it
+            term = torch.where(advantage < 0, term.minimum(-loss["clip_dual"] * advantage), term)
     found = {"ratio": ratio}
+    if loss.get("clip_dual"):
+        found["clipped_dual"] = (ratio > loss["clip_dual"]) & (advantage < 0)
     if low is not None:
         found["clipped_low"] = (ratio < 1 - low) & (advantage < 0)
     if high is not None:
@@ -180,14 +185,16 @@ def policy_gradient(model, start, reference, groups, loss, how="mean_std"):
     num_tokens, num_answers = sum(map(sum, sizes)), sum(size > 0 for of_group in sizes for size in of_group)
     num_groups = sum(sum(of_group) > 0 for of_group in sizes)
     total, measured, rewards_of_answers, num_equal = 0.0, [], [], 0
+    num_masked = sum(size == 0 for of_group in sizes for size in of_group if any(of_group))
     for answers, of_group in zip(groups, sizes, strict=True):
         rewards = [parts[0]["reward"] for parts in answers]
         is_equal = len(set(rewards)) == 1
         num_equal += is_equal and sum(of_group) > 0
         for parts, size, reward, of_answer in zip(answers, of_group, rewards, advantages_of(rewards, how), strict=True):
+            if any(of_group):
+                rewards_of_answers.append(reward)
             if not size:
                 continue
-            rewards_of_answers.append(reward)
             weight = {
                 "tokens": 1 / num_tokens,
                 "answers": 1 / (num_answers * size),
@@ -222,5 +229,6 @@ def policy_gradient(model, start, reference, groups, loss, how="mean_std"):
         "equal_groups": num_equal / num_groups,
         "num_groups": num_groups,
         "num_answers": num_answers,
+        "num_masked": num_masked,
         "num_tokens": num_tokens,
     }

@@ -33,6 +33,7 @@ from recipe_utils.text.reader import TextReader
 from recipe_utils.text.row_tensors import packed
 from recipe_utils.text.trees import apart
 from recipe_utils.update_steps.order import StepIndex
+from recipe_utils.update_steps.samples import Facts
 
 VOCAB_SIZE = 67
 IGNORE = -100
@@ -134,6 +135,15 @@ class Samples(Dataset[dict[str, Any]]):
         return self.samples[index]
 
 
+class WithFacts(Samples):
+    def __init__(self, samples, facts):
+        super().__init__(samples)
+        self._facts = facts
+
+    def facts(self):
+        return self._facts
+
+
 class DrawingSamples(Samples):
     def __getitem__(self, index):
         shift = int(torch.randint(9, ())) + random.randrange(9) + np.random.randint(9)
@@ -184,7 +194,9 @@ class WaitsBeforeStep(Samples):
     def __init__(self, samples, step, file):
         super().__init__(samples)
         self.step, self.file = step, file
-        self.takes_step_index = True
+
+    def facts(self):
+        return Facts(takes_place=True)
 
     def __getitem__(self, index):
         while index.step >= self.step and not self.file.exists():
@@ -259,9 +271,7 @@ def tiny_dataset(
 def file_dataset(tokenizer, path):
     """Returns the samples of a JSON file, with a hash of its bytes."""
     content = Path(path).read_bytes()
-    dataset = Samples(json.loads(content))
-    dataset.content_hash = hashlib.sha256(content).hexdigest()
-    return dataset
+    return WithFacts(json.loads(content), Facts(content={"": hashlib.sha256(content).hexdigest()}))
 
 
 class SqliteSamples(Samples):
@@ -312,9 +322,7 @@ def make_trees(num_samples, seed=0):
 
 
 def tiny_tree_dataset(_, num_samples):
-    dataset = Samples(make_trees(num_samples))
-    dataset.makes_trees = True
-    return dataset
+    return WithFacts(make_trees(num_samples), Facts(has_sequences=True))
 
 
 _of_the_test: list[Any] = []

@@ -27,7 +27,7 @@ from recipe_utils.settings.problems import Problem
 from recipe_utils.text.mixture import Mixture
 from recipe_utils.update_steps.objective import Collator, Layout
 from recipe_utils.update_steps.order import StepIndex
-from recipe_utils.update_steps.samples import Sample, SampleError
+from recipe_utils.update_steps.samples import Facts, Sample, SampleError, facts_of
 from recipe_utils.update_steps.settings import DataSettings
 from recipe_utils.update_steps.step import Microbatch
 
@@ -96,14 +96,18 @@ class Views(Dataset[dict[str, Any]]):
     settings: ViewSettings
     layout: TokenLayout
     seed: int
-    takes_step_index: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fits(self.transform, self.layout.patch_size, self.layout.num_channels)
-        self._is_drawn = isinstance(self.dataset, Mixture) and self.dataset.weights is not None
+        sources = facts_of(self.dataset).sources
+        self._is_drawn = isinstance(sources, Mixture) and sources.weights is not None
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def facts(self) -> Facts:
+        """Returns those of the images, which are asked for with their place."""
+        return facts_of(self.dataset)._replace(takes_place=True)
 
     def __getitem__(self, index: int | StepIndex) -> dict[str, Any]:
         """Returns the views of an image as arrays, because tensors need a file handle each in workers.

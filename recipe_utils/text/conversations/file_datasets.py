@@ -25,7 +25,7 @@ from recipe_utils.text.conversations.schema import FileRow
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.torchtune_names import IGNORE_INDEX, log_rank_zero
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import Facts, SampleError
 
 _MOST_CHARACTERS = 1 << 24
 """Longest document; a tokenizer takes 4 GB for it."""
@@ -60,11 +60,10 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             raise ValueError("dataset: set tokenizer to a folder_tokenizer, which takes tool calls")
         if split_turns not in (True, False, "shared"):
             raise ValueError(f"dataset.split_turns={split_turns}: set it to True, False or shared")
-        self.makes_trees = split_turns == "shared"
+        self._has_sequences = split_turns == "shared"
         self._tokenizer = tokenizer
         self._rows = rows = PathRows(path, split, validation_fraction)
         self._columns = columns_of(rows, FileRow, ignored_keys)
-        self.content_hash = rows.content_hash
         name_unread_of_first(self, rows, self._unread_of)
         # Row, and number of messages, of each sample.
         self._turns: tuple[array[int], array[int]] | None = None
@@ -80,6 +79,10 @@ class ConversationDataset(Dataset[dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._rows) if self._turns is None else len(self._turns[0])
+
+    def facts(self) -> Facts:
+        """Returns the hash of its files, and ``has_sequences`` with ``split_turns: shared``."""
+        return self._rows.facts()._replace(has_sequences=self._has_sequences)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns ``tokens`` and ``labels`` of a conversation, or ``sequences`` with these of each turn.
@@ -107,11 +110,11 @@ class ConversationDataset(Dataset[dict[str, Any]]):
 
     def _of_texts(self, row: Texts) -> dict[str, Any]:
         (sample,) = (_sample(*each) for each in tokenize_texts(self._tokenizer, row))
-        return {"sequences": [sample]} if self.makes_trees else {**sample, "labels": sample["labels"].tolist()}
+        return {"sequences": [sample]} if self._has_sequences else {**sample, "labels": sample["labels"].tolist()}
 
     def _of_messages(self, row: Conversation, end: int) -> dict[str, Any]:
         is_fraction = [weight not in (0, 1) for weight in row.weights]
-        if self.makes_trees:
+        if self._has_sequences:
             if any(is_fraction):
                 text = "split_turns=shared keeps no weights of targets; set split_turns=True"
                 raise SampleError(f"weight={row.weights[is_fraction.index(True)]:g}: {text}")
@@ -193,8 +196,7 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
         validation_fraction: float | None = None,
     ) -> None:
         self._rows = rows = PathRows(path, split, validation_fraction, text_key=column)
-        self.content_hash, self._tokenizer = rows.content_hash, tokenizer
-        self._column, self._add_eos = column, add_eos
+        self._tokenizer, self._column, self._add_eos = tokenizer, column, add_eos
         self._file, start = temporary_file(self), time.monotonic()
         bounds, first_pieces, end = array("q", [0]), array("q"), 0
         with open(self._file, "wb") as file:

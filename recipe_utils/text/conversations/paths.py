@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from recipe_utils.text.conversations.files import FileRows, suffix_of
-from recipe_utils.update_steps.samples import SampleError
+from recipe_utils.update_steps.samples import Facts, SampleError
 
 _SUFFIXES = {".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv"}
 _SHARD = re.compile(r"-\d+-of-\d+")
@@ -75,6 +75,10 @@ class PathRows:
     def __len__(self) -> int:
         return self._ends[-1] if self._indices is None else len(self._indices)
 
+    def facts(self) -> Facts:
+        """Returns the hash of its files."""
+        return Facts(content={"": self.content_hash})
+
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Returns a row; raises SampleError, without its name, if it cannot be read."""
         file, index = self._place(index)
@@ -84,20 +88,20 @@ class PathRows:
         """Returns the place of a row's file among the files."""
         return self._files.index(self._place(index)[0])
 
-    def name_of(self, index: int) -> str:
-        """Returns the name of a row, such as ``line 5 of chat.jsonl``."""
-        file, index = self._place(index)
-        return file.name_of(index)
-
     @contextmanager
     def naming(self, index: int) -> Iterator[None]:
         """Raises any error of what is done with a row as a SampleError with its name."""
-        file, index = self._place(index)  # an IndexError ends an iteration
+        self._place(index)  # an IndexError ends an iteration
         try:
             yield
         except Exception as error:  # any: a row may have any form
             kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
-            raise SampleError(f"{file.name_of(index)}: {kind}{error}") from None
+            raise SampleError(f"{self.name_of(index)}: {kind}{error}") from None
+
+    def name_of(self, index: int) -> str:
+        """Returns the name of a row, such as ``line 2 of a.jsonl``."""
+        file, index = self._place(index)
+        return file.name_of(index)
 
     def _place(self, index: int) -> tuple[FileRows, int]:
         """Returns the file of a row, and the row's index in it."""

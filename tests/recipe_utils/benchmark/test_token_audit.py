@@ -56,17 +56,17 @@ def test_tokens_are_counted_while_gradients_are_recorded(fed_tokens):
     assert fed_tokens.read_and_restart() == (1, 0)
 
 
-def test_tokens_that_are_shared_are_counted_once_and_their_targets_twice():
+def test_what_the_sides_of_a_pair_share_is_counted_once():
     pair = {
-        "chosen_input_ids": [5, 6, 7, 8], "chosen_labels": [-100, 6, 7, 8],
-        "rejected_input_ids": [5, 6, 7, 9, 10], "rejected_labels": [-100, 6, 7, 9, 10],
+        "chosen_input_ids": [5, 6, 7, 8], "chosen_labels": [-100, -100, -100, 8],
+        "rejected_input_ids": [5, 6, 7, 9, 10], "rejected_labels": [-100, -100, -100, 9, 10],
     }  # fmt: skip
     whole = contents_of_pairs([pair], 0, shares_prefixes=False)
     shared = contents_of_pairs([pair], 0, shares_prefixes=True)
-    assert (whole.num_target_tokens, whole.num_real_tokens) == (7, 9)
+    assert (whole.num_target_tokens, whole.num_real_tokens) == (3, 9)
     # All shared tokens but the last one, which predicts different tokens.
-    assert (shared.num_target_tokens, shared.num_real_tokens) == (7, 7)
-    once = [{**pair, "rejected_input_ids": [7, 9, 10], "rejected_labels": [7, 9, 10]}]
+    assert (shared.num_target_tokens, shared.num_real_tokens) == (3, 7)
+    once = [{**pair, "rejected_input_ids": [7, 9, 10], "rejected_labels": [-100, 9, 10]}]
     fed = contents_of_pairs(once, 0, shares_prefixes=False).fingerprint
     assert fed + shared.fingerprint_of_shared == whole.fingerprint == shared.fingerprint
 

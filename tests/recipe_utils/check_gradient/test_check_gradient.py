@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import policies
 import pytest
 import tiny
 import tiny_transformers
@@ -17,7 +18,7 @@ from arrays import LAYOUTS
 from big_batch import MIXED, STEP_OF_16
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DINO, DPO, KD, SFT, changed_recipe, recipe_of_page, slow, with_adapters
+from recipe_runs import DINO, DPO, KD, POLICY, SFT, changed_recipe, recipe_of_page, slow, with_adapters
 
 from recipe_utils.check_gradient import __main__ as prove
 
@@ -66,10 +67,11 @@ def assert_equal(found, groups=GROUPS, bound=1e-5):
 PLAIN = {"_component_": "tiny.tiny_dataset", "num_samples": 12}
 WEIGHED = {**PLAIN, "has_weights": True}
 NAMED = [{**WEIGHED, "name": "a", "weight": 1}, {**PLAIN, "seed": 3, "name": "b", "weight": 1, "loss_weight": 2}]
+TREES = {"_component_": "tiny.tiny_tree_dataset", "num_samples": 9}
 LORA = partial(tiny.adapted, tiny.WIDE_MODEL)
 EXACT = [  # recipe, or "page" for one of "Writing a recipe", and its keys; the first ones run in the fast tier
     (SFT, {"global_batch_size": 8}), (SFT, {"model": LORA(lora_dropout=0.1)}), (SFT, {"dataset": NAMED}),
-    (DPO, {"sft_loss_weight": 0.3}), (KD, {"kd_loss": {**DISTILLATION, "divergence": "js"}}), ("page", {}),
+    (SFT, {"dataset": TREES}), (DPO, {"sft_loss_weight": 0.3}), (KD, {"kd_loss": {**DISTILLATION, "divergence": "js"}}), ("page", {}),
     (SFT, {"dtype": "fp64", "model": tiny.DEEP_MODEL}),
     (SFT, {"microbatching": "least_padding", "enable_activation_checkpointing": True}),
     (SFT, {"dataset": {**PLAIN, "num_samples": 40, "packed": True}, **dict.fromkeys(PACKED, ...)}),
@@ -81,7 +83,7 @@ EXACT = [  # recipe, or "page" for one of "Writing a recipe", and its keys; the 
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("recipe", "changes"), [*EXACT[:6], *(slow(*each) for each in EXACT[6:])])
+@pytest.mark.parametrize(("recipe", "changes"), [*EXACT[:7], *(slow(*each) for each in EXACT[7:])])
 def test_an_exact_recipe_is_equal(recipe, changes, run, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path):
     own = TEXTS if recipe != DPO else {**PACKED, "model": TEXTS["model"]}
     config = {DPO: tiny_dpo_config, KD: tiny_kd_config}.get(recipe, tiny_config)(**{**own, **changes})
@@ -96,6 +98,26 @@ def test_an_exact_recipe_is_equal(recipe, changes, run, tiny_config, tiny_dpo_co
         re.match(rf"update step {number} of .*my, after one: \d+ samples, \d+ ", x) for x in lines
     )
     assert not Path(config["output_dir"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("loss", "model", "left_out"),
+    [
+        ({"kl_weight": 0.3, "kl": "k3", "kind": "cispo"}, TEXTS["model"], ["logprobs"]),
+        slow({"kl_weight": 0.3}, LORA(), []),
+        slow({"kind": "sequence", "normaliser": "prompts"}, TEXTS["model"], []),
+    ],
+)
+def test_groups_of_rollouts_are_compared_with_padded_answers(loss, model, left_out, run, tiny_config, tmp_path):
+    policies.write(tmp_path / "rollouts.jsonl", policies.make_groups(16), ["ref_logprobs", "advantage", *left_out])
+    data = {"_component_": "recipe_utils.policy.rollout_dataset", "path": str(tmp_path / "rollouts.jsonl")}
+    loss = {"_component_": "recipe_utils.policy.PolicyLoss", **loss}
+    config = tiny_config(**{**TEXTS, "global_batch_size": 8, "dataset": data, "loss": loss, "model": model})
+    _, lines = found = run(POLICY, config)
+    assert_equal(found, {"adapters"} if model == LORA() else GROUPS, bound=5e-5)
+    assert [line for line in lines if "Not judged: the sign" in line] == [
+        "Not judged: the sign of the term of old: a ratio is no divergence."
+    ] * bool(left_out)
 
 
 def test_bf16_is_compared_with_the_rounding_of_bf16(run, tiny_config):
@@ -148,6 +170,7 @@ MUTANTS = {  # recipe, its lines -> wrong ones, and the problem beside groups of
     "scale 2 % off": (SFT, {SCALE: f"0.98 * {SCALE}"}, "sum 1 is multiplied by 0.98 / "),
     "loss is logged by another scale": (SFT, {"return scaled[0]": "return 0.98 * scaled[0]"}, "sum 1 is multiplied by 0.98 / "),
     "documents leak": (SFT, {FORWARD: FORWARD.replace("microbatch", LEAK, 1), "import torch\n": "from dataclasses import replace\n\nimport torch\n"}, ""),
+    "turns of trees leak": (SFT, {FORWARD: FORWARD.replace("microbatch", LEAK, 1), "import torch\n": "from dataclasses import replace\n\nimport torch\n"}, ""),
     "a microbatch left out": (SFT, {"mark_last(microbatches)": "mark_last(microbatches[1:])"}, "15 of 16 samples have a backward"),
     "counted twice": (SFT, {"class FullFinetuneRecipe:": TWICE, MODEL: f"        self.loader = Twice(**vars(self.loader))\n{MODEL}",
         "import torch\n": "from dataclasses import replace\n\nimport torch\nfrom recipe_utils.update_steps.loader import UpdateStepLoader\n"},
@@ -158,10 +181,11 @@ MUTANTS = {  # recipe, its lines -> wrong ones, and the problem beside groups of
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*list(MUTANTS)[:5], *map(slow, list(MUTANTS)[5:])])
+@pytest.mark.parametrize("name", [*list(MUTANTS)[:6], *map(slow, list(MUTANTS)[6:])])
 def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path):
     recipe, changes, problem = MUTANTS[name]
-    config = {DPO: tiny_dpo_config(**PACKED), KD: tiny_kd_config(**TEXTS)}.get(recipe, tiny_config(**TEXTS))
+    of_texts = tiny_config(**{**TEXTS, **({"dataset": TREES} if "trees" in name else {})})
+    config = {DPO: tiny_dpo_config(**PACKED), KD: tiny_kd_config(**TEXTS)}.get(recipe, of_texts)
     is_page = recipe == "page"
     recipe = recipe_of_page(tmp_path, HIDDEN_LOSS, changes) if is_page else changed_recipe(tmp_path, changes, recipe)
     code, lines = run(recipe, config)
@@ -257,7 +281,11 @@ NO_TARGETS = {"_component_": "tiny.tiny_dataset", "num_samples": 4, "replace": {
 @pytest.mark.parametrize(
     ("recipe", "changes", "text"),
     [
-        (SFT, {"dataset": {"_component_": "tiny.tiny_tree_dataset", "num_samples": 9}}, "trees are not compared"),
+        (
+            POLICY,
+            {"dataset": {"path": ".", "groups_per_round": 3}},
+            "dataset.groups_per_round: rounds are not compared",
+        ),
         (SFT, {"dataset": NO_TARGETS, "shuffle": False}, "set a larger --num_samples"),
         (DINO, {}, "losses of images are not compared"),
     ],

@@ -13,7 +13,6 @@ from torch._dynamo.testing import CompileCounter
 
 from recipe_utils.losses.cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.losses.log_probs import LinearLogProbs
-from recipe_utils.preference.pair_losses import add_prefixes, sums_of_answers
 from recipe_utils.update_steps.step import Targets
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -253,30 +252,3 @@ def test_a_compiled_training_has_the_curve_of_an_eager_one(tiny_dpo_config):
 def test_a_backward_in_two_parts_of_log_probabilities_is_refused(hidden_and_targets):
     with pytest.raises(ValueError, match="no backward in parts"):
         LinearLogProbs()(make_output("linear"), *hidden_and_targets, backward_in_parts=True)
-
-
-def test_targets_that_both_answers_share_count_for_both():
-    lengths = [[2, 1, 3], [0, 2, 1], [4, 0, 1]]
-    num_targets = torch.tensor([[each[:2], [0, each[2]]] for each in lengths]).view(6, 2)
-    of_tokens = torch.randn(14, requires_grad=True)
-    chosen, rejected = sums_of_answers(of_tokens, num_targets)
-    parts = iter(of_tokens.split([n for of_pair in lengths for n in of_pair]))
-    for i in range(3):
-        shared, first, second = next(parts), next(parts), next(parts)
-        for answer, own in ((chosen, first), (rejected, second)):
-            assert answer[i].item() == pytest.approx((shared.sum() + own.sum()).item(), abs=1e-12)
-    assert add_prefixes(num_targets).tolist() == [[3, 2, 4], [5, 1, 5]]
-    (chosen + rejected).sum().backward()
-    assert of_tokens.grad.tolist() == [2, 2, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 1]
-
-
-def test_sums_of_many_small_numbers_lose_nothing():
-    num_targets = torch.tensor([[0, 100_000], [0, 1]])
-    sums = sums_of_answers(torch.full((100_001,), -0.1, dtype=torch.float32), num_targets)
-    assert sums[0, 0].item() == pytest.approx(-0.1 * 100_000, rel=1e-7)
-
-
-def test_without_pairs_the_sums_are_empty_with_a_graph():
-    sums = sums_of_answers(torch.zeros(0, requires_grad=True), torch.zeros(0, 2, dtype=torch.long))
-    assert sums.shape == (2, 0)
-    assert sums.requires_grad

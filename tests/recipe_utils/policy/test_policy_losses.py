@@ -1,12 +1,17 @@
 """Arguments of the policy loss that have no effect or no meaning are refused; chunks and compilation change nothing."""
 
+import math
+from contextlib import nullcontext
+
+import policies
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from recipe_utils.losses import LinearLogProbs
 from recipe_utils.policy import PolicyLoss
-from recipe_utils.policy.policy_losses import TemperedLogProbs
+from recipe_utils.policy.policy_losses import Seen
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.settings.read import read_settings
@@ -14,6 +19,7 @@ from recipe_utils.update_steps.objective import declared_by
 from recipe_utils.update_steps.step import Targets
 
 NUM, VOCAB, WIDTH = 23, 50, 16
+MASKS = {"old": "start", "correction": "mask"}
 
 
 @pytest.mark.parametrize(
@@ -25,12 +31,23 @@ NUM, VOCAB, WIDTH = 23, 50, 16
         ({"normaliser": "sequences"}, "loss.normaliser=sequences: unknown; set it to one of tokens, answers, constant, prompts"),
         ({"normaliser": "constant"}, "loss.tokens_per_answer=None: it is the L of normaliser=constant"),
         ({"tokens_per_answer": 9}, "loss.tokens_per_answer=9: it is the L of normaliser=constant"),
-        ({"kl": "k4"}, "loss.kl=k4: unknown; set it to one of k1, k2, k3"),
-        ({"kl_weight": -1.0}, "loss.kl_weight=-1.0: it must be at least 0"),
+        ({"kl": "k4"}, "loss.kl=k4: unknown; set it to one of null, k1, k2, k3"),
+        ({"kl": "k3"}, "loss.kl=k3: it has no effect with kl_weight=0; set kl_weight above 0, or take kl out"),
+        ({"kl_weight": -1.0}, "loss.kl_weight=-1.0: it must be a number of at least 0"),
+        ({"kl_weight": math.nan}, "loss.kl_weight=nan: it must be a number of at least 0"),
+        ({"kl_weight": math.inf}, "loss.kl_weight=inf: it must be a number of at least 0"),
+        ({"normaliser": "constant", "tokens_per_answer": math.nan}, "loss.tokens_per_answer=nan: it must be at least 1"),
         ({"correction": "mask"}, "loss.correction=mask: it has no effect on old=file"),
         ({"old": "start", "correction_high": 2}, "loss.correction_high=2: it has no effect on correction=None; take it out"),
         ({"kind": "cispo", "clip_low": 0.2}, "loss.clip_low=0.2: it has no effect on kind=cispo; take it out"),
         ({"clip_high": -0.2}, "loss.clip_high=-0.2: it must be at least 0"),
+        ({"clip_low": math.nan}, "loss.clip_low=nan: it must be at least 0"),
+        ({"clip_dual": 1.0}, "loss.clip_dual=1.0: the ratio begins at 1; set it above 1, such as 3"),
+        ({"clip_dual": math.nan}, "loss.clip_dual=nan: the ratio begins at 1; set it above 1, such as 3"),
+        ({"kind": "cispo", "clip_dual": 3.0}, "loss.clip_dual=3.0: it has no effect on kind=cispo; take it out"),
+        ({**MASKS, "correction_low": 3.0, "correction_high": 2.0}, "loss.correction_low=3.0, correction_high=2.0: tokens that"),
+        ({**MASKS, "correction_low": 1.5}, "loss.correction_low=1.5, correction_high=5.0: tokens that the sampler gives"),
+        ({"old": "start", "correction": "truncate", "correction_high": 0.0}, "correction_high=0.0: tokens that the sampler"),
     ],
 )  # fmt: skip
 def test_arguments_without_an_effect_are_refused(arguments, text):
@@ -107,17 +124,99 @@ def test_the_first_update_has_a_ratio_of_exactly_one(given):
     for kind in ("clipped", "sequence", "cispo"):
         loss_fn = PolicyLoss(kind, old="start")
         sums = dict(zip(loss_fn.sums, loss_fn(output, hidden, targets).tolist(), strict=True))
-        assert loss_fn.largest_ratio == 1.0
+        assert Seen(*loss_fn.take_seen(hidden.device).tolist()).largest == 1.0
         assert sums["ratio"] == NUM
         assert sums["clipped_high"] == 0
+
+
+@pytest.mark.parametrize(("column", "name"), [("ref_logprobs", "reference"), ("logprobs", "old")])
+def test_log_probabilities_of_the_file_count_before_those_of_a_model(column, name, given):
+    output, hidden, targets = given
+    loss_fn, known, numbers = PolicyLoss(kl_weight=0.3), torch.arange(NUM) % 2 == 0, targets.values[column]
+    values = {**targets.values, column: torch.where(known, numbers, torch.nan)}
+    both = targets._replace(values=values, outputs={name: torch.where(known, 9.0, numbers)})
+    torch.testing.assert_close(loss_fn(output, hidden, both), loss_fn(output, hidden, targets), rtol=0, atol=0)
+
+
+FAR = (0.0, 3.0, 15.0, 30.0, 90.0, 120.0, 1e4)
+"""How far below the policy's a sampler's, or a reference's, log-probability is."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"kind": kind} for kind in KINDS),
+        {"clip_dual": 3.0},
+        {**MASKS},
+        *({"kl": k, "kl_weight": 0.1} for k in ("k1", "k2", "k3")),
+    ],
+)
+def test_a_log_probability_far_off_gives_the_formula_s_gradient_up_to_e20_and_a_finite_one_beyond(
+    changes, dtype, given
+):
+    output, hidden, targets = given
+    low, high = {"sequence": (3e-4, 4e-4), "cispo": (None, 0.2), "reinforce": (None, None)}.get(
+        changes.get("kind"), (0.2, 0.2)
+    )
+    bounds = {"correction_low": 0.5, "correction_high": 5.0} if "correction" in changes else {}
+    loss = {**policies.LOSS, "kind": "clipped", "clip_low": low, "clip_high": high, **bounds, **changes}
+    columns = {**targets.values, "temperatures": torch.ones(NUM), "measured": torch.ones(NUM)}
+
+    def formula(far_off):
+        log_probs = output(hidden[0]).log_softmax(-1).gather(1, targets.labels[0][:, None])[:, 0]
+        terms = []
+        for sequence in range(4):
+            of = targets.owners[0] == sequence
+            now, sampled, reference = (each[of] for each in (log_probs, far_off["logprobs"], far_off["ref_logprobs"]))
+            old = now.detach() if loss["old"] == "start" else sampled
+            terms.append(
+                policies.terms_of(None, columns["advantages"][of], now, old, sampled, reference, loss)[0].sum()
+            )
+        return torch.autograd.grad(sum(terms), [hidden, output.weight])
+
+    with torch.no_grad():
+        now = output(hidden[0]).log_softmax(-1).gather(1, targets.labels[0][:, None])[:, 0]
+    clipped = {}
+    for sign in (1.0, -1.0):
+        columns["advantages"] = sign * targets.values["advantages"].abs()
+        for far in FAR:
+            far_off = dict(columns, logprobs=columns["logprobs"].clone(), ref_logprobs=columns["ref_logprobs"].clone())
+            far_off["logprobs"][5] = now[5] - far
+            far_off["ref_logprobs"][7] = now[7] + far  # k3 takes the other direction
+            loss_fn = PolicyLoss(**changes, tokens_per_chunk=7)
+            arguments = output.to(dtype), hidden.detach().to(dtype).requires_grad_(), targets._replace(values=far_off)
+            sums, *found = sums_and_gradients(loss_fn, *arguments)
+            output.double()
+            assert sums.isfinite().all()
+            assert all(gradient.isfinite().all() for gradient in found)
+            seen = Seen(*loss_fn.take_seen(hidden.device).tolist())
+            if far > 20:  # nothing else is as far
+                assert seen.label == targets.labels[0, 5]
+                assert seen.difference == pytest.approx(far, rel=1e-5)
+            if dtype == torch.float64 and far < 20:
+                for mine, plain in zip(found, formula(far_off), strict=True):
+                    torch.testing.assert_close(mine, plain, rtol=1e-9, atol=1e-10)
+            if dtype == torch.float64 and far > 20 and sign > 0 and changes in ({"kind": "clipped"}, {"kind": "cispo"}):
+                clipped.setdefault(far, found)
+    for (
+        gradients
+    ) in clipped.values():  # where the clip has none, and where it is constant, the distance changes nothing
+        for mine, other in zip(gradients, clipped[30.0], strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
 def test_log_probabilities_are_those_of_logits_over_temperatures(given):
     output, hidden, targets = given
     expected = (output(hidden[0]) / targets.values["temperatures"][:, None]).log_softmax(-1)
     picked = expected.gather(1, targets.labels[0][:, None])[:, 0]
-    for loss_fn in (TemperedLogProbs(5), PolicyLoss(tokens_per_chunk=5)):
-        with loss_fn.returning_log_probs() if isinstance(loss_fn, PolicyLoss) else torch.no_grad():
-            torch.testing.assert_close(loss_fn(output, hidden, targets), picked.detach(), rtol=1e-12, atol=1e-12)
+    for loss_fn in (LinearLogProbs(5), PolicyLoss(tokens_per_chunk=5)):
+        with loss_fn.returning_log_probs() if isinstance(loss_fn, PolicyLoss) else nullcontext():
+            torch.testing.assert_close(loss_fn(output, hidden, targets), picked, rtol=1e-12, atol=1e-12)
+    weighted = [
+        torch.autograd.grad(each @ targets.values["advantages"], [hidden, output.weight], retain_graph=True)
+        for each in (LinearLogProbs(5)(output, hidden, targets), picked)
+    ]
+    torch.testing.assert_close(*weighted, rtol=1e-12, atol=1e-12)
     sums = dict(zip(PolicyLoss().sums, PolicyLoss()(output, hidden, targets).tolist(), strict=True))
     assert sums["entropy"] == pytest.approx(-(expected.exp() * expected).sum().item())

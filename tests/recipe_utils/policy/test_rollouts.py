@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from recipe_utils.cli.registry import recipe_path
 from recipe_utils.policy import rollout_dataset
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.policy.rollouts import WithoutEqualGroups
+from recipe_utils.policy.rollouts import WholeAnswers, WithoutEqualGroups
 from recipe_utils.text.conversations.schema import table_of
 from recipe_utils.update_steps.samples import SampleError, UnusedError
 
@@ -129,10 +129,36 @@ def test_parts_of_one_rollout_are_one_answer_and_untrained_ones_are_none(tmp_pat
     rows = [{**REWARDED[0], "group": 1, "rollout": r, "reward": x, "mask": m} for r, x, m in (
         ("a", 1, [1, 1]), ("a", 1, [0, 1]), ("b", 0, [1, 1]), ("c", 0, [0, 0]),
     )]  # fmt: skip
-    sequences = sequences_of(dataset_of(tmp_path, *rows, advantage="mean")[0])
+    sample = dataset_of(tmp_path, *rows, advantage="mean")[0]
+    sequences = sequences_of(sample)
+    assert sample["answers"] == [0, 0, 1]
+    assert [row.partition(" of ")[0] for row in sample["rows"]] == ["line 1", "line 2", "line 3"]
     assert [s["advantages"][-1] for s in sequences] == pytest.approx([2 / 3, 2 / 3, -1 / 3])  # c counts in the mean
     assert [sum(s["answers"]) for s in sequences] == pytest.approx([2 / 3, 1 / 3, 1])  # and not as an answer
     assert [sum(s["rewards"]) for s in sequences] == pytest.approx([2 / 3, 1 / 3, 0])
+    assert sum(sum(s["masked"]) for s in sequences) == pytest.approx(1)
+    rows[3]["reward"] = 5.0  # of the answer without a trained token
+    sequences = sequences_of(dataset_of(tmp_path, *rows, advantage="mean")[0])
+    assert sum(sum(s["rewards"]) for s in sequences) == pytest.approx(1 + 0 + 5)
+
+
+@pytest.mark.parametrize("advantage", ["mean", "mean_std", "leave_one_out"])
+@pytest.mark.parametrize(
+    ("rewards", "signs"),
+    [
+        ([0.3, 0.425, 0.55], [-1, 0, 1]),  # 0.425 - 0.3 is not 0.55 - 0.425
+        ([0.1 + 0.2, 0.3, 0.3], [0, 0, 0]),
+        ([1e6 + 0.3, 1e6 + 0.1 + 0.2], [0, 0]),
+        ([0.0, 0.0], [0, 0]),
+        ([1e-9, 2e-9, 3e-9], [-1, 0, 1]),
+        ([7.0, 7.0 + 1e-6], [-1, 1]),
+    ],
+)
+def test_rewards_that_are_equal_but_for_rounding_have_the_advantage_0(rewards, signs, advantage, tmp_path):
+    rows = [{**REWARDED[0], "reward": reward} for reward in rewards]
+    sequences = sequences_of(dataset_of(tmp_path, *rows, advantage=advantage)[0])
+    assert [float(np.sign(s["advantages"][-1])) for s in sequences] == signs
+    assert sum(sum(s["equal_groups"]) for s in sequences) == pytest.approx(float(not any(signs)))
 
 
 def test_an_equal_group_costs_two_tokens_and_keeps_its_counts(tmp_path):
@@ -153,20 +179,12 @@ def test_an_equal_group_costs_two_tokens_and_keeps_its_counts(tmp_path):
 def test_an_answer_in_parts_is_refused_where_its_ratio_is_of_the_whole(tmp_path):
     """One row with the mask of both parts, the remedy, is taken."""
     parts = [{**REWARDED[0], "group": 1, "rollout": r, "reward": x} for r, x in (("a", 1), ("a", 1), ("b", 0))]
-    for refuses in (True, False):
-        dataset = WithoutEqualGroups(dataset_of(tmp_path, *parts), refuses_parts=refuses)
-        if refuses:
-            with pytest.raises(
-                UnusedError, match=r"several rows .*loss.kind=sequence is of all; write each answer as one row"
-            ):
-                dataset[0]
-        else:
-            assert len(dataset[0]["sequences"]) == 3
-    ids, mask = [9, 9, 3, 9, 9], [1, 1, 0, 1, 1]
-    whole = {**parts[0], "completion_ids": ids, "mask": mask, "logprobs": [-1.0] * 4}
-    dataset = WithoutEqualGroups(
-        dataset_of(tmp_path, whole, {**whole, "rollout": "b", "reward": 0}), refuses_parts=True
-    )
+    dataset = dataset_of(tmp_path, *parts)
+    assert len(WithoutEqualGroups(dataset)[0]["sequences"]) == 3
+    with pytest.raises(UnusedError, match=r"^line 1 of .*: its answer has 2 parts, and loss.kind=sequence needs all"):
+        WholeAnswers(dataset)[0]
+    whole = {**parts[0], "completion_ids": [9, 9, 3, 9, 9], "mask": [1, 1, 0, 1, 1], "logprobs": [-1.0] * 4}
+    dataset = WholeAnswers(dataset_of(tmp_path, whole, {**whole, "rollout": "b", "reward": 0}))
     assert len(dataset[0]["sequences"]) == 2
 
 
@@ -384,6 +402,7 @@ def changed(**keys):
             "temperature contains 0, and divides logits; set it above 0 (greedy answers: 1)",
         ),
         ([changed(reward="high")], {}, "reward='high': set it to a finite number"),
+        ([changed(reward=1e308), REWARDED[0]], {}, "reward=1e+308: its square is no number in fp32; scale rewards"),
         ([REWARDED[0]], {}, "a group of one answer has nothing to compare it with"),
         ([REWARDED[0]], {"group_size": 2}, "the group is not whole: 1 answers, dataset.group_size=2"),
         (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
 from recipe_utils.plans.cost import MicrobatchCost
-from recipe_utils.preference.pairs import mask_shared_turns, num_shared_tokens, pair_collator
+from recipe_utils.preference.pairs import mask_shared_turns, pair_collator
 from recipe_utils.text.limits import ModelLimits, PackedAttention
 from recipe_utils.update_steps.samples import SampleError, SkippedSampleError
 from recipe_utils.update_steps.settings import DataSettings
@@ -43,16 +43,6 @@ def pair(chosen, rejected, masked=1):
 answers = st.lists(st.integers(1, 3), min_size=2, max_size=12)
 
 
-@given(answers, answers)
-def test_shared_is_the_longest_common_prefix_but_for_its_last_token(chosen, rejected):
-    arrays = {key: np.array(ids) for key, ids in pair(chosen, rejected, masked=0).items()}
-    common = 0
-    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
-        common += 1
-    expected = None if chosen == rejected else max(common - 1, 0)
-    assert num_shared_tokens(arrays) == expected
-
-
 @given(answers, answers, st.lists(st.booleans(), min_size=12, max_size=12))
 def test_turns_that_both_sides_share_are_masked_but_for_the_last(chosen, rejected, are_targets):
     """The answers' common first tokens are targets of both."""
@@ -61,36 +51,33 @@ def test_turns_that_both_sides_share_are_masked_but_for_the_last(chosen, rejecte
         ids = sample[f"{side}_input_ids"]
         masked = [t if m else tiny.IGNORE for t, m in zip(ids[:-1], are_targets, strict=False)]
         sample[f"{side}_labels"] = [*masked, ids[-1]]
-    arrays = {key: np.array(ids) for key, ids in sample.items()}
-    mask_shared_turns(arrays)
+    tokens, labels = ([np.array(sample[f"{side}_{key}"]) for side in SIDES] for key in ("input_ids", "labels"))
+    mask_shared_turns(tokens, labels)
     expected = tiny.without_shared_turns(sample)
-    assert {key: ids.tolist() for key, ids in arrays.items()} == expected
-
-
-def test_tokens_of_which_only_one_side_is_a_target_are_not_shared():
-    sample = pair([1, 2, 3, 4, 5], [1, 2, 3, 4, 6])
-    sample["chosen_labels"] = [tiny.IGNORE, tiny.IGNORE, tiny.IGNORE, 4, 5]
-    arrays = {key: np.array(ids) for key, ids in sample.items()}
-    assert num_shared_tokens(arrays) == 0
+    assert [ids.tolist() for ids in labels] == [expected[f"{side}_labels"] for side in SIDES]
 
 
 def targets_read_back(microbatch):
     """Returns (tokens up to the target, target) of each pair and side, from the microbatch alone."""
-    inputs = microbatch.inputs
-    rows = zip(inputs["tokens"].tolist(), microbatch.targets.labels.tolist(), strict=True)
-    if "document_lengths" not in inputs:
-        sides = [(row, labels) for row, labels in rows]
-    else:
-        ((row, labels),), sides = list(rows), []
+    inputs, targets = microbatch.inputs, microbatch.targets
+    tokens, labels, owners = (each.flatten().tolist() for each in (inputs["tokens"], targets.labels, targets.owners))
+    length, found = targets.labels.size(1), []
+    if "document_lengths" in inputs:
+        paths = [*sequences_of(inputs["document_lengths"][0])]
         positions = inputs["input_pos"][0].tolist()
-        for indices in sequences_of(inputs["document_lengths"][0]):
-            assert [positions[i] for i in indices] == list(range(len(indices)))
-            sides.append(([row[i] for i in indices], [labels[i] for i in indices]))
-        assert indices[-1] == len(row) - 1
-    found = [
-        [(tokens[: i + 1], label) for i, label in enumerate(labels) if label != tiny.IGNORE] for tokens, labels in sides
+        assert all([positions[i] for i in path] == list(range(len(path))) for path in paths)
+    else:
+        paths = [list(range(start, start + length)) for start in range(0, len(tokens), length)]
+    for sequence, end in enumerate(targets.ends.tolist()):
+        path = next(path[: path.index(end) + 1] for path in paths if end in path)
+        places = [(n, i) for n, i in enumerate(path) if owners[i] == sequence and labels[i] != tiny.IGNORE]
+        found.append([([tokens[i] for i in path[: n + 1]], labels[i]) for n, i in places])
+    # What chosen and rejected have in common is a part of chosen's sequence alone.
+    numbers = targets.of_samples["common_tokens"].tolist()
+    rejected = [
+        chosen[:number] + own for chosen, own, number in zip(found[::2], found[1::2], numbers[::2], strict=True)
     ]
-    return list(zip(found[::2], found[1::2], strict=True))
+    return list(zip(found[::2], rejected, strict=True))
 
 
 @pytest.mark.parametrize("pair_kind", tiny.PAIR_KINDS)
@@ -114,7 +101,7 @@ def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(pai
     for layout in LAYOUTS:
         collator = collator_of(*layout)
         counts = dict(collator.collate(prepared(collator, pairs))[0].counts)
-        assert tuple(counts) == collator.counts
+        assert {*counts} == {*collator.counts}
         num_shared, slots = counts.pop("shared_tokens"), counts.pop("positions")
         if layout[0] == "packed":
             assert slots == counts["real_tokens"] - num_shared
@@ -137,7 +124,7 @@ def test_padded_rows_are_those_of_torchtune_in_another_order():
     tokens, labels = padded_collate_dpo(pairs, padding_idx=0, ignore_idx=tiny.IGNORE)
     collator = collator_of("in_order")
     (microbatch,) = collator.collate(prepared(collator, pairs))
-    order = [0, 5, 1, 6, 2, 7, 3, 8, 4, 9]
+    order = [5, 0, 6, 1, 7, 2, 8, 3, 9, 4]
     assert torch.equal(microbatch.inputs["tokens"], tokens[order])
     assert torch.equal(microbatch.targets.labels[:, :-1], labels[order, 1:])
 
@@ -148,7 +135,9 @@ def test_a_dummy_is_no_pair(microbatching, sharing):
     dummy = collator.dummy(prepared(collator, tiny.make_pairs(1))[0])
     assert dummy.counts == {}
     assert len(dummy.targets.positions) == 0
-    assert dummy.targets.of_samples["num_targets"].shape == (0, 2)
+    assert {name: list(value.shape) for name, value in dummy.targets.of_samples.items()} == {
+        "pairs": [0], "chosen_tokens": [0], "common_tokens": [0], "fingerprint": [0, 2]
+    }  # fmt: skip
     assert not dummy.targets.outputs
     assert dummy.inputs["tokens"].shape == (1, 2 if microbatching == "packed" else 1)
 
@@ -184,23 +173,17 @@ def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
     assert padding == 128 - sum(map(collator.length, samples))
 
 
-def test_a_pair_has_a_fingerprint_of_all_tokens_and_labels_of_each_side():
+def test_an_answer_has_a_fingerprint_of_all_its_tokens_and_labels():
     own = pair([1, 2, 3], [1, 2, 4])
-    others = [
-        pair([1, 2, 4], [1, 2, 3]),
-        pair([1, 2, 3], [1, 2, 5]),
-        pair([1, 2, 3], [1, 2, 4], masked=2),
-        pair([1, 2, 3, 1], [2, 4]),
-        pair([1, 2, 3, 4], [1, 2, 4]),
-    ]
+    others = [pair([1, 2, 5], [1, 2, 6]), pair([1, 2, 3], [1, 2, 4], masked=2), pair([1, 2, 3, 1], [2, 4])]
     prepare = pickle.loads(pickle.dumps(collator_of().prepare))  # as in a worker
-    samples = prepared(SimpleNamespace(prepare=prepare), [own, *others, pair([1, 2, 3], np.array([1, 2, 4]))])
-    of_samples = collator_of().collate(samples)[0].targets.of_samples["fingerprint"]
-    fingerprints = [row.numpy().tobytes() for row in of_samples[::2]]
-    assert torch.equal(of_samples[::2], of_samples[1::2])
-    assert [len(each) for each in fingerprints] == [16] * 7
-    assert fingerprints[0] == fingerprints[-1]
-    assert len({*fingerprints}) == 6
+    again = [pair([1, 2, 4], [1, 2, 3]), pair([1, 2, 3], np.array([1, 2, 4]))]
+    samples = prepared(SimpleNamespace(prepare=prepare), [own, *others, *again])
+    rows = collator_of().collate(samples)[0].targets.of_samples["fingerprint"].numpy()
+    fingerprints = [row.tobytes() for row in rows]
+    assert [len(each) for each in fingerprints] == [16] * 12
+    assert len({*fingerprints[:8]}) == 8
+    assert fingerprints[8:] == [fingerprints[1], fingerprints[0], fingerprints[0], fingerprints[1]]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +192,10 @@ def test_a_pair_has_a_fingerprint_of_all_tokens_and_labels_of_each_side():
         ({"chosen_input_ids": [1, 2]}, "sample 3: it has no 'chosen_labels', only"),
         (pair([1, 2], [1, 3]) | {"rejected_labels": [1]}, "sample 3, rejected: 1 labels for 2 tokens"),
         (pair(["a", "b"], [1, 3]), "sample 3: its 'chosen_input_ids' is no"),
-        (pair([1, 2], [1, 3]) | {"weight": 0.5}, "sample 3: its 'weight' contains 0.5, which this loss does not take"),
+        (
+            pair([1, 2], [1, 3]) | {"weight": 0.5},
+            "sample 3, chosen: its 'weight' contains 0.5, which this loss does not take",
+        ),
     ],
 )
 def test_a_bad_pair_is_named(sample, text):

@@ -34,9 +34,9 @@ def sequence(tokens, are_targets):
 def targets_of(sequences):
     """Returns each target with the tokens before it, and how often it occurs."""
     return Counter(
-        (tuple(each.tokens[:i].tolist()), int(each.labels[i]))
+        (tuple(each.tokens[: i + 1].tolist()), int(each.labels[i]))
         for each in sequences
-        for i in range(1, len(each.tokens))
+        for i in range(len(each.tokens))
         if each.labels[i] != IGNORE
     )
 
@@ -86,7 +86,7 @@ def test_columns_values_owners_and_ends_are_those_of_the_sequences(drawn, max_to
     expected = sorted(
         (int(s.labels[i]), s.columns["number"][i], number, len(s.tokens) - 1, int(s.tokens[-1]))
         for number, s in enumerate(sequences)
-        for i in range(1, len(s.tokens))
+        for i in range(len(s.tokens))
         if s.labels[i] != IGNORE
     )
     sample = merge(sequences, max_tokens, IGNORE)
@@ -148,10 +148,9 @@ def test_a_conversation_of_1500_turns_is_merged():
 # ---- Collator ------------------------------------------------------------------------------------
 
 
-def collator_of(limits=LIMITS, pads_sequences=False, declared=NOTHING_DECLARED, **settings):
+def collator_of(limits=LIMITS, declared=NOTHING_DECLARED, **settings):
     keys = {"microbatching": "packed", "batch_size": 4, **settings}
-    how = {"has_trees": True, "declared": declared, "pads_sequences": pads_sequences}
-    return text_collator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits, **how)
+    return text_collator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, limits, has_trees=True, declared=declared)
 
 
 def test_counts_are_those_of_separate_sequences():
@@ -183,12 +182,23 @@ def test_a_dummy_is_one_token_with_padding_and_a_cut_sample_several_microbatches
     assert len(collator.collate(samples)) == 1  # rows of several samples are never cut
 
 
+@pytest.mark.parametrize("couples", [False, True])
+def test_the_log_says_whether_samples_are_cut(couples):
+    collator = collator_of(declared=Declaration(couples_sequences=couples), max_tokens_per_microbatch=16)
+    samples = [collator.prepare(each, "sample") for each in tiny.make_trees(20)]
+    sizes = [len(collator.collate([each])) for each in samples]
+    assert (max(sizes) == 1) == couples
+    assert [len([*collator.remarks(each)]) for each in samples] == [int(size > 1) for size in sizes]
+    (warning,) = collator.remarks()
+    assert warning.endswith("gets a microbatch of its own" if couples else "may be cut into several microbatches")
+
+
 def test_the_content_of_a_sample_is_that_of_its_sequences_in_any_layout():
     groups = [
         {"sequences": [{**s, "a": np.arange(len(s["labels"])) % 5} for s in g["sequences"]]}
         for g in tiny.make_trees(20)
     ]
-    layouts = {"max_tokens_per_microbatch": 16}, {}, {"microbatching": "in_order", "pads_sequences": True}
+    layouts = {"max_tokens_per_microbatch": 16}, {}, {"microbatching": "in_order"}
     for group in groups:
         kept = [s for s in group["sequences"] if set(s["labels"][1:]) - {IGNORE}]
         columns, beside = [], []
@@ -207,9 +217,14 @@ def test_the_content_of_a_sample_is_that_of_its_sequences_in_any_layout():
     ("keys", "text"),
     [
         (
-            {"microbatching": "least_padding"},
-            "microbatching=least_padding: sequences that share a beginning need rows of documents; "
-            "set microbatching=packed, or dataset.split_turns=True",
+            {"microbatching": "least_padding", "collate_fn": "tiny.collate_images"},
+            "collate_fn=tiny.collate_images: a sample may have several sequences, each of which is a row; remove it, or "
+            "set microbatching=packed",
+        ),
+        (
+            {"declared": Declaration(couples_sequences=True), "max_ranks_per_row": 2, "max_tokens_per_microbatch": 8},
+            "max_ranks_per_row=2: the loss takes values of samples (couples_sequences), which a share of a row does not "
+            "have; remove it",
         ),
         (
             {"limits": LIMITS._replace(attentions=(PackedAttention(refused={"trees": "X does not"}),))},
@@ -251,7 +266,7 @@ def test_trees_are_not_cut_for_ranks_that_compute_a_row_together():
 def test_sequences_of_a_dataset_that_does_not_say_so_are_refused():
     keys = {"microbatching": "packed"}
     collator = text_collator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, LIMITS)
-    with pytest.raises(SampleError, match="sample: it has 'sequences'; set makes_trees = True"):
+    with pytest.raises(SampleError, match=r"sample: it has 'sequences'; return Facts\(has_sequences=True\)"):
         collator.prepare({"sequences": [GOOD]}, "sample")
 
 

@@ -21,7 +21,7 @@ from recipe_utils.data.inspect_samples import log_data
 from recipe_utils.data.loaders import build_loader
 from recipe_utils.parallel.ranks import join_ranks
 from recipe_utils.plans.cost import MicrobatchCost
-from recipe_utils.preference.reference import OnePass
+from recipe_utils.reference.source import OnePass
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.update_steps.collectives import OtherRankFailedError
 from recipe_utils.update_steps.loader import RowBudget

@@ -6,18 +6,24 @@ import pytest
 import tiny
 import torch
 from omegaconf import OmegaConf
+from torch.utils.data import ConcatDataset, Subset
 
 from recipe_utils.data.inspect_samples import report_of
 from recipe_utils.examples.stdlib_docs import docstring_tokenizer
 from recipe_utils.plans.cost import MicrobatchCost
+from recipe_utils.policy.rollouts import WithoutEqualGroups
+from recipe_utils.policy.rounds import rollout_dataset
+from recipe_utils.settings.problems import ConfigError
 from recipe_utils.text.limits import ModelLimits
-from recipe_utils.text.mixture import load_dataset
+from recipe_utils.text.mixture import Mixture, load_dataset
 from recipe_utils.text.reader import TextReader, check_sample
 from recipe_utils.update_steps.objective import Collator
 from recipe_utils.update_steps.samples import (
     CheckedDataset,
+    Facts,
     SampleError,
     SkippedSampleError,
+    facts_of,
     load_samples,
     unread,
 )
@@ -233,3 +239,63 @@ def test_each_reader_has_what_it_opens_for_itself_and_shares_the_rest():
     assert (outer.file, inner.file) == (None, None)
     many = Opens([Opens()] * 1001)  # samples, not datasets
     assert unread(many).parts is many.parts
+
+
+# ---- Facts ---------------------------------------------------------------------------------------
+
+
+class Wrapper:
+    """Dataset of a user's own."""
+
+    def __init__(self, dataset):
+        self.inside = dataset
+
+    def __len__(self):
+        return len(self.inside)
+
+    def __getitem__(self, index):
+        return self.inside[index]
+
+
+class EverySecond(Wrapper):
+    def __len__(self):
+        return len(self.inside) // 2
+
+
+ALL = Facts(True, frozenset({"logprobs", "reward"}), True, {"": "hash of a file", ".b": "another"})
+OF_INDEX = ALL._replace(takes_place=True)
+FIRST = {"content": {".0": "hash of a file", ".0.b": "another"}}
+NAMED = {"content": {".a": "hash of a file", ".a.b": "another"}}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "facts", "changes"),
+    [
+        *((wrap, OF_INDEX, {}) for wrap in (Wrapper, WithoutEqualGroups, lambda each: Wrapper(Wrapper(each)))),
+        *((wrap, ALL, {}) for wrap in (EverySecond, lambda each: Subset(each, [1, 0]))),
+        *((wrap, ALL, FIRST) for wrap in (lambda each: ConcatDataset([each]), lambda each: Wrapper([each]))),
+        (lambda each: Mixture([each], [{"name": "a"}]), ALL, NAMED),
+        (lambda each: ConcatDataset([each, tiny.Samples(GOOD)]), ALL, {**FIRST, "fields": frozenset()}),
+        (EverySecond, OF_INDEX, "dataset: EverySecond of WithFacts has other indices, whose names and places"),
+        (lambda each: Subset(each, [1, 0]), OF_INDEX, "dataset: Subset of WithFacts has other indices"),
+        (lambda each: EverySecond(Mixture([each], [{"name": "a"}])), ALL, "EverySecond of Mixture has other indices"),
+    ],
+)
+def test_a_wrapper_has_the_facts_of_what_it_wraps_or_is_named(wrap, facts, changes):
+    dataset = wrap(tiny.WithFacts(GOOD, facts))
+    if isinstance(changes, str):
+        with pytest.raises(ConfigError, match=changes):
+            facts_of(dataset)
+    else:
+        assert facts_of(dataset)._replace(sources=None) == facts._replace(**changes)
+
+
+def test_wrapped_mixtures_have_names_and_wrapped_rollouts_have_sequences(tmp_path):
+    mixture = Mixture([tiny.Samples(GOOD), tiny.Samples(GOOD)], [{"name": "a"}, {"name": "b"}])
+    wrapped = CheckedDataset(Wrapper(WithoutEqualGroups(mixture)), "dataset", prepare)
+    assert wrapped.name_of(3) == "sample 1 of dataset.b"
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps({"prompt_ids": [1], "completion_ids": [[2]], "rewards": [1]}))
+    for path, groups in (("rollouts.jsonl", None), (".", 3)):
+        rollouts = rollout_dataset(None, str(tmp_path / path), groups_per_round=groups)
+        assert facts_of(WithoutEqualGroups(rollouts)) == rollouts.facts()
+        assert rollouts.facts().has_sequences

@@ -234,7 +234,7 @@ def test_shared_turns_have_the_targets_of_split_turns(name, max_seq_len, request
     path = write(*({"messages": chat} for chat in chats))
     shared = conversation_dataset(tokenizer, path, split_turns="shared")
     alone = iter(conversation_dataset(tokenizer, path, split_turns=True))
-    assert shared.makes_trees
+    assert shared.facts().has_sequences
     assert len(shared) == len(chats)
     for chat, sample in zip(chats, shared, strict=True):
         num_turns = sum(message["role"] == "assistant" for message in chat)

@@ -1,16 +1,17 @@
-"""Reference of a preference loss: a frozen model, or the policy with the adapters that it started with.
+"""Reference of a loss: a frozen model, or the policy with the adapters that it started with.
 
-Shapes: p pairs of a microbatch.
+Shapes: n targets and p sequences of a microbatch.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from tqdm import tqdm
@@ -28,16 +29,15 @@ from recipe_utils.models.runner import Rows, Runner
 from recipe_utils.models.transformers.interface import DecoderOfTransformers
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.preference.cache import LogProbs, Pairs, ReferenceCache
-from recipe_utils.preference.pair_losses import PreferenceLoss
-from recipe_utils.preference.pairs import PairSettings, layout_of
+from recipe_utils.reference.cache import LogProbs, ReferenceCache, Sequences
 from recipe_utils.settings.keys import STRICT, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, problems_with_folder
+from recipe_utils.text.collator import RowCollator
 from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.loader import UpdateStepLoader
 from recipe_utils.update_steps.order import Order
-from recipe_utils.update_steps.step import Microbatch, UpdateStep
+from recipe_utils.update_steps.step import Microbatch, Targets, UpdateStep
 
 _KEY = "ref_checkpointer"
 
@@ -47,7 +47,8 @@ class ReferenceSettings:
     """Source of the reference's log-probabilities."""
 
     reference: Literal["live", "offload", "cached"] = "live"
-    """``offload`` keeps the model on the CPU between its forwards; ``cached`` stores two numbers per pair on disk."""
+    """``offload`` keeps the model on the CPU between its forwards; ``cached`` stores a number per answer of a pair, or per
+    target of a rollout, on disk. Rollouts need none without a KL term and ``advantage: teacher``, or if their file has it."""
     reference_cache_dir: Annotated[FilePath | None, OnlyWith("reference", ("cached",))] = None
     """Folder of ``cached``, shared by all trainings with this reference; null is ``output_dir``/reference."""
 
@@ -57,18 +58,30 @@ class ReferenceSettings:
             yield from problems_with_folder("reference_cache_dir", self.reference_cache_dir)
 
 
-class CachedReference:
-    """Attaches log-probabilities [2, p] from a cache, in which :meth:`precompute` stores them. All ranks together.
+class ComparingLoss(Protocol):
+    """Loss module that finds log-probabilities of a reference at ``targets.outputs["reference"]``."""
 
-    ``build`` makes the model, if a pair is missing, until the end of that pass.
+    returns_sums: bool
+    """In :meth:`returning_log_probs`, it returns those of sequences [p], sums over their targets; else of targets [n]."""
+
+    def returning_log_probs(self) -> AbstractContextManager[None]:
+        """Makes it return log-probabilities in the block."""
+
+
+class CachedReference:
+    """Attaches log-probabilities from a cache, in which :meth:`precompute` stores them. All ranks together.
+
+    ``build`` makes the model, if a sequence is missing, until the end of that pass.
     """
 
-    def __init__(self, cache: ReferenceCache, build: Callable[[], FrozenModel], ranks: Ranks) -> None:
-        self._cache, self._build, self._ranks = cache, build, ranks
+    def __init__(
+        self, cache: ReferenceCache, build: Callable[[], FrozenModel], returns_sums: bool, ranks: Ranks
+    ) -> None:
+        self._cache, self._build, self._ranks, self._returns_sums = cache, build, ranks, returns_sums
         self._model: FrozenModel | None = None
 
     def precompute(self, num_epochs: int, *loaders: UpdateStepLoader | None) -> None:
-        """Stores missing log-probabilities of all pairs of ``num_epochs`` epochs.
+        """Stores missing log-probabilities of all samples of ``num_epochs`` epochs.
 
         A killed pass resumes. Raises ConfigError with the file's name if it cannot be written, NonfiniteError for NaN
         or infinite ones.
@@ -84,31 +97,45 @@ class CachedReference:
         self._model = None
 
     def _store_missing(self, microbatches: Sequence[Microbatch]) -> None:
-        """Computes an update step on all ranks if any of its pairs is missing on any of them."""
-        pairs, group = [*map(_pairs_of, microbatches)], self._ranks.cpu_group
-        if all(gather_objects(all(map(self._cache.contains, pairs)), group)):
+        """Computes an update step on all ranks if any of its sequences is missing on any of them."""
+        sequences, group = [*map(_sequences_of, microbatches)], self._ranks.cpu_group
+        if all(gather_objects(all(map(self._cache.contains, sequences)), group)):
             return
         self._model = self._model or self._build()
         outputs = self._model.outputs(microbatches)
         self._model.check(microbatches, outputs)
         log_probs: LogProbs = {}
         for index, output in outputs.items():
-            log_probs |= zip(pairs[index].fingerprints, map(tuple, output.T.tolist()), strict=True)
-        # Of equal pairs the first one counts, on all ranks.
+            order, numbers = self._places(microbatches[index].targets)
+            values = output.cpu().double()[order].split(numbers)
+            of_sequences = (each.numpy().tobytes() for each in values)
+            log_probs |= zip(sequences[index].fingerprints, of_sequences, strict=True)
+        # Of equal sequences the first one counts, on all ranks.
         for rank_log_probs in gather_objects(log_probs, group):
             self._cache.add(rank_log_probs)
 
+    def _places(self, targets: Targets) -> tuple[Tensor, list[int]]:
+        """Returns the places [k] of what is stored, one sequence after the other, and the number of each."""
+        num_sequences = len(_samples_of(targets))
+        owners = torch.arange(num_sequences)
+        if not self._returns_sums:
+            owners = targets.of_targets(owners)  # along a sequence, targets are in the order of the row
+        return owners.argsort(stable=True), torch.bincount(owners, minlength=num_sequences).tolist()
+
     @contextmanager
     def attached(self, step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
-        """Yields the microbatches with log-probabilities. Raises CheckpointError for a pair that has none."""
-        found = [self._cache.find(_pairs_of(microbatch)) for microbatch in step.microbatches]
+        """Yields the microbatches with log-probabilities. Raises CheckpointError for a sample that has none."""
+        found = []
+        for microbatch in step.microbatches:
+            stored, (order, _) = self._cache.find(_sequences_of(microbatch)), self._places(microbatch.targets)
+            found.append(torch.empty_like(stored).index_copy_(0, order, stored))
         if self._ranks.device.type == "cuda":  # else copies to the device block the host
             found = [log_probs.pin_memory() for log_probs in found]
         yield [m.with_outputs(reference=log_probs) for m, log_probs in zip(step.microbatches, found, strict=True)]
 
 
 class Reference(NamedTuple):
-    """Pass that attaches log-probabilities [2, p], its fingerprints for a resume, and the cache, if there is one."""
+    """Pass that attaches log-probabilities, [p] or [n], its fingerprints for a resume, and the cache, if there is one."""
 
     attached: Attached = nothing_attached
     fingerprints: Mapping[str, str] = {}
@@ -122,46 +149,49 @@ class Reference(NamedTuple):
 
 def build_reference(
     settings: ReferenceSettings,
-    pairs: PairSettings,
     built: Built,
     policy: Runner,
-    pair_loss: PreferenceLoss,
+    loss_fn: ComparingLoss,
     rows: Rows,
+    collator: RowCollator,
+    is_needed: bool = True,
 ) -> Reference:
-    """Returns the reference of a policy.
+    """Returns the reference of a policy; none unless it ``is_needed``.
 
     With adapters it is ``policy`` with the present ones if they were given, else without; otherwise a copy of the model
-    that ends in ``pair_loss``, with the weights of ``built.ref_checkpointer``; none if the loss needs none. Raises
-    ConfigError if the weights do not fit the model.
+    that ends in ``loss_fn``, with the weights of ``built.ref_checkpointer``. ``collator`` lays out the rows, on which the
+    rounding of log-probabilities in a cache depends. Raises ConfigError if the weights do not fit the model.
     """
     how, warn = settings.reference, partial(log_rank_zero, level=logging.WARNING)
-    if not getattr(pair_loss.loss_fn, "needs_reference", True):
+    if not is_needed:
         if how != "live":
             warn(f"reference={how}: not used, because the loss needs none")
         return Reference()
     ranks, modules = built.run.ranks, built.settings.model
     meta_model, checkpointer = built.meta_model, built.ref_checkpointer
-    build = partial(
-        frozen_copy,
-        *("reference", meta_model, pair_loss, checkpointer, modules, ranks, rows),
-        # FSDP2's own offload requires the weights on the CPU.
-        is_offloaded=how == "offload" and not modules.offloads_to_cpu(ranks.device),
-        keys=(_KEY, _KEY),
-        explain=_explain,
-    )
-    given: Mapping[str, str] = {}
-    if (same := start_of_adapters(policy, "reference", built.cfg.checkpointer)) is not None:
-        if how == "offload":
-            warn("reference=offload: not used, it shares its base with the trained model")
-        given, build = same.fingerprints, partial(replace, same, explain=_explain)
+    same = start_of_adapters(policy, "reference", built.cfg.checkpointer)
+    if same is not None and how == "offload":
+        warn("reference=offload: not used, it shares its base with the trained model")
+
+    def build() -> FrozenModel:
+        model = same or frozen_copy(
+            *("reference", meta_model, loss_fn, checkpointer, modules, ranks, rows),
+            # FSDP2's own offload requires the weights on the CPU.
+            is_offloaded=how == "offload" and not modules.offloads_to_cpu(ranks.device),
+            keys=(_KEY, _KEY),
+        )
+        return replace(model, returning=loss_fn.returning_log_probs, explain=_explain)
+
     if how != "cached":
         model = build()
         return Reference(model.attached, model.fingerprints)
     # A cache is used by trainings of which everything that log-probabilities depend on is equal.
     _, fingerprints = load_frozen(checkpointer, _KEY, meta_model if same is None else None, ranks)
+    given: Mapping[str, str] = {} if same is None else same.fingerprints
+    is_packed = collator.settings.is_packed
     context: dict[str, Any] = {
         "model": built.settings.components.model,
-        "layout": layout_of(built.settings.data, pairs.prefix_sharing),
+        "layout": f"packed{', beginnings shared' * (collator.trees is not None)}" if is_packed else "padded",
         **given,
         "weights": fingerprints[_KEY],
         "dtype": str(modules.torch_dtype),
@@ -172,8 +202,8 @@ def build_reference(
         context["config"] = meta_model.model.config.to_json_string()
     folder = settings.reference_cache_dir or built.settings.run.output_dir / "reference"
     cached = ReferenceCache(folder, context, ranks.cpu_group)
-    log_rank_zero(f"{folder}: log-probabilities of {len(cached)} pairs")
-    reference = CachedReference(cached, build, ranks)
+    log_rank_zero(f"{folder}: log-probabilities of {len(cached)} answers")
+    reference = CachedReference(cached, build, loss_fn.returns_sums, ranks)
     return Reference(reference.attached, fingerprints if same is None else given, reference)
 
 
@@ -202,14 +232,31 @@ class OnePass(Order):
         return (step + 1) * self._size
 
 
-def _pairs_of(microbatch: Microbatch) -> Pairs:
-    fingerprints = microbatch.targets.of_samples["fingerprint"][::2]  # the same for both answers
-    return Pairs(microbatch.names, [row.tobytes() for row in fingerprints.numpy()])
+def _samples_of(targets: Targets) -> Tensor:
+    """Returns the place in the update step of each sequence's sample [p]."""
+    assert targets.samples is not None
+    return targets.samples
+
+
+def _sequences_of(microbatch: Microbatch) -> Sequences:
+    fingerprints = microbatch.targets.of_samples["fingerprint"].numpy()
+    return Sequences(_names_of(microbatch), [row.tobytes() for row in fingerprints])
+
+
+def _names_of(microbatch: Microbatch) -> list[str]:
+    """Returns the name of each sequence's sample; those of one sample stand together."""
+    places, names = _samples_of(microbatch.targets).tolist(), iter(microbatch.names)
+    name, found = "", list[str]()
+    for index, place in enumerate(places):
+        name = name if index and places[index - 1] == place else next(names)
+        found.append(name)
+    return found
 
 
 def _explain(microbatch: Microbatch, log_probs: Tensor) -> str:
-    """Names the first pair with a log-probability that is NaN or infinite."""
-    pairs = zip(microbatch.names, log_probs.T.cpu(), strict=True)
-    name, both = next((name, both) for name, both in pairs if not both.isfinite().all())
-    text = f"{name}: the reference's log-probabilities of its answers are {both.tolist()}; look at"
+    """Names the sample of the first log-probability that is NaN or infinite."""
+    targets, place = microbatch.targets, int((~log_probs.cpu().isfinite()).nonzero()[0])
+    if len(log_probs) != len(targets.of_samples["fingerprint"]):
+        place = int(targets.of_targets(torch.arange(len(_samples_of(targets))))[place])
+    text = f"{_names_of(microbatch)[place]}: the reference's log-probabilities are NaN or infinite; look at"
     return f"{text} ref_checkpointer's weights, or set dtype=fp32"
