@@ -19,7 +19,7 @@ import numpy as np
 from recipe_utils.policy.rollout_keys import Rollout
 from recipe_utils.text.conversations.file_rows import NO_COLUMNS, Columns, after_system, turns_of
 from recipe_utils.text.conversations.messages import Conversation, read_tools, read_turns
-from recipe_utils.text.conversations.schema import shown
+from recipe_utils.text.conversations.schema import IGNORE, shown
 from recipe_utils.text.conversations.template import HistoryChangesError
 from recipe_utils.text.torchtune_messages import tokenize_conversation
 from recipe_utils.update_steps.samples import SampleError, whole_numbers
@@ -67,7 +67,28 @@ def read_rollout(row: Any, columns: Columns = NO_COLUMNS) -> Rollout:
     if not isinstance(row, Mapping):
         raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
     row = columns.of(row)
-    return Rollout.of(_unshifted(row) if "loss_fn_inputs" in row else row)
+    keys = Rollout.of(_unshifted(row) if "loss_fn_inputs" in row else row)
+    # Numbers beside tokens within an object that is not read, such as {"sampling_params": {"temperature": 0.5}}.
+    for key, value in keys.others.items():
+        for name in value if isinstance(value, Mapping) else ():
+            field = Rollout.names().get(name)
+            if field in (*_BESIDE, "mask") and field not in keys.used and value[name] not in (None, 1):
+                text = f"it would be lost; write {field} in the row, {IGNORE.format(key)}"
+                raise SampleError(f"{key}.{name}={shown(value[name])}: {text}")
+    return keys
+
+
+def check_no_logprobs(unread: Mapping[str, Any], answers: Sequence[Answer]) -> None:
+    """Raises SampleError for what is not read, and has the form of log-probabilities: one below 0 for each token."""
+    lengths = {
+        num for each in answers for num in (len(each.tokens), len(each.tokens) - each.num_prompt, each.num_trained)
+    }
+    for key, value in unread.items():
+        for numbers in value if isinstance(value, list) and value and isinstance(value[0], list) else [value]:
+            is_list = isinstance(numbers, list) and len(numbers) in lengths - {0}
+            if is_list and all(isinstance(each, int | float) and each <= 0 for each in numbers) and any(numbers):
+                text = "numbers of at most 0, one for each token, would be lost; write log-probabilities as logprobs"
+                raise SampleError(f"{key}: {text}, {IGNORE.format(key)}")
 
 
 def is_group(keys: Rollout) -> bool:
@@ -86,7 +107,7 @@ def answers_of_rollout(keys: Rollout, tokenizer: Any, truncates: bool = False) -
     """
     given = {name: getattr(keys, name) for name in keys.used}
     if not is_group(keys):
-        return [_answer_of(given, keys.used, tokenizer, truncates)]
+        return [_answer_of(given, keys, tokenizer, truncates)]
     # Values of the group hold for all of its answers.
     lists = {name: given.pop(name) for name in _OF_ANSWERS if isinstance(given.get(name), list)}
     sizes = {keys.used[name]: len(values) for name, values in lists.items()}
@@ -100,15 +121,16 @@ def answers_of_rollout(keys: Rollout, tokenizer: Any, truncates: bool = False) -
             remedy = "remove the answer, or score it" if lacking == ["reward"] else "write it"
             raise SampleError(f"answer {index}: the group is not whole: its {keys.used[lacking[0]]} is null; {remedy}")
         try:
-            answers.append(_answer_of({**given, **of_answer}, keys.used, tokenizer, truncates))
+            answers.append(_answer_of({**given, **of_answer}, keys, tokenizer, truncates))
         except SampleError as error:
             raise SampleError(f"answer {index}: {error}") from None
     return answers
 
 
-def _answer_of(given: Mapping[str, Any], names: Mapping[str, str], tokenizer: Any, truncates: bool) -> Answer:
-    """Returns one answer of values by field; ``names`` are the keys of the file."""
-    tokens, num_prompt, mask = _tokens_of(given, names, tokenizer)
+def _answer_of(given: Mapping[str, Any], keys: Rollout, tokenizer: Any, truncates: bool) -> Answer:
+    """Returns one answer of values by field, of a row with ``keys``."""
+    names = keys.used
+    tokens, num_prompt, mask = _tokens_of(given, keys, tokenizer)
     knows_prompt = num_prompt > 0 and "messages" not in given and (mask is None or bool(mask.any()))
     mask = _mask_of(given, names, tokens, num_prompt, mask)
     # Padding is no token of the answer; it is removed once all that stands beside tokens is read.
@@ -138,10 +160,9 @@ def _answer_of(given: Mapping[str, Any], names: Mapping[str, str], tokenizer: An
 # ---- Tokens -------------------------------------------------------------------------------------
 
 
-def _tokens_of(
-    given: Mapping[str, Any], names: Mapping[str, str], tokenizer: Any
-) -> tuple[np.ndarray, int, np.ndarray | None]:
+def _tokens_of(given: Mapping[str, Any], keys: Rollout, tokenizer: Any) -> tuple[np.ndarray, int, np.ndarray | None]:
     """Returns tokens [t], the number of the prompt's, and of texts the mask [t]; of ids it is a key."""
+    names = keys.used
     if "tokens" in given:
         tokens = whole_numbers(given, "tokens", names["tokens"])
         num_answer = given.get("response_length", len(given["completion_ids"]) if "completion_ids" in given else None)
@@ -180,7 +201,7 @@ def _tokens_of(
     chat, weights = after_system(given.get("system"), chat, weights)
     try:
         tools = read_tools(given.get("tools"))
-        token_ids, is_masked = tokenize_conversation(tokenizer, Conversation(chat, weights, tools))
+        token_ids, is_masked = tokenize_conversation(tokenizer, Conversation(chat, weights, tools, unread=keys.others))
     except HistoryChangesError as error:
         remedy = "write a row for each turn of the assistant, with what precedes it as prompt and one value of rollout"
         raise SampleError(f"{error.problem}; {remedy}, or token ids") from None
@@ -320,11 +341,12 @@ def _data(value: Any) -> list[Any]:
 def _numbers(values: Sequence[Any], key: str) -> np.ndarray:
     """Returns a list of numbers as fp64 [n]; null is NaN."""
     try:
-        given = np.asarray(values)
-        are_texts = given.dtype.kind == "U" or (given.dtype.hasobject and any(isinstance(each, str) for each in values))
-        numbers = None if are_texts else given.astype(np.float64)
+        read = np.asarray(values)
+        numbers = read.astype(np.float64)
     except (TypeError, ValueError):
-        numbers = None
-    if numbers is None or numbers.ndim != 1:
+        raise SampleError(f"{key}={shown(values)}: it is no list of numbers") from None
+    # A list of texts is an array of texts; one with null an array of objects.
+    is_text = read.dtype.kind == "U" or (read.dtype.kind == "O" and any(isinstance(each, str) for each in values))
+    if numbers.ndim != 1 or is_text:
         raise SampleError(f"{key}={shown(values)}: it is no list of numbers")
     return numbers

@@ -25,7 +25,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.policy.rollout_rows import Answer, answers_of_rollout, is_group, read_rollout
+from recipe_utils.policy.rollout_rows import Answer, answers_of_rollout, check_no_logprobs, is_group, read_rollout
 from recipe_utils.text.conversations.file_rows import (
     NO_COLUMNS,
     Columns,
@@ -143,7 +143,10 @@ class RolloutDataset(Dataset[dict[str, Any]]):
                 self._check_like_first(keys)
                 of_row = answers_of_rollout(keys, self._tokenizer, self._truncates)
                 lengths = (len(each.tokens) - each.num_prompt for each in of_row)
-                judge_unread(self, f"{self._rows.path}", self._unread(keys), (~each.mask for each in of_row), *lengths)
+                unread = self._unread(keys)
+                judge_unread(self, f"{self._rows.path}", unread, (~each.mask for each in of_row), *lengths)
+                if "logprobs" not in keys.used:
+                    check_no_logprobs(unread, of_row)
                 answers, row_of = answers + of_row, row_of + [row] * len(of_row)
         # What the group lacks as a whole is an error of its first row.
         with self._rows.naming(rows[0]):
@@ -219,7 +222,8 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         for field in FIELDS:
             if (field in keys.used) != (field in self.fields):
                 one, other = ("it has no", "has") if field in self.fields else ("it has", "has none")
-                raise SampleError(f"{one} {field}, and the first row {other}; write it in all rows, or in none")
+                remedy = "score all answers, or remove those without" if field == "reward" else "write it in all rows"
+                raise SampleError(f"{one} {field}, and the first row {other}; {remedy}, or write it in none")
         needed = {"given": "advantage", "teacher": "logprobs"}.get(self.advantage)
         if needed and needed not in keys.used:
             raise SampleError(f"it has no {needed}, which dataset.advantage={self.advantage} needs; write it")

@@ -22,7 +22,7 @@ from recipe_utils.text.conversations.file_rows import (
     after_system,
     answers_of,
     check_repeated,
-    judge_unread,
+    name_unread,
     read_row,
     turns_before,
     turns_in,
@@ -104,8 +104,7 @@ def check_beside(
         raise SampleError(f"torchtune's datasets leave its system text out; {remedy}")
     if read_tools(keys.tools):
         raise SampleError(f"torchtune's datasets leave its tools out; {remedy}")
-    num_answers = sum(turn["role"] == "assistant" for turn in chat)
-    judge_unread(transform, "dataset", keys.others, [], len(chat), num_answers)
+    name_unread(transform, "dataset", keys.others)
 
 
 def _content(message: Mapping[str, Any]) -> Any:

@@ -304,8 +304,8 @@ def test_the_mean_reward_of_other_draws_is_a_validation(module_rounds, tmp_path)
     ("change", "problem"),
     [
         (
-            lambda lines: [*lines[:-1], lines[-1][:-30]],
-            "dataset.path=.*: line 6 of .*round_0002.jsonl: it is not one JSON object per line",
+            lambda lines: [*lines, lines[-1][:-30]],
+            "dataset.path=.*: line 7 of .*round_0002.jsonl: it is not one JSON object per line",
         ),
         (lambda lines: lines[:5], "dataset.groups_per_round=6: .*round_0002.jsonl has 5 groups; write as many"),
         (

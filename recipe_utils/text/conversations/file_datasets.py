@@ -96,7 +96,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             row = self._read(index)
             sample = self._of_texts(row) if isinstance(row, Texts) else self._of_messages(row, end)
             masks = (np.equal(each["labels"], IGNORE_INDEX) for each in sample.get("sequences", [sample]))
-            judge_unread(self, f"{self._rows.path}", row.unread, masks, *_num_turns(row))
+            judge_unread(self, f"{self._rows.path}", row.unread, masks)
         return sample
 
     def _unread_of(self, index: int) -> Iterable[str]:
@@ -159,11 +159,6 @@ def _sample(tokens: Any, mask: Any) -> dict[str, Any]:
 
 _ALL = 0
 """Number of messages of a sample that is not cut."""
-
-
-def _num_turns(row: Conversation | Texts) -> tuple[int, ...]:
-    """Returns the numbers of turns, and of those of the assistant."""
-    return () if isinstance(row, Texts) else (len(row.chat), sum(turn["role"] == "assistant" for turn in row.chat))
 
 
 def _ends_of_turns(row: Conversation | Texts) -> list[int]:

@@ -74,9 +74,10 @@ def columns_of(rows: PathRows, keys: type[Keys], ignored: Collection[str]) -> Co
 
     An answer that is JSON, because it was asked for, is a text unless all answers are messages.
     """
-    numbers = {
-        name: [0, 0] for name, field in keys.names().items() if field in _TURNS
-    }  # of texts, and of those in JSON
+    if isinstance(ignored, str):
+        raise ValueError(f"ignored_keys={ignored}: it is a text; set it to a list, [{ignored}]")
+    # Numbers of texts, and of those in JSON.
+    numbers = {name: [0, 0] for name, field in keys.names().items() if field in _TURNS}
     for index in range(0, len(rows), max(len(rows) // 64, 1)):
         with suppress(Exception):  # any: raised again with the sample
             row = rows[index]

@@ -419,7 +419,7 @@ def changed(**keys):
         (
             [REWARDED[0], changed(reward=...)],
             {},
-            "it has no reward, and the first row has; write it in all rows, or in none",
+            "it has no reward, and the first row has; score all answers, or remove those without, or write it in none",
         ),
         ([REWARDED[0]], {"advantage": "given"}, "it has no advantage, which dataset.advantage=given needs"),
         ([changed(rollout=1), changed(rollout=1, reward=0)], {}, "parts of rollout=1 have the rewards"),
@@ -444,6 +444,21 @@ def changed(**keys):
             [changed(completion_ids=[[9], [8]], logprobs=[[-1.0], None], reward=[1, 0])],
             {},
             "answer 1: the group is not whole: its logprobs is null; write it",
+        ),
+        (
+            [changed(logprobs=..., logprob=[-1.0, -0.5])],
+            {},
+            "logprob: numbers of at most 0, one for each token, would be lost; write log-probabilities as logprobs, or set dataset.ignored_keys=[logprob]",
+        ),
+        (
+            [changed(sampling_params={"temperature": 0.5})],
+            {},
+            "sampling_params.temperature=0.5: it would be lost; write temperature in the row, or set",
+        ),
+        (
+            [changed(reward=None), changed()],
+            {},
+            "it has reward, and the first row has none; score all answers, or remove those without",
         ),
         ([changed(image="a.png")], {}, "image='a.png': it would be lost; only text is supported"),
     ],

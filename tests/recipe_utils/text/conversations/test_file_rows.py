@@ -227,7 +227,7 @@ def test_content_that_would_be_lost_is_refused_by_its_key(row, error, read):
 TOOL_CALL = {"type": "function", "function": CALL}
 OF_FORM = [  # keys of a row, of its answer, of a part of it, and of a call
     ({"label": False}, {}, {}, {}), ({"label": 1}, {}, {}, {}), ({"kto_label": "False"}, {}, {}, {}),
-    ({"is_trained": [0, 1]}, {}, {}, {}), ({"keep": [0]}, {}, {}, {}), ({"supervised": [False] * 32}, {}, {}, {}),
+    ({"supervised": [False] * 32}, {}, {}, {}), ({"mask_of_answer": [1, 1, 0, 1, 1]}, {}, {}, {}),
     ({}, {"thought": "hm"}, {}, {}), ({}, {"inner_thoughts": ["hm"]}, {}, {}), ({}, {"cot": "Two twos."}, {}, {}),
     ({}, {"reasoning_details": [{"type": "reasoning.text", "text": "hm"}]}, {}, {}),
     ({}, {"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "x"}]}, {}, {}),
@@ -266,7 +266,7 @@ def test_a_key_that_nobody_reads_is_refused_by_its_form_until_it_is_ignored(form
 
 @pytest.mark.parametrize(
     "form",
-    [({"label": "sums"}, {}, {}, {}), ({"toxic": False, "scores": [1, 0, 1]}, {}, {}, {}), ({"keep": [1, 1]}, {}, {}, {}),
+    [({"label": "sums"}, {}, {}, {}), ({"toxic": False, "scores": [1, 0, 1], "correctness": [True, False]}, {}, {}, {}), ({"keep": [1, 1]}, {}, {}, {}),
      ({}, {"language": "English", "state": "New South Wales", "created": 7}, {}, {}), ({}, {"reasoning_effort": "high"}, {}, {}),
      ({}, {"annotations": [{"id": "a", "type": "b"}], "usage": {"total": 3, "by": [1, 2]}}, {}, {}),
      ({}, {}, {"cache_control": {"type": "ephemeral"}}, {}), ({}, {}, {}, {"index": 0})],
