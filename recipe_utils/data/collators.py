@@ -41,7 +41,7 @@ def text_collator(
             by something that is not counted.
     """
     # What the layout of rows does not have is refused before a dataset is read.
-    if has_trees and settings.collate_fn != DataSettings.collate_fn:
+    if has_trees and not settings.is_packed and settings.collate_fn != DataSettings.collate_fn:
         text = "a sample may have several sequences, each of which is a row; remove it, or set microbatching=packed"
         raise ConfigError(Problem("collate_fn", text, settings.collate_fn))
     is_alone = settings.max_ranks_per_row == 1

@@ -21,6 +21,7 @@ FAST = [
     Row("one", "tied", objective="trees"),
     Row("fsdp-2", "untied", objective="trees", changes=CUT),
     Row("fsdp-2", "tied", objective="common", changes=SHARED),
+    Row("fsdp-2", "tied", "least_padding", 2, None, "trees"),
 ]
 ROWS = [
     *FAST,
@@ -48,8 +49,8 @@ def test_gradients_are_those_of_the_sequences(rows, weights_folder, tmp_path):
 
 def test_what_cannot_have_trees_is_refused_before_weights_load(tiny_config, tmp_path):
     keys = {"dataset": {"_component_": "tiny.tiny_tree_dataset", "num_samples": 9}, "batch_size": 2}
-    text = refusal(tiny_config(**keys, microbatching="least_padding"))
-    assert "microbatching=least_padding: sequences that share a beginning need rows of doc" in text
+    text = refusal(tiny_config(**keys, collate_fn="tiny.collate_images"))
+    assert "collate_fn=tiny.collate_images: a sample may have several sequences, each of which is a row" in text
     keys["microbatching"] = "packed"
     text = refusal(tiny_config(**keys, **save_tiny(tmp_path / "bloom", "bloom")))
     assert "split_turns=shared: BloomForCausalLM does not compute trees as it computes their" in text
