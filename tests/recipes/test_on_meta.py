@@ -207,7 +207,7 @@ SIMPO = {"loss": {"_component_": "recipe_utils.preference.SimPOLoss"}, "sft_loss
     [
         (SFT, VARLEN),
         (SFT, {**BY_DOCUMENT, **DROPS, **KNOWN}),
-        slow(DPO, {**PACKED, **DROPS, **KNOWN}),
+        slow(DPO, {**PACKED, **KNOWN}),
         slow(KD, {**PACKED, **DROPS, **KNOWN}),
         (SFT, OFFLOAD),
         (SFT, {**GEMMA, **PACKED_DATASET}),

@@ -102,7 +102,7 @@ def outcome(tokenizer, trains_as, chat, tools):
     try:
         tokens, mask = tokenizer.tokenize_messages(chat, tools=tools)
     except SampleError as error:
-        letters = {"otherwise": "R", "out": "L", "no stop token": "S", "fails": "X"}
+        letters = {"otherwise": "R", "out": "L", "not its name": "L", "no stop token": "S", "fails": "X"}
         (letter,) = [letter for word, letter in letters.items() if word in str(error)]
         return letter
     if tokens != theirs["input_ids"]:
