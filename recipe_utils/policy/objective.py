@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from recipe_utils.data.collators import text_collator
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.policy.policy_losses import PolicyLoss
-from recipe_utils.policy.rollouts import OF_REWARDS, WholeAnswers, WithoutEqualGroups
+from recipe_utils.policy.rollouts import OF_REWARDS, ChangedRollouts, check_whole_answers, shorten_equal_group
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.limits import ModelLimits
@@ -119,8 +119,8 @@ def without_equal_groups(datasets: tuple[Any, Any], loss_fn: PolicyLoss) -> tupl
 
     def as_taken(dataset: Any) -> Any:
         if dataset is not None and loss_fn.kind == "sequence":
-            dataset = WholeAnswers(dataset)
-        return dataset if dataset is None or loss_fn.has_kl else WithoutEqualGroups(dataset)
+            dataset = ChangedRollouts(dataset, check_whole_answers)
+        return dataset if dataset is None or loss_fn.has_kl else ChangedRollouts(dataset, shorten_equal_group)
 
     dataset, val = map(as_taken, datasets)
     return dataset, val

@@ -338,52 +338,46 @@ def _reward_of(parts: Sequence[Answer]) -> float:
 _SUMMED = ("answers", "groups", "rewards", "equal_groups", "masked")
 
 
-class WithoutEqualGroups(Dataset[Any]):
-    """Rollouts of ``dataset``, of which groups whose advantages are all 0 become one short sequence.
+class ChangedRollouts(Dataset[Any]):
+    """Rollouts of ``dataset``, each of which ``change`` returns or replaces."""
+
+    def __init__(self, dataset: Any, change: Callable[[Any], Any]) -> None:
+        self.dataset, self._change = dataset, change
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns the changed sample."""
+        return self._change(self.dataset[index])
+
+
+def shorten_equal_group(sample: Any) -> Any:
+    """Returns a sample; a group whose advantages are all 0 as one short sequence.
 
     Four answers of 100 tokens each with rewards 1, 1, 1, 1 have no gradient. One sequence of two tokens takes their place.
     Beside its only target, which has the advantage 0, are the 400 tokens, the 4 answers and the group, so that the other
     groups of the update step weigh what they would weigh beside all 400 tokens. Exact for losses whose terms all have the
     advantage as a factor: without a KL term.
     """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        """Returns the sample; a group without advantages as one short sequence."""
-        sample = self.dataset[index]
-        sequences = sample.get("sequences", ()) if isinstance(sample, Mapping) else ()
-        if not sequences or any(np.any(s.get(key, 0)) for s in sequences for key in ("advantages", "teacher")):
-            return sample
-        return {"sequences": [_standing_for(sequences)]}
+    sequences = sample.get("sequences", ()) if isinstance(sample, Mapping) else ()
+    if not sequences or any(np.any(s.get(key, 0)) for s in sequences for key in ("advantages", "teacher")):
+        return sample
+    return {"sequences": [_standing_for(sequences)]}
 
 
-class WholeAnswers(Dataset[Any]):
-    """Rollouts of ``dataset``, of which an answer in several parts is an error.
+def check_whole_answers(sample: Any) -> Any:
+    """Returns a sample. Raises UnusedError for an answer in several parts.
 
     ``kind: sequence`` has one ratio of an answer, which is known once all of its parts are; they may be in several
     microbatches, whose gradients are computed one after the other.
     """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        """Returns the sample. Raises UnusedError for an answer in several parts."""
-        sample = self.dataset[index]
-        answers = sample.get("answers", []) if isinstance(sample, Mapping) else []
-        for number in answers:
-            if (num_parts := answers.count(number)) > 1:
-                text = f"its answer has {num_parts} parts, and loss.kind=sequence needs all of them before a gradient"
-                raise UnusedError(f"{sample['rows'][answers.index(number)]}: {text}; set loss.kind=clipped")
-        return sample
+    answers = sample.get("answers", []) if isinstance(sample, Mapping) else []
+    for number in answers:
+        if (num_parts := answers.count(number)) > 1:
+            text = f"its answer has {num_parts} parts, and loss.kind=sequence needs all of them before a gradient"
+            raise UnusedError(f"{sample['rows'][answers.index(number)]}: {text}; set loss.kind=clipped")
+    return sample
 
 
 def _standing_for(sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
