@@ -19,7 +19,7 @@ import numpy as np
 from recipe_utils.policy.rollout_keys import Rollout
 from recipe_utils.text.conversations.file_rows import NO_COLUMNS, Columns, after_system, turns_of
 from recipe_utils.text.conversations.messages import Conversation, read_tools, read_turns
-from recipe_utils.text.conversations.schema import IGNORE, shown
+from recipe_utils.text.conversations.schema import IGNORE, lists_in, shown
 from recipe_utils.text.conversations.template import HistoryChangesError
 from recipe_utils.text.torchtune_messages import tokenize_conversation
 from recipe_utils.update_steps.samples import SampleError, whole_numbers
@@ -84,7 +84,7 @@ def check_no_logprobs(unread: Mapping[str, Any], answers: Sequence[Answer]) -> N
         num for each in answers for num in (len(each.tokens), len(each.tokens) - each.num_prompt, each.num_trained)
     }
     for key, value in unread.items():
-        for numbers in value if isinstance(value, list) and value and isinstance(value[0], list) else [value]:
+        for numbers in lists_in(value):
             is_list = isinstance(numbers, list) and len(numbers) in lengths - {0}
             if is_list and all(isinstance(each, int | float) and each <= 0 for each in numbers) and any(numbers):
                 text = "numbers of at most 0, one for each token, would be lost; write log-probabilities as logprobs"

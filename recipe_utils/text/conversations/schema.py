@@ -86,10 +86,15 @@ def _has_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+def lists_in(value: Any) -> list[Any]:
+    """Returns the lists in a list of lists, such as one for each answer of a group; otherwise the value alone."""
+    return value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+
+
 def check_masks(values: Mapping[str, Any], lengths: Collection[int]) -> None:
     """Raises SampleError if one of the values, which nobody reads, has the form of a mask: 0 (False) and 1 in one of ``lengths``."""
     for key, value in values.items():
-        for numbers in value if isinstance(value, list) and value and isinstance(value[0], list) else [value]:
+        for numbers in lists_in(value):
             is_mask = isinstance(numbers, list) and 0 in numbers and all(each in (0, 1) for each in numbers)
             if is_mask and len(numbers) in lengths:
                 text = f"{len(numbers)} numbers 0 and 1, as many as what may be trained: a mask that is not read would be lost"
