@@ -62,9 +62,7 @@ class FullDPORecipe:
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks = self.settings, self.ranks
-        built = training.build_components(
-            cfg, settings, self.run, drops=False
-        )  # tokenizer, meta_model, both checkpointers
+        built = training.build_components(cfg, settings, self.run, drops=False)  # tokenizer, meta_model, ...
         pair_loss = preference.build_loss(cfg, settings.objective.tokens_per_chunk)
 
         # Data: the collator makes rows that this model can compute.
