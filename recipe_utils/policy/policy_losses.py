@@ -18,7 +18,8 @@ estimator of the KL to the reference. s has the gradient s d lp of each token. W
 correction that is the gradient of s itself (GSPO); otherwise each token keeps what it has of its own (GSPO-token).
 Exponents are at most 20, so that one log-probability of a sampler far off gives no infinite ratio.
 
-Every term but s is separable by token, and every weight is data, known before the first forward: in update steps with N tokens, m answers and P prompts, of which a group has N_g tokens and an answer n_i,
+Every term but s is separable by token, and every weight is data, known before the first forward: in update steps with N
+tokens, m answers and P prompts, of which a group has N_g tokens and an answer n_i,
 
 ==============  ======================  ===================================================
 normaliser      weight of a token       who
@@ -87,8 +88,9 @@ class PolicyLoss(LinearLogProbs):
             ``clip_ratio_c``); null has none.
         normaliser: ``tokens``, ``answers``, ``constant`` or ``prompts``.
         tokens_per_answer: L of ``constant``, such as the sampler's maximum.
-        kl: estimator of the KL to the reference; null is ``k2``. The gradient of ``k2`` is that of the KL itself on policy; as losses, ``k1`` has
-            an expected gradient of 0 and ``k3`` that of the KL in the other direction (http://joschu.net/blog/kl-approx.html).
+        kl: estimator of the KL to the reference; null is ``k2``. The gradient of ``k2`` is that of the KL itself on policy; as
+            losses, ``k1`` has an expected gradient of 0 and ``k3`` that of the KL in the other direction
+            (http://joschu.net/blog/kl-approx.html).
         kl_weight: its weight; 0 needs no reference.
         correction: corrects the difference to the sampler, by w: ``truncate`` (TIS) or ``mask`` (IcePop). Masked tokens stay in
             what the loss is divided by. It needs ``old: start``.

@@ -1,7 +1,8 @@
 """Keys of rollouts in files as tools write them: each is used, known as harmless, judged by its form, or refused.
 
 Example: ``{"group_index": 3, "tokens": [1, 7, 9, 4, 2], "response_length": 2, "rollout_log_probs": [-0.1, -2.3], "reward": 1.0,
-"status": "completed"}``, as slime writes it, has the answer 4 2 to the prompt 1 7 9 in group 3, which is whole. ``python -m recipe_utils.policy.rollout_keys`` prints the table of the page.
+"status": "completed"}``, as slime writes it, has the answer 4 2 to the prompt 1 7 9 in group 3, which is whole.
+``python -m recipe_utils.policy.rollout_keys`` prints the table of the page.
 """
 
 from collections.abc import Mapping

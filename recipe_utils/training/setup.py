@@ -79,7 +79,8 @@ def build_components(
     """Builds tokenizer, model and checkpointers, and tries the optimizer on a small model.
 
     ``make_model`` builds the model; None: the component ``model``. If not ``drops``, it has no dropout, see
-    :func:`.without_dropout`: for losses that compare log-probabilities of two forwards. Raises ConfigError with the key that cannot be built.
+    :func:`.without_dropout`: for losses that compare log-probabilities of two forwards. Raises ConfigError with the key
+    that cannot be built.
     """
     tokenizer = build("tokenizer", instantiate, cfg.get("tokenizer"))
     make_model = make_model or partial(instantiate, cfg.model)
