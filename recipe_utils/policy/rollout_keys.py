@@ -5,12 +5,15 @@ Example: ``{"group_index": 3, "tokens": [1, 7, 9, 4, 2], "response_length": 2, "
 ``python -m recipe_utils.policy.rollout_keys`` prints the table of the page.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator
+import numpy as np
+from pydantic import BeforeValidator, PlainValidator, ValidationInfo
 
+from recipe_utils.text.conversations.messages import Tools, Turns, read_text_or_turns, read_tools, read_turns
 from recipe_utils.text.conversations.schema import MEDIA, Keys, joined, known_as, shown, table_of
 from recipe_utils.update_steps.samples import SampleError
 
@@ -30,55 +33,105 @@ class Ending:
     reason: str = field(compare=False)
 
 
-def _ending(value: Any) -> Any:
-    """Returns the ending of an answer, or of each; ``{"type": "length"}`` and ``FinishReason.LENGTH`` are ``length``."""
-    if isinstance(value, list):
-        return [each if each is None else _ending(each) for each in value]
+def _ending(value: Any) -> Ending:
+    """Returns the ending of an answer; ``{"type": "length"}`` and ``FinishReason.LENGTH`` are ``length``."""
     word = value.get("type", value.get("reason")) if isinstance(value, Mapping) else value
     name = word.rsplit(".", 1)[-1].strip().lower().replace("-", "_") if isinstance(word, str) else ""
     return Ending(name not in _COMPLETE, shown(value))
 
 
-def _stop(value: Any) -> Any:
+def _stop(value: Any) -> Ending:
     """Returns the same of vLLM's ``stop_reason``, which may be the number of the token that ended the answer."""
-    if isinstance(value, list):
-        return [each if each is None else _stop(each) for each in value]
     is_token = isinstance(value, int) and not isinstance(value, bool)
     return Ending(False, shown(value)) if is_token else _ending(value)
 
 
-def _cut(value: Any) -> Any:
+def _cut(value: Any) -> Ending:
     """Returns the same of a mark of answers that were cut."""
-    if isinstance(value, list):
-        return [each if each is None else _cut(each) for each in value]
     if value not in (0, 1):
         raise SampleError("set it to true or false")
     return Ending(bool(value), shown(value))
 
 
-class Rollout(Keys):
-    """A row of one answer, or of a group with lists of what each answer has."""
+def _array_of(kinds: str, what: str, values: Any) -> np.ndarray:
+    """Returns a list as array [n] whose dtype is one of ``kinds``; raises SampleError for any other value."""
+    with suppress(ValueError, OverflowError):  # of lists in lists, and numbers above 64 bits
+        array = np.asarray(values)
+        if array.ndim == 1 and (array.dtype.kind in kinds or not array.size):
+            return array
+    raise SampleError(f"it is no list of {what}; write one")
 
-    prompt: Any = known_as("text of the user, or messages; not read beside token ids", "prompt")
-    completion: Any = known_as(
-        "text of the assistant, or messages; a list of them in a row of a group; not read beside token ids",
-        "completion", "completions", "response", "responses", is_empty=True,
-    )  # fmt: skip
-    messages: Any = known_as(
-        "whole conversation, whose assistant turns are trained unless their `weight` is 0", "messages", "conversation"
-    )
-    system: Annotated[str, BeforeValidator(joined)] | None = known_as(
-        "first turn of texts: text, or a list of text parts", "system", "system_prompt", "system_message"
-    )
-    tools: Any = known_as("tools of the chat template", "tools", "functions", "available_tools")
-    prompt_ids: Any = known_as("tokens before the answer", "prompt_ids", "prompt_tokens", "prompt_token_ids")
-    completion_ids: Any = known_as(
+
+def _token_ids(values: Any) -> np.ndarray:
+    return _array_of("iu", "integers", values).astype(np.int64)
+
+
+def _numbers(values: Any) -> np.ndarray:
+    """Returns a list of numbers as fp64 [n]; null is NaN."""
+    if isinstance(values, list) and None in values:
+        values = [np.nan if each is None else each for each in values]
+    return _array_of("biuf", "numbers", values).astype(np.float64)
+
+
+def _number_or_numbers(values: Any) -> float | np.ndarray:
+    return float(values) if isinstance(values, int | float) else _numbers(values)
+
+
+def _mask(values: Any) -> np.ndarray:
+    """Returns numbers 0 and 1 as bool [n]."""
+    numbers = _numbers(values)
+    if not (is_known := np.isin(numbers, (0, 1))).all():
+        raise SampleError(f"it contains {numbers[~is_known][0]:g}; set each to 0 or 1")
+    return numbers == 1
+
+
+def _reward(value: Any) -> float:
+    if not isinstance(value, int | float) or not np.isfinite(value):
+        raise SampleError("set it to a finite number")
+    return float(value)
+
+
+def _unless_ids(read: Callable[[Any], Any]) -> PlainValidator:
+    """Returns the validator of a field that is not read beside token ids; it is then None."""
+
+    def validate(value: Any, info: ValidationInfo) -> Any:
+        has_ids = any(info.data.get(name) is not None for name in ("tokens", "completion_ids"))
+        return None if has_ids else read(value)
+
+    return PlainValidator(validate)
+
+
+TokenIds = Annotated[np.ndarray | None, PlainValidator(_token_ids)]
+Mask = Annotated[np.ndarray | None, PlainValidator(_mask)]
+Numbers = Annotated[float | np.ndarray | None, PlainValidator(_number_or_numbers)]
+Text = Annotated[str | Turns | None, _unless_ids(read_text_or_turns)]
+
+
+class Rollout(Keys):
+    """One answer: a row, or what a row of a group has of it."""
+
+    prompt_ids: TokenIds = known_as("tokens before the answer", "prompt_ids", "prompt_tokens", "prompt_token_ids")
+    completion_ids: TokenIds = known_as(
         "tokens of the answer, with its stop token if the policy sampled one",
         "completion_ids", "completion_tokens", "completion_token_ids", "response_ids", "response_tokens",
         "response_token_ids", is_empty=True,
     )  # fmt: skip
-    tokens: Any = known_as("tokens of prompt and answer", "tokens", "token_ids", "input_ids")
-    mask: Any = known_as(
+    tokens: TokenIds = known_as("tokens of prompt and answer", "tokens", "token_ids", "input_ids")
+    prompt: Text = known_as("text of the user, or messages; not read beside token ids", "prompt")
+    completion: Text = known_as(
+        "text of the assistant, or messages; a list of them in a row of a group; not read beside token ids",
+        "completion", "completions", "response", "responses", is_empty=True,
+    )  # fmt: skip
+    messages: Annotated[Turns | None, _unless_ids(read_turns)] = known_as(
+        "whole conversation, whose assistant turns are trained unless their `weight` is 0", "messages", "conversation"
+    )
+    system: Annotated[str | None, BeforeValidator(joined)] = known_as(
+        "first turn of texts: text, or a list of text parts", "system", "system_prompt", "system_message"
+    )
+    tools: Annotated[Tools, _unless_ids(read_tools)] = known_as(
+        "tools of the chat template", "tools", "functions", "available_tools"
+    )
+    mask: Mask = known_as(
         "1 for each token that the policy sampled, 0 for others, such as outputs of tools: of all tokens, or of the answer",
         "mask",
         "loss_mask",
@@ -88,21 +141,21 @@ class Rollout(Keys):
         "env_mask",
         is_empty=True,
     )
-    attention_mask: Any = known_as(
+    attention_mask: Mask = known_as(
         "0 for each token that is padding, which is removed with all that is beside it: of all tokens, or of the answer",
         "attention_mask", "attention_masks",
     )  # fmt: skip
     response_length: Any = known_as("number of the last of `tokens` that are the answer", "response_length")
-    logprobs: Any = known_as(
+    logprobs: Annotated[np.ndarray | None, PlainValidator(_numbers)] = known_as(
         "log-probability of each sampled token in the policy that sampled it",
         "logprobs", "log_probs", "old_log_probs", "old_logprobs", "rollout_log_probs", "sampling_logprobs", is_empty=True,
     )  # fmt: skip
-    ref_logprobs: Any = known_as(
+    ref_logprobs: Annotated[np.ndarray | None, PlainValidator(_numbers)] = known_as(
         "the same in a reference or teacher",
         "ref_logprobs", "ref_log_probs", "teacher_logprobs", "teacher_log_probs", is_empty=True,
     )  # fmt: skip
-    reward: Any = known_as("a number", "reward", "rewards")
-    advantage: Any = known_as("a number, or one for each token", "advantage", "advantages", is_empty=True)
+    reward: Annotated[float | None, PlainValidator(_reward)] = known_as("a number", "reward", "rewards")
+    advantage: Numbers = known_as("a number, or one for each token", "advantage", "advantages", is_empty=True)
     group: Any = known_as(
         "answers to one prompt have equal values in a file; without it, rows that follow each other with equal prompts "
         "are a group",
@@ -110,18 +163,18 @@ class Rollout(Keys):
     )  # fmt: skip
     step: Any = known_as("part of the group's name, if a file has several steps of a training", "step")
     rollout: Any = known_as("rows of a group with equal values are parts of one answer", "rollout", "rollout_id")
-    temperature: Any = known_as(
+    temperature: Numbers = known_as(
         "divided the sampler's logits (1): a number, or one for each token", "temperature", "temperatures"
     )
-    finish_reason: Annotated[Any, BeforeValidator(_ending)] = known_as(
+    finish_reason: Annotated[Ending | None, PlainValidator(_ending)] = known_as(
         "a text that is not known as complete (`stop`, `eos`, `end_turn`, `completed`, `tool_calls`, ...) is refused, because "
         "its stop token would be trained", "finish_reason", "finish_reasons",
     )  # fmt: skip
-    status: Annotated[Any, BeforeValidator(_ending)] = known_as("the same", "status", "statuses")
-    stop_reason: Annotated[Any, BeforeValidator(_stop)] = known_as(
+    status: Annotated[Ending | None, PlainValidator(_ending)] = known_as("the same", "status", "statuses")
+    stop_reason: Annotated[Ending | None, PlainValidator(_stop)] = known_as(
         "the same, without a `finish_reason`; or the token that ended the answer", "stop_reason", "stop_reasons"
     )
-    truncated: Annotated[Any, BeforeValidator(_cut)] = known_as(
+    truncated: Annotated[Ending | None, PlainValidator(_cut)] = known_as(
         "true if a text was cut, which is refused", "truncated", "is_truncated", "aborted"
     )
     policy_version: Any = known_as("harmless", "policy_version", "policy_versions")

@@ -10,19 +10,20 @@ answer whose token 4 is the output of a tool::
 Shapes: t tokens, of which c are the answer's and n are trained.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.text.conversations.file_rows import NO_COLUMNS, Columns, after_system, turns_of
-from recipe_utils.text.conversations.messages import Conversation, read_tools, read_turns
+from recipe_utils.text.conversations.file_rows import NO_COLUMNS, Columns, after_system
+from recipe_utils.text.conversations.messages import Conversation, Turns, as_turns
 from recipe_utils.text.conversations.schema import IGNORE, lists_in, shown
 from recipe_utils.text.conversations.template import HistoryChangesError
 from recipe_utils.text.torchtune_messages import tokenize_conversation
-from recipe_utils.update_steps.samples import SampleError, whole_numbers
+from recipe_utils.update_steps.samples import SampleError
 
 _OF_ANSWERS = (
     "completion", "completion_ids", "tokens", "mask", "attention_mask", "response_length", "logprobs", "ref_logprobs",
@@ -59,15 +60,50 @@ class Answer:
         return int(self.mask.sum())
 
 
-def read_rollout(row: Any, columns: Columns = NO_COLUMNS) -> Rollout:
-    """Returns the keys of a row.
+def read_rollouts(row: Any, columns: Columns = NO_COLUMNS) -> list[Rollout]:
+    """Returns the keys of each answer of a row: of one, or of those of a group.
 
-    Raises SampleError for a row that is no object, and for content that would be lost.
+    Raises SampleError for a row that is no object, a group that is not whole, and content that would be lost.
     """
     if not isinstance(row, Mapping):
         raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
     row = columns.of(row)
-    keys = Rollout.of(_unshifted(row) if "loss_fn_inputs" in row else row)
+    if not is_group(row):
+        return [_read(_unshifted(row) if "loss_fn_inputs" in row else row)]
+    # Values of the group hold for all of its answers; an empty list is none, or as absent.
+    lists = {
+        key: values
+        for key, values in row.items()
+        if isinstance(values, list)
+        and (field := Rollout.names().get(key)) in _OF_ANSWERS
+        and (values or field in Rollout.may_be_empty())
+    }
+    if len({*map(len, lists.values())}) > 1:
+        listed = ", ".join(f"{len(values)} {key}" for key, values in lists.items())
+        raise SampleError(f"the group is not whole: it has {listed}; write one of each for every answer")
+    read = []
+    for index, values in enumerate(zip(*lists.values(), strict=True)):
+        with naming_answer(index):
+            of_answer = dict(zip(lists, values, strict=True))
+            for key, value in of_answer.items():
+                if value is None and (field := Rollout.names()[key]) in (*_BESIDE, "reward"):
+                    remedy = "remove the answer, or score it" if field == "reward" else "write it"
+                    raise SampleError(f"the group is not whole: its {key} is null; {remedy}")
+            read.append(_read({**row, **of_answer}))
+    return read
+
+
+@contextmanager
+def naming_answer(index: int) -> Iterator[None]:
+    """Names an answer of a group in a SampleError."""
+    try:
+        yield
+    except SampleError as error:
+        raise SampleError(f"answer {index}: {error}") from None
+
+
+def _read(row: Mapping[str, Any]) -> Rollout:
+    keys = Rollout.of(row)
     # Numbers beside tokens within an object that is not read, such as {"sampling_params": {"temperature": 0.5}}.
     for key, value in keys.others.items():
         for name in value if isinstance(value, Mapping) else ():
@@ -91,68 +127,44 @@ def check_no_logprobs(unread: Mapping[str, Any], answers: Sequence[Answer]) -> N
                 raise SampleError(f"{key}: {text}, {IGNORE.format(key)}")
 
 
-def is_group(keys: Rollout) -> bool:
-    """Returns True for a row with several answers to one prompt."""
-    completion = keys.completion if isinstance(keys.completion, list) else []
-    return isinstance([*completion, None][0], str | list) or any(
-        isinstance(value, list) and isinstance([*value, None][0], list) for value in (keys.completion_ids, keys.tokens)
-    )
+def is_group(row: Mapping[str, Any]) -> bool:
+    """Returns True for a row with several answers to one prompt: a list of texts or messages, or lists of token ids."""
+    for key in row.keys() & Rollout.names():
+        first = next(iter(row[key]), None) if isinstance(row[key], list) else None
+        field = Rollout.names()[key]
+        if isinstance(first, list) and field in ("completion", "completion_ids", "tokens"):
+            return True
+        if isinstance(first, str) and field == "completion":
+            return True
+    return False
 
 
-def answers_of_rollout(keys: Rollout, tokenizer: Any, truncates: bool = False) -> list[Answer]:
-    """Returns the answers of a row: one, or those of a group.
+def answer_of(keys: Rollout, tokenizer: Any, truncates: bool = False) -> Answer:
+    """Returns the answer of a row, or one of its answers.
 
-    Answers of more than ``tokenizer.max_seq_len`` tokens are cut at their end if ``truncates``; the prompt never is. Raises
+    An answer of more than ``tokenizer.max_seq_len`` tokens is cut at its end if ``truncates``; the prompt never is. Raises
     SampleError for content that is missing, of another length, or in another place.
     """
-    given = {name: getattr(keys, name) for name in keys.used}
-    if not is_group(keys):
-        return [_answer_of(given, keys, tokenizer, truncates)]
-    # Values of the group hold for all of its answers.
-    lists = {name: given.pop(name) for name in _OF_ANSWERS if isinstance(given.get(name), list)}
-    sizes = {keys.used[name]: len(values) for name, values in lists.items()}
-    if len({*sizes.values()}) > 1:
-        listed = ", ".join(f"{size} {name}" for name, size in sizes.items())
-        raise SampleError(f"the group is not whole: it has {listed}; write one of each for every answer")
-    answers = []
-    for index in range(max(sizes.values())):
-        of_answer = {name: values[index] for name, values in lists.items() if values[index] is not None}
-        if lacking := [name for name in (*_BESIDE, "reward") if name in lists.keys() - of_answer.keys()]:
-            remedy = "remove the answer, or score it" if lacking == ["reward"] else "write it"
-            raise SampleError(f"answer {index}: the group is not whole: its {keys.used[lacking[0]]} is null; {remedy}")
-        try:
-            answers.append(_answer_of({**given, **of_answer}, keys, tokenizer, truncates))
-        except SampleError as error:
-            raise SampleError(f"answer {index}: {error}") from None
-    return answers
-
-
-def _answer_of(given: Mapping[str, Any], keys: Rollout, tokenizer: Any, truncates: bool) -> Answer:
-    """Returns one answer of values by field, of a row with ``keys``."""
-    names = keys.used
-    tokens, num_prompt, mask = _tokens_of(given, keys, tokenizer)
-    knows_prompt = num_prompt > 0 and "messages" not in given and (mask is None or bool(mask.any()))
-    mask = _mask_of(given, names, tokens, num_prompt, mask)
+    tokens, num_prompt, mask = _tokens_of(keys, tokenizer)
+    knows_prompt = num_prompt > 0 and "messages" not in keys.used and (mask is None or bool(mask.any()))
+    if keys.mask is not None:
+        mask = _of_all_tokens(keys.mask, keys.used["mask"], len(tokens), num_prompt, False)
+    elif mask is None:
+        mask = np.arange(len(tokens)) >= num_prompt
     # Padding is no token of the answer; it is removed once all that stands beside tokens is read.
     is_token = np.ones(len(tokens), dtype=bool)
-    if "attention_mask" in given:
-        numbers = _zeros_and_ones(given["attention_mask"], names["attention_mask"], len(tokens), num_prompt)
-        is_token[len(tokens) - len(numbers) :] = numbers == 1
+    if keys.attention_mask is not None:
+        name = keys.used["attention_mask"]
+        is_token = _of_all_tokens(keys.attention_mask, name, len(tokens), num_prompt, True)
     first = num_prompt if knows_prompt else int(mask.argmax())
     answer = Answer(tokens, mask & is_token, int(is_token[:first].sum()), knows_prompt)
     if answer.mask[is_token][:1].any():
         text = "the first token is trained, and no token before it predicts it; write a prompt, or set its mask to 0"
         raise SampleError(text)
     # Numbers beside tokens, of whatever part of the tokens the file has them.
-    beside = {name: _beside(name, given[name], names[name], answer, num_prompt) for name in _BESIDE if name in given}
-    reward = given.get("reward")
-    if reward is not None and (not isinstance(reward, int | float) or not np.isfinite(reward)):
-        raise SampleError(f"{names['reward']}={shown(reward)}: set it to a finite number")
-    if not is_token.all():
-        beside = {name: numbers[is_token] for name, numbers in beside.items()}
-        answer = replace(answer, tokens=tokens[is_token], mask=answer.mask[is_token])
-    answer = replace(
-        answer, beside=beside, reward=None if reward is None else float(reward), rollout=given.get("rollout")
+    beside = {name: _beside(name, keys, answer, num_prompt)[is_token] for name in _BESIDE if name in keys.used}
+    answer = Answer(
+        tokens[is_token], answer.mask[is_token], answer.num_prompt, knows_prompt, beside, keys.reward, keys.rollout
     )
     return _fitted(answer, tokenizer.max_seq_len, truncates)
 
@@ -160,48 +172,43 @@ def _answer_of(given: Mapping[str, Any], keys: Rollout, tokenizer: Any, truncate
 # ---- Tokens -------------------------------------------------------------------------------------
 
 
-def _tokens_of(given: Mapping[str, Any], keys: Rollout, tokenizer: Any) -> tuple[np.ndarray, int, np.ndarray | None]:
+def _tokens_of(keys: Rollout, tokenizer: Any) -> tuple[np.ndarray, int, np.ndarray | None]:
     """Returns tokens [t], the number of the prompt's, and of texts the mask [t]; of ids it is a key."""
-    names = keys.used
-    if "tokens" in given:
-        tokens = whole_numbers(given, "tokens", names["tokens"])
-        num_answer = given.get("response_length", len(given["completion_ids"]) if "completion_ids" in given else None)
-        if num_answer is None and ("prompt_ids" in given or "mask" in given):
-            num_answer = len(tokens) - len(given.get("prompt_ids", ()))
+    names, tokens, prompt_ids, answer_ids = keys.used, keys.tokens, keys.prompt_ids, keys.completion_ids
+    if tokens is not None:
+        num_answer = keys.response_length
+        if num_answer is None and answer_ids is not None:
+            num_answer = len(answer_ids)
+        if num_answer is None and (prompt_ids is not None or keys.mask is not None):
+            num_answer = len(tokens) - (0 if prompt_ids is None else len(prompt_ids))
         if not isinstance(num_answer, int) or not 0 <= num_answer <= len(tokens):
             text = f"which of its {len(tokens)} {names['tokens']} are the answer is unknown; write mask"
             raise SampleError(f"{text}, or prompt_ids and completion_ids")
         return tokens, len(tokens) - num_answer, None
-    if "completion_ids" in given:
-        if "prompt_ids" not in given:
+    if answer_ids is not None:
+        if prompt_ids is None:
             raise SampleError("it has an answer without a prompt; write prompt_ids")
-        prompt, answer = (whole_numbers(given, name, names[name]) for name in ("prompt_ids", "completion_ids"))
-        return np.concatenate([prompt, answer]), len(prompt), None
-    if "messages" not in given and not {"prompt", "completion"} <= given.keys():
-        found = ", ".join(sorted(names[name] for name in given)) or "nothing"
-        has_prompt = {"prompt", "prompt_ids"} & given.keys()
+        return np.concatenate([prompt_ids, answer_ids]), len(prompt_ids), None
+    turns, prompt, completion = keys.messages, keys.prompt, keys.completion
+    if turns is None and prompt is not None and completion is not None:
+        (before, _), (answer, weights) = as_turns(prompt, "user"), as_turns(completion, "assistant")
+        turns = Turns([*before, *answer], [*[0.0] * len(before), *weights])
+    if turns is None:
+        found = ", ".join(sorted(names.values())) or "nothing"
+        has_prompt = {"prompt", "prompt_ids"} & names.keys()
         problem = "it has a prompt without an answer" if has_prompt else "it has no rollout"
         raise SampleError(
             f"{problem} (of the keys of rollouts: {found}); write prompt_ids and completion_ids, or texts"
         )
     # Texts: the chat template's tokens, of which those of the answer are trained, with its stop token.
-    for key in ("finish_reason", "status", "truncated", *(["stop_reason"] if "finish_reason" not in given else [])):
-        ends = given.get(key, [])
-        if cut := [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None and end.is_cut]:
-            text = (
-                "its text is not known as complete, and its stop token would be trained; write token ids, or remove it"
-            )
-            raise SampleError(f"{names[key]}={cut[0].reason}: {text}")
-    if "messages" in given:
-        chat, weights = read_turns(given["messages"])
-    else:
-        chat, _ = turns_of(given["prompt"], "user", "prompt")
-        answers, of_answers = turns_of(given["completion"], "assistant", names["completion"])
-        chat, weights = [*chat, *answers], [*[0.0] * len(chat), *of_answers]
-    chat, weights = after_system(given.get("system"), chat, weights)
+    for name in ("finish_reason", "status", "truncated", *(["stop_reason"] if keys.finish_reason is None else [])):
+        ending = getattr(keys, name)
+        if ending is not None and ending.is_cut:
+            text = "its text is not known as complete, and its stop token would be trained"
+            raise SampleError(f"{names[name]}={ending.reason}: {text}; write token ids, or remove it")
+    conversation = Conversation(*after_system(keys.system, *turns), keys.tools, unread=keys.others)
     try:
-        tools = read_tools(given.get("tools"))
-        token_ids, is_masked = tokenize_conversation(tokenizer, Conversation(chat, weights, tools, unread=keys.others))
+        token_ids, is_masked = tokenize_conversation(tokenizer, conversation)
     except HistoryChangesError as error:
         remedy = "write a row for each turn of the assistant, with what precedes it as prompt and one value of rollout"
         raise SampleError(f"{error.problem}; {remedy}, or token ids") from None
@@ -209,28 +216,12 @@ def _tokens_of(given: Mapping[str, Any], keys: Rollout, tokenizer: Any) -> tuple
     return np.asarray(token_ids), int(mask.argmax()) if mask.any() else len(mask), mask
 
 
-def _mask_of(
-    given: Mapping[str, Any], names: Mapping[str, str], tokens: np.ndarray, num_prompt: int, mask: np.ndarray | None
-) -> np.ndarray:
-    """Returns the mask [t] of the row: of all tokens, or of the answer; by default the answer's tokens are trained."""
-    num_tokens = len(tokens)
-    if "mask" not in given:
-        return np.arange(num_tokens) >= num_prompt if mask is None else mask
-    numbers = _zeros_and_ones(given["mask"], names["mask"], num_tokens, num_prompt)
-    sampled = np.zeros(num_tokens, dtype=bool)
-    sampled[num_tokens - len(numbers) :] = numbers == 1
-    return sampled
-
-
-def _zeros_and_ones(values: Any, key: str, num_tokens: int, num_prompt: int) -> np.ndarray:
-    """Returns a mask of all tokens, or of the answer, as fp64."""
-    numbers = _numbers(values, key)
-    if len(numbers) not in (num_tokens, num_tokens - num_prompt):
-        text = f"{len(numbers)} {key} for {num_tokens} tokens, {num_tokens - num_prompt} of them the answer's"
+def _of_all_tokens(given: np.ndarray, key: str, num_tokens: int, num_prompt: int, of_prompt: bool) -> np.ndarray:
+    """Returns a mask of all tokens, or of the answer, as that of all tokens [t]; the prompt's are then ``of_prompt``."""
+    if len(given) not in (num_tokens, num_tokens - num_prompt):
+        text = f"{len(given)} {key} for {num_tokens} tokens, {num_tokens - num_prompt} of them the answer's"
         raise SampleError(f"{text}; write one for each token of either")
-    if not np.isin(numbers, (0, 1)).all():
-        raise SampleError(f"{key} contains {numbers[~np.isin(numbers, (0, 1))][0]:g}; set each to 0 or 1")
-    return numbers
+    return np.append(np.full(num_tokens - len(given), of_prompt), given)
 
 
 def _fitted(answer: Answer, most: int | None, truncates: bool) -> Answer:
@@ -250,21 +241,18 @@ def _fitted(answer: Answer, most: int | None, truncates: bool) -> Answer:
 # ---- Beside tokens ------------------------------------------------------------------------------
 
 
-def _beside(name: str, values: Any, key: str, answer: Answer, num_prompt: int) -> np.ndarray:
-    """Returns the numbers of a field beside tokens [t], 0 where nothing is trained; ``key`` is its name in the file.
+def _beside(name: str, keys: Rollout, answer: Answer, num_prompt: int) -> np.ndarray:
+    """Returns the numbers of a field beside tokens [t], 0 where nothing is trained.
 
-    A file has one for each token, for each of the answer's, or for each trained one; one for all is no log-probability.
-    Raises SampleError for another number of them, for any that is not finite, and for log-probabilities beside the token
-    before their own.
+    A file has one for all, one for each token, for each of the answer's, or for each trained one. Raises SampleError for
+    another number of them, for any that is not finite, and for log-probabilities beside the token before their own.
     """
-    is_one, is_log_prob = isinstance(values, int | float), name.endswith("logprobs")
-    mask, numbers = answer.mask, _numbers([values] if is_one else values, key)
-    num_tokens, num_trained, found = len(mask), int(mask.sum()), np.zeros(len(mask))
+    numbers, key, is_log_prob = getattr(keys, name), keys.used[name], name.endswith("logprobs")
+    mask, found = answer.mask, np.zeros(len(answer.mask))
+    num_tokens, num_trained = len(mask), int(mask.sum())
     # How many there are tells which tokens they are of.
-    if is_one and is_log_prob:
-        raise SampleError(f"{key}={values:g}: one number for {num_trained} trained tokens; write one for each")
-    if is_one:
-        found[mask] = values
+    if isinstance(numbers, float):
+        found[mask] = numbers
     elif len(numbers) == num_tokens:
         if is_log_prob:
             _check_place(numbers, mask, key)
@@ -336,17 +324,3 @@ def _data(value: Any) -> list[Any]:
             return [token for chunk in value["chunks"] for token in chunk["tokens"]]
         value = value.get("data")
     return value if isinstance(value, list) else []
-
-
-def _numbers(values: Sequence[Any], key: str) -> np.ndarray:
-    """Returns a list of numbers as fp64 [n]; null is NaN."""
-    try:
-        read = np.asarray(values)
-        numbers = read.astype(np.float64)
-    except (TypeError, ValueError):
-        raise SampleError(f"{key}={shown(values)}: it is no list of numbers") from None
-    # A list of texts is an array of texts; one with null an array of objects.
-    is_text = read.dtype.kind == "U" or (read.dtype.kind == "O" and any(isinstance(each, str) for each in values))
-    if numbers.ndim != 1 or is_text:
-        raise SampleError(f"{key}={shown(values)}: it is no list of numbers")
-    return numbers

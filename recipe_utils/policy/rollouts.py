@@ -18,14 +18,21 @@ so that whatever divides the loss is known before the first forward, over all ra
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.policy.rollout_rows import Answer, answers_of_rollout, check_no_logprobs, is_group, read_rollout
+from recipe_utils.policy.rollout_rows import (
+    Answer,
+    answer_of,
+    check_no_logprobs,
+    is_group,
+    naming_answer,
+    read_rollouts,
+)
 from recipe_utils.text.conversations.file_rows import (
     NO_COLUMNS,
     Columns,
@@ -122,7 +129,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         self.fields = fields_of_first(self._rows, self._columns)
         """Those of :data:`FIELDS` that the first row has, and all others must have."""
         check_fields(self.fields if fields is None else fields, self.fields, path)
-        name_unread_of_first(self, self._rows, lambda index: self._unread(self._read(index)))
+        name_unread_of_first(self, self._rows, lambda index: self._unread(self._read(index)[0]))
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -139,9 +146,12 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         rows, answers, row_of = self._groups[index], list[Answer](), list[int]()
         for row in rows:
             with self._rows.naming(row):
-                keys = self._read(row)
+                keys, *others = rollouts = self._read(row)
                 self._check_like_first(keys)
-                of_row = answers_of_rollout(keys, self._tokenizer, self._truncates)
+                of_row = list[Answer]()
+                for rollout in rollouts:
+                    with naming_answer(len(of_row)) if others else nullcontext():
+                        of_row.append(answer_of(rollout, self._tokenizer, self._truncates))
                 lengths = (len(each.tokens) - each.num_prompt for each in of_row)
                 unread = self._unread(keys)
                 judge_unread(self, f"{self._rows.path}", unread, (~each.mask for each in of_row), *lengths)
@@ -164,8 +174,8 @@ class RolloutDataset(Dataset[dict[str, Any]]):
             with self._rows.naming(index):
                 self._rows[index]
 
-    def _read(self, index: int) -> Rollout:
-        return read_rollout(self._rows[index], self._columns)
+    def _read(self, index: int) -> list[Rollout]:
+        return read_rollouts(self._rows[index], self._columns)
 
     def _sequences_of(self, answers: Sequence[Answer]) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Yields the answers that have a trained token, with their columns, behind their numbers and places in ``answers``."""
@@ -261,7 +271,7 @@ def fields_of_first(rows: PathRows, columns: Columns = NO_COLUMNS) -> frozenset[
     """Returns those of :data:`FIELDS` that the first row has that can be read."""
     for index in range(len(rows)):
         with suppress(Exception):  # any: raised again with the sample
-            return frozenset(FIELDS) & read_rollout(rows[index], columns).used.keys()
+            return frozenset(FIELDS) & read_rollouts(rows[index], columns)[0].used.keys()
     return frozenset()
 
 
@@ -295,7 +305,7 @@ def _groups_of(rows: PathRows, columns: Columns) -> Iterator[Sequence[int]]:
     for index in range(len(rows)):
         try:
             row: Mapping[str, Any] = rows[index]
-            if index == 0 and is_group(read_rollout(row, columns)):
+            if index == 0 and is_group(columns.of(row)):
                 yield from ([each] for each in range(len(rows)))
                 return
             step, group, rollout = (

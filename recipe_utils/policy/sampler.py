@@ -26,7 +26,8 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
-from recipe_utils.text.conversations.file_rows import turns_in, turns_of
+from recipe_utils.text.conversations.file_rows import FileRow, turns_in
+from recipe_utils.text.conversations.messages import Chat, as_turns
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.training.parts.answers import end_tokens, text_of, tokens_of
 from recipe_utils.training.setup import Built
@@ -90,9 +91,7 @@ class ModelSampler:
         columns: dict[str, None] = {}
         for index in range(len(self._rows)):
             with self._rows.naming(index):
-                if not self._rows[index].get("prompt"):
-                    raise SampleError("it has no prompt; write a text of the user, or messages")
-                turns_of(turns_in(self._rows[index]["prompt"]), "user", "prompt")
+                _prompt_of(self._rows[index])
                 columns |= dict.fromkeys(self._rows[index])
         self._takes = _arguments_of(self._reward, reward, [*_GIVEN, *(columns.keys() - {*_GIVEN, *_NO_COLUMNS})])
         self._group_size, self._temperature, self._seed = group_size, temperature, seed
@@ -122,7 +121,7 @@ class ModelSampler:
         passes = [divmod(place, len(self)) for place in range(index * num_prompts, (index + 1) * num_prompts)]
         orders = {epoch: epoch_permutation(len(self), epoch, True, self._seed) for epoch, _ in passes}
         rows = [self._rows[int(orders[epoch][place])] for epoch, place in passes]
-        prompts = [tokens_of(tokenizer, turns_of(turns_in(row["prompt"]), "user", "prompt")[0]) for row in rows]
+        prompts = [tokens_of(tokenizer, _prompt_of(row)) for row in rows]
         longest = self._longest(model, tokenizer, rows, prompts)
 
         # Shares of ranks differ by one answer at most, and all ranks decode as many batches.
@@ -220,6 +219,13 @@ class ModelSampler:
             text = [text for of_prompt in texts for text in of_prompt][bad[0]]
             return [], f"it returned {rewards[bad[0]]} for the completion {text[:60]!r}"
         return rewards, None
+
+
+def _prompt_of(row: Mapping[str, Any]) -> Chat:
+    prompt = FileRow.of({"prompt": turns_in(row.get("prompt"))}).prompt
+    if prompt is None:
+        raise SampleError("it has no prompt; write a text of the user, or messages")
+    return as_turns(prompt, "user").chat
 
 
 def _arguments_of(reward: Reward, path: str, names: Sequence[str]) -> list[str]:

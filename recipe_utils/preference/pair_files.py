@@ -17,21 +17,19 @@ from recipe_utils.text.conversations.file_rows import (
     BEFORE,
     NO_COLUMNS,
     Columns,
+    PairRow,
     Texts,
     after_system,
-    answers_of,
     check_no_variables,
     check_repeated,
     columns_of,
     judge_unread,
     name_unread_of_first,
     read_row,
-    turns_before,
-    turns_of,
 )
-from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools
+from recipe_utils.text.conversations.messages import Chat, Conversation, Turns, as_turns, content_as_text
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.schema import FileRow, shown
+from recipe_utils.text.conversations.schema import shown
 from recipe_utils.text.conversations.template import HistoryChangesError, num_common
 from recipe_utils.text.torchtune_messages import check_no_fraction, tokenize_conversation
 from recipe_utils.torchtune_names import IGNORE_INDEX
@@ -64,7 +62,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         ignored_keys: Sequence[str] = (),
     ) -> None:
         self._tokenizer, self._rows = tokenizer, PathRows(path, split, validation_fraction)
-        self._columns = columns_of(self._rows, FileRow, ignored_keys)
+        self._columns = columns_of(self._rows, PairRow, ignored_keys)
         name_unread_of_first(self, self._rows, lambda index: _unread(self._read(index)))
 
     def __len__(self) -> int:
@@ -114,27 +112,27 @@ def read_pair(
     Raises SampleError if ``chosen`` or ``rejected`` is missing, where the answers begin is not certain, or a key has content
     that is in no turn.
     """
-    keys, variables = read_row(row, variable_names, columns)
+    keys, variables = read_row(PairRow, row, variable_names, columns)
     for side in SIDES:
         if getattr(keys, side) is None:
             text = "a row has chosen and rejected, and may have what precedes them"
             raise SampleError(f"it has no {side} (its keys: {', '.join(row)}); {text}")
-    unread = dict(keys.others)
-    answers = [getattr(keys, side) for side in SIDES]
+    answers = keys.chosen, keys.rejected
     before = {"system", "messages", "question", "input", "tools"} & keys.used.keys()
-    if not before and all(isinstance(text, str) for text in (*answers, keys.prompt or "")):
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    if not before and len(texts) == len(SIDES) and not isinstance(keys.prompt, Turns):
         check_no_variables(variables)
         if lost := [
-            key
-            for field, key in keys.used.items()
-            if field in ("answer", "completion") and getattr(keys, field) not in answers
+            keys.used[field]
+            for field in ("completion", "answer")
+            if field in keys.used and getattr(keys, field) not in texts
         ]:
             text = "it is neither chosen nor rejected, so it would be lost; remove it"
             raise SampleError(f"{lost[0]}={shown(row[lost[0]])}: {text}")
-        return Texts(keys.prompt, (answers[0], answers[1]), unread)
-    sides = [turns_of(answer, "assistant", side) for side, answer in zip(SIDES, answers, strict=True)]
+        return Texts(keys.prompt, tuple(texts), keys.others)
+    sides = [as_turns(answer, "assistant") for answer in answers if answer is not None]
     # The prompt may be a part of both sides, or a key of its own.
-    sources, prompt, name = turns_before(keys), [], "chosen"
+    sources, prompt, name = keys.turns_before(), [], "chosen"
     for key, (_, weights) in (*zip(SIDES, sides, strict=True), *sources.items()):
         check_no_fraction(weights, f"{key}: ")
     for key, (turns, _) in sources.items():
@@ -147,7 +145,7 @@ def read_pair(
             if (role := turns[0]["role"]) not in ("assistant", "tool"):
                 text = f"its {side} begins with a turn of the {role} that is not its prompt's"
                 raise SampleError(f"{text}; let it begin with the whole prompt, or with the answer")
-    check_repeated({**sources, **answers_of(keys)}, [*prompt, *sides[0][0], *sides[1][0]], name)
+    check_repeated({**sources, **keys.answers()}, [*prompt, *sides[0][0], *sides[1][0]], name)
     most = min(len(turns) for turns, _ in sides) - 1
     num_shared = num_common(sides[0][0][:most], sides[1][0])
     # What precedes the answers is not trained: the prompt, and the turns with which both sides begin.
@@ -155,8 +153,9 @@ def read_pair(
         after_system(keys.system, [*prompt, *turns], [0.0] * (len(prompt) + num_shared) + weights[num_shared:])
         for turns, weights in sides
     )
-    tools = read_tools(keys.tools)
-    return Conversation(*chosen, tools, variables, unread), Conversation(*rejected, tools, variables, unread)
+    return Conversation(*chosen, keys.tools, variables, keys.others), Conversation(
+        *rejected, keys.tools, variables, keys.others
+    )
 
 
 def _without_answer(turns: Chat, answer: Chat) -> Chat:

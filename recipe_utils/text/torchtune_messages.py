@@ -19,16 +19,15 @@ from torchtune.data import (
 )  # fmt: skip
 
 from recipe_utils.text.conversations.file_rows import (
+    FileRow,
     after_system,
-    answers_of,
     check_repeated,
     name_unread,
     read_row,
-    turns_before,
     turns_in,
 )
-from recipe_utils.text.conversations.messages import Conversation, content_as_text, read_tools
-from recipe_utils.text.conversations.schema import CALLS, MEDIA, ROLES, THINKING, Turn, check_not_said
+from recipe_utils.text.conversations.messages import Conversation, Turn, content_as_text
+from recipe_utils.text.conversations.schema import CALLS, MEDIA, THINKING, check_not_said, role_of
 from recipe_utils.update_steps.samples import SampleError
 
 
@@ -83,13 +82,13 @@ def check_row(transform: Any, row: Mapping[str, Any], columns: Sequence[str], re
             raise SampleError(f"{text}; {remedy}")
         marks = [key for key, field in Turn.names().items() if field == "weight" and key in message]
         weight = Turn.of({key: message[key] for key in marks}).weight if marks else None
-        if weight not in (None, 1) and _role(message) == "assistant":
+        if weight not in (None, 1) and role_of(message) == "assistant":
             raise SampleError(f"torchtune's messages lose its {', '.join(marks)}; {remedy}")
-        check_not_said({key: message[key] for key in message if key not in Turn.names()}, _role(message))
+        check_not_said({key: message[key] for key in message if key not in Turn.names()}, role_of(message))
         if not isinstance(_content(message), (str, list)):
             raise ValueError(f"the content of a message is {_content(message)!r} instead of text")
     texts = [content if isinstance(content := _content(message), str) else "" for message in messages]
-    chat = [{"role": _role(message), "content": text} for message, text in zip(messages, texts, strict=True)]
+    chat = [{"role": role_of(message), "content": text} for message, text in zip(messages, texts, strict=True)]
     check_beside(transform, row, columns, chat, remedy)
 
 
@@ -97,22 +96,18 @@ def check_beside(
     transform: Any, row: Mapping[str, Any], columns: Sequence[str], chat: Sequence[dict[str, Any]], remedy: str
 ) -> None:
     """Checks what stands beside the ``columns`` of a row, which may repeat a turn of ``chat``, but not add one, nor tools."""
-    keys, _ = read_row({key: turns_in(value) for key, value in row.items() if key not in (*columns, *MEDIA)})
-    check_repeated({**turns_before(keys), **answers_of(keys)}, [*chat], columns[0], remedy)
+    keys, _ = read_row(FileRow, {key: turns_in(value) for key, value in row.items() if key not in (*columns, *MEDIA)})
+    check_repeated({**keys.turns_before(), **keys.answers()}, [*chat], columns[0], remedy)
     is_replaced = getattr(transform, "new_system_prompt", None) is not None
     if not is_replaced and len(after_system(keys.system, [*chat], [])[0]) > len(chat):
         raise SampleError(f"torchtune's datasets leave its system text out; {remedy}")
-    if read_tools(keys.tools):
+    if keys.tools:
         raise SampleError(f"torchtune's datasets leave its tools out; {remedy}")
     name_unread(transform, "dataset", keys.others)
 
 
 def _content(message: Mapping[str, Any]) -> Any:
     return message.get("content", message.get("value"))
-
-
-def _role(message: Mapping[str, Any]) -> str:
-    return ROLES.get(str(message.get("role", message.get("from"))), "")
 
 
 def _check_rows(transform: Any, columns: Sequence[str], remedy: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from recipe_utils.text.conversations.file_rows import (
+    FileRow,
     Texts,
     columns_of,
     conversation_of,
@@ -21,7 +22,6 @@ from recipe_utils.text.conversations.file_rows import (
 from recipe_utils.text.conversations.files import temporary_file
 from recipe_utils.text.conversations.messages import Conversation
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.schema import FileRow
 from recipe_utils.text.conversations.template import num_common
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 from recipe_utils.torchtune_names import IGNORE_INDEX, log_rank_zero

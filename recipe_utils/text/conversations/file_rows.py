@@ -2,27 +2,46 @@ r"""Rows of files as conversations.
 
 Example: {"system_prompt": "Be brief.", "instruction": "Add.", "input": "2, 2", "output": "4"} is a turn of the system, one of
 the user, "Add.\n2, 2", and one of the assistant, which is trained. {"prompt": "2 + 2?", "messages": [...]} is the
-conversation of ``messages``, if that contains the prompt.
+conversation of ``messages``, if that contains the prompt. ``python -m recipe_utils.text.conversations.file_rows`` prints the
+table of the page from the keys of :class:`FileRow`, :class:`.Turn` and :class:`.Call`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
+from pydantic import BeforeValidator, PlainValidator, ValidationInfo
 
-from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text, read_tools, read_turns
+from recipe_utils.text.conversations.messages import (
+    Call,
+    Chat,
+    Conversation,
+    Tools,
+    Turn,
+    Turns,
+    as_turns,
+    content_as_text,
+    read_text_or_turns,
+    read_tools,
+    read_turns,
+)
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.schema import (
     CALLS,
+    MEDIA,
     ROLES,
-    FileRow,
+    THINKING,
+    WEIGH,
     Keys,
     check_masks,
     check_no_label,
+    joined,
+    known_as,
     parsed,
     shown,
+    table_of,
     without_keys,
 )
 from recipe_utils.torchtune_names import log_rank_zero
@@ -30,8 +49,83 @@ from recipe_utils.update_steps.samples import SampleError
 
 BEFORE = ("system", "developer")
 """Roles of messages that come before the first turn."""
-Turns = tuple[Chat, list[float]]
-"""Messages in OpenAI's format, and the weight of each."""
+
+
+def _input(value: Any) -> str | Turns:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else read_text_or_turns(value)
+
+
+def _answer(value: Any, info: ValidationInfo) -> str | Turns:
+    """Returns an answer, which may be calls beside tools, or their JSON text."""
+    if info.data.get("tools") and _are(value, "name"):
+        return read_turns([{"role": "assistant", "content": None, "tool_calls": value}])
+    return read_text_or_turns(value)
+
+
+Row = TypeVar("Row", bound="FileRow")
+TextOrTurns = Annotated[str | Turns | None, PlainValidator(read_text_or_turns)]
+
+
+class FileRow(Keys):
+    """A row of a file of conversations. Of the keys before an answer, those that repeat another are compared."""
+
+    messages: Annotated[Turns | None, PlainValidator(read_turns)] = known_as(
+        "turns, as a list or its JSON text", "messages", "conversations", "conversation"
+    )
+    system: Annotated[str | None, BeforeValidator(joined)] = known_as(
+        "first turn: text, or a list of text parts", "system", "system_prompt", "system_message"
+    )
+    tools: Annotated[Tools, PlainValidator(read_tools)] = known_as(
+        "a list, one tool, or JSON text", "tools", "functions", "available_tools"
+    )
+    prompt: TextOrTurns = known_as("a turn of the user, or turns", "prompt")
+    question: TextOrTurns = known_as("a turn of the user, or turns", "question", "query", "instruction")
+    input: Annotated[str | Turns | None, PlainValidator(_input)] = known_as(
+        "text behind the question, on a line of its own; or turns", "input", "context"
+    )
+    completion: Annotated[str | Turns | None, PlainValidator(_answer)] = known_as(
+        "answer, or turns; behind the text of a `prompt`, both are trained without a chat template, as TRL does",
+        "completion",
+        is_empty=True,
+    )
+    answer: Annotated[str | Turns | None, PlainValidator(_answer)] = known_as(
+        "answer of the assistant, or its calls", "output", "response", "answer", "answers", is_empty=True
+    )
+    chat_template_kwargs: dict[str, Any] | None = known_as(
+        "variables of the chat template; so is each key that the template reads, such as `documents`",
+        "chat_template_kwargs",
+    )
+    lost: ClassVar = {
+        **dict.fromkeys(("train", "trainable", "loss_mask", "train_detail", "weights"), WEIGH), **MEDIA,
+        **dict.fromkeys(THINKING, "write it as reasoning_content of an assistant's message"),
+        "weight": "write it in the messages, or set dataset.weight", "loss_weight": "set dataset.loss_weight",
+        "history": "write its turns in messages", "documents": "the chat template reads no documents; write them in messages",
+        "tool_calls": "write them in a message of the assistant", "function_call": "write it in a message of the assistant",
+    }  # fmt: skip
+
+    def turns_before(self) -> dict[str, Turns]:
+        """Returns the turns before the answer by the key that has them; the first are to be used, others to be compared."""
+        is_alone = not {"messages", "prompt"} & self.used.keys()
+        if is_alone and isinstance(self.question, str) and isinstance(self.input, str):
+            return {self.used["question"]: as_turns(f"{self.question}\n{self.input}", "user")}
+        return self._turns_of("user", "messages", "prompt", "input", "question")
+
+    def answers(self) -> dict[str, Turns]:
+        """Returns the turns of each key with an answer."""
+        return self._turns_of("assistant", "completion", "answer")
+
+    def _turns_of(self, role: str, *fields: str) -> dict[str, Turns]:
+        return {self.used[field]: as_turns(getattr(self, field), role) for field in fields if field in self.used}
+
+
+class PairRow(FileRow):
+    """A row of a file of pairs."""
+
+    chosen: TextOrTurns = known_as(
+        "better answer of a pair, with or without the turns before it", "chosen", is_empty=True
+    )
+    rejected: TextOrTurns = known_as("worse answer", "rejected", is_empty=True)
 
 
 @dataclass(frozen=True)
@@ -65,7 +159,7 @@ class Columns:
 
 
 NO_COLUMNS = Columns()
-_TURNS = ("prompt", "completion", "answer", "chosen", "rejected", "input")
+_TURNS = ("prompt", "question", "completion", "answer", "chosen", "rejected", "input")
 """Fields of texts, or of messages."""
 
 
@@ -101,8 +195,8 @@ def turns_in(value: Any) -> Any:
 
 
 def read_row(
-    row: Any, variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
-) -> tuple[FileRow, dict[str, Any]]:
+    model: type[Row], row: Any, variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
+) -> tuple[Row, dict[str, Any]]:
     """Returns the keys of a row, and the values of those that the template reads as ``variable_names``.
 
     Raises SampleError for a row that is no object, and for content that would be lost.
@@ -110,8 +204,8 @@ def read_row(
     if not isinstance(row, Mapping):
         raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
     row = columns.of(row)
-    names = (row.keys() & {*variable_names}) - FileRow.names().keys()
-    keys = FileRow.of({key: value for key, value in row.items() if key not in names})
+    names = (row.keys() & {*variable_names}) - model.names().keys()
+    keys = model.of({key: value for key, value in row.items() if key not in names})
     check_no_label(keys.others)
     variables = keys.chat_template_kwargs or {}
     if unknown := variables.keys() - {*variable_names}:
@@ -127,13 +221,12 @@ def conversation_of(
 
     Raises SampleError with what was found instead, and for a key with content that is in no turn.
     """
-    keys, variables = read_row(row, variable_names, columns)
-    unread = dict(keys.others)
-    given = keys.used.keys()
+    keys, variables = read_row(FileRow, row, variable_names, columns)
+    given = keys.used.keys() | keys.others.keys() & {"chosen", "rejected"}
     if given == {"prompt", "completion"} and isinstance(keys.prompt, str) and isinstance(keys.completion, str):
         check_no_variables(variables)
-        return Texts(keys.prompt, (keys.completion,), unread)
-    sources, answers = turns_before(keys), answers_of(keys)
+        return Texts(keys.prompt, (keys.completion,), keys.others)
+    sources, answers = keys.turns_before(), keys.answers()
     if not sources or not (answers or "messages" in given):
         _refuse(row, keys)
     # Turns before an answer with a key of its own are not trained; what repeats others is compared with them.
@@ -144,43 +237,7 @@ def conversation_of(
         chat, weights = [*chat, *answer], [*(0.0 for _ in weights), *answer_weights]
     chat, weights = after_system(keys.system, chat, weights)
     check_repeated({**sources, **answers}, chat, name)
-    unread |= {side: None for side in ("chosen", "rejected") if side in given}
-    return Conversation(chat, weights, read_tools(keys.tools), variables, unread)
-
-
-def turns_before(keys: FileRow) -> dict[str, Turns]:
-    """Returns the turns before the answer by the key that has them; the first are to be used, others to be compared."""
-    used, sources = keys.used, {}
-    if "messages" in used:
-        sources[used["messages"]] = read_turns(keys.messages)
-    if "prompt" in used:
-        sources["prompt"] = turns_of(keys.prompt, "user", "prompt")
-    if (
-        not sources
-        and {"question", "input"} <= used.keys()
-        and not (isinstance(keys.input, list) and _are(keys.input, "role", "from"))
-    ):
-        if not isinstance(keys.input, str | int | float):
-            text = "it is a list or an object, and would be Python's text; write it as text"
-            raise SampleError(f"{used['input']}={shown(keys.input)}: {text}")
-        return {used["question"]: turns_of(f"{keys.question}\n{keys.input}", "user", "question")}
-    for field in ("input", "question"):
-        if field in used:
-            value = getattr(keys, field)
-            sources[used[field]] = turns_of(turns_in(value) if field == "question" else value, "user", used[field])
-    return sources
-
-
-def answers_of(keys: FileRow) -> dict[str, Turns]:
-    """Returns the turns of each key with an answer, which may be a text, a turn, turns, or calls beside tools."""
-    answers = {}
-    for field in ("completion", "answer"):
-        if field in keys.used:
-            value = getattr(keys, field)
-            if keys.tools is not None and _are(value, "name"):
-                value = {"role": "assistant", "content": None, "tool_calls": value}
-            answers[keys.used[field]] = turns_of(value, "assistant", keys.used[field])
-    return answers
+    return Conversation(chat, weights, keys.tools, variables, keys.others)
 
 
 def check_no_variables(variables: Mapping[str, Any]) -> None:
@@ -190,27 +247,15 @@ def check_no_variables(variables: Mapping[str, Any]) -> None:
         raise SampleError(f"{name}={shown(value)}: it would be lost: {text}")
 
 
-def turns_of(value: Any, role: str, name: str) -> Turns:
-    """Returns a text, a turn or turns as messages with their weights; a text is a turn of ``role``."""
-    if isinstance(value, str):
-        value = {"role": role, "content": value}
-    if isinstance(value, int | float):
-        raise SampleError(f"{name}={value}: it is a number; write it as text")
-    try:
-        return read_turns([value] if isinstance(value, Mapping) else value)
-    except SampleError as error:
-        raise SampleError(f"{name}: {error}") from None
-
-
 def after_system(system: str | None, chat: Chat, weights: list[float]) -> Turns:
     """Returns messages with the system's text as the first; raises SampleError if they begin with another one."""
     if system is None or (
         chat[0]["role"] in BEFORE and content_as_text(chat[0].get("content")).strip() == system.strip()
     ):
-        return chat, weights
+        return Turns(chat, weights)
     if chat[0]["role"] in BEFORE:
         raise SampleError(f"system={shown(system)}: the first turn has another text of the system; remove one of them")
-    return [{"role": "system", "content": system}, *chat], [0.0, *weights]
+    return Turns([{"role": "system", "content": system}, *chat], [0.0, *weights])
 
 
 def check_repeated(
@@ -280,3 +325,12 @@ def _refuse(row: Mapping[str, Any], keys: FileRow) -> NoReturn:
         if key in row:
             raise SampleError(f"{names}, but is {text}")
     raise SampleError(f"{names}; rename its column, or write messages, prompt and completion, or question and answer")
+
+
+def table() -> str:
+    """Returns the table of keys of conversations and pairs."""
+    return table_of({"row": PairRow, "turn": Turn, "call": Call})
+
+
+if __name__ == "__main__":
+    print(table())  # noqa: T201

@@ -1,21 +1,21 @@
-"""Keys of rows, turns, calls and tools in data files as tools write them: each is used, judged by its form, or refused.
+"""Keys of objects in data files as tools write them: each is used, judged by its form, or refused.
 
 Example: of the row {"system_prompt": "Be brief.", "conversations": [...], "topic": "sums", "views": null} two keys are
 used under other names (``system``, ``messages``), ``topic`` is named as not read, and ``views`` has no value. With
 ``"system": "Be long."`` beside it, the row is refused: two texts for one key. With ``"weight": 0.5``, too: what it asks for
 would be lost; and with a key of any name that could decide what is trained (``"keep": [1, 0]`` beside two answers, see
 :func:`check_masks`), or that the model may have said (see :func:`is_said`), unless ``ignored_keys`` has its name.
-``python -m recipe_utils.text.conversations.schema`` prints the table of the page from the models below.
+The keys of rows are in ``file_rows``, those of turns and calls in ``messages``.
 """
 
 import json
 import re
 from collections.abc import Collection, Mapping
 from functools import cache
-from math import inf
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+import numpy as np
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from recipe_utils.update_steps.samples import SampleError
 
@@ -42,10 +42,6 @@ _WHOLE = ("arguments", "args", "parameters", "tools", "functions", "available_to
 """Keys of objects whose keys are content."""
 _LEVELS = ("on", "off", "none", "minimal", "low", "medium", "high", "true", "false")
 """Texts of the same, in turns."""
-CALL = '{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}'
-TOOL = '{"type": "function", "function": {"name": "f", "parameters": {...}}}'
-
-
 IGNORE = "or set dataset.ignored_keys=[{}]"
 """Remedy for a key that is not read."""
 _MOST_WORDS = 4
@@ -139,16 +135,9 @@ def shown(value: Any) -> str:
     return repr(value if len(str(value)) <= 60 else str(value)[:60])
 
 
-def _role(role: Any) -> str:
-    if not isinstance(role, str) or role not in ROLES:
-        raise SampleError(f"set it to one of {', '.join(dict.fromkeys(ROLES.values()))}")
-    return ROLES[role]
-
-
-def _weight(weight: Any) -> float:
-    if isinstance(weight, str) or not isinstance(weight, int | float) or not 0 <= weight < inf:
-        raise SampleError("set it to 0 or 1, or that of an assistant to any number above 0")
-    return float(weight)
+def role_of(turn: Mapping[str, Any]) -> str:
+    """Returns the role of a turn in a file, as chat templates call it; "" for an unknown one."""
+    return ROLES.get(str(turn.get("role", turn.get("from"))), "")
 
 
 def joined(value: Any) -> Any:
@@ -157,10 +146,8 @@ def joined(value: Any) -> Any:
     return "".join(map(str, (each["text"] for each in value))) if are_parts else value
 
 
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value := parsed(value), Mapping):
-        raise SampleError(f"{shown(value)} are no JSON object; write {CALL}")
-    return dict(value)
+def _are_equal(one: Any, other: Any) -> bool:
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
 
 
 def known_as(meaning: str, *names: str, is_empty: bool = False) -> Any:
@@ -171,6 +158,10 @@ def known_as(meaning: str, *names: str, is_empty: bool = False) -> Any:
     return Field(
         None, validation_alias=AliasChoices(*names), description=meaning, json_schema_extra={"is_empty": is_empty}
     )
+
+
+class PartError(SampleError):
+    """Raised by validators for a part of a value, which the text names."""
 
 
 class Keys(BaseModel):
@@ -214,13 +205,15 @@ class Keys(BaseModel):
             first = error.errors()[0]
             key = next(key for key in filled if names.get(key) == names[str(first["loc"][0])])
             cause = first.get("ctx", {}).get("error", first["msg"])
-            raise SampleError(f"{key}={shown(first['input'])}: {cause}") from None
+            value = "" if isinstance(cause, PartError) else f"={shown(first['input'])}"
+            raise SampleError(f"{key}{value}: {cause}") from None
         # Further names of a key that is used must repeat its value; what a key of ``lost`` asks for would not be done.
         others = keys.others
         keys._used = {names[key]: key for key in filled if key not in others}
         for key in [*others]:
             if field := names.get(key):
-                if getattr(cls.of({key: given[key]}), field) != getattr(keys, field):
+                alone = {name: value for name, value in given.items() if names.get(name) != field or name == key}
+                if not _are_equal(getattr(cls.of(alone), field), getattr(keys, field)):
                     text = "have different values for one thing; remove one of them"
                     raise SampleError(f"{key} and {keys.used[field]} {text}")
                 del others[key]
@@ -239,73 +232,8 @@ class Keys(BaseModel):
         return self.__pydantic_extra__ or {}
 
 
-_WEIGH = 'write "weight": 0 in the messages that do not train'
+WEIGH = 'write "weight": 0 in the messages that do not train'
 MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is supported")
-
-
-class Turn(Keys):
-    """A turn of a conversation. Its other keys are given to the chat template."""
-
-    role: Annotated[str, BeforeValidator(_role)] | None = known_as(
-        "`system`, `developer`, `user`, `assistant`, `tool`, or what other tools call them", "role", "from"
-    )
-    content: Any = known_as(
-        "text, or a list of text parts, joined if the template has no branch for lists; of a tool also any other value, "
-        "as JSON text", "content", "value", is_empty=True
-    )  # fmt: skip
-    tool_calls: Any = known_as(
-        "a list, one call, or JSON text; a turn `from` `function_call` has them as its `value`",
-        "tool_calls",
-        "function_call",
-    )
-    weight: Annotated[float, BeforeValidator(_weight)] | None = known_as(
-        "of an assistant, 0 or more: the [weight](#weights-of-targets) of its targets (not with `split_turns: shared`)",
-        "weight", "train", "training", "trainable", "loss", "loss_mask",
-    )  # fmt: skip
-    lost = dict.fromkeys(("mask", "masked", "train_detail", "weights"), _WEIGH)
-
-
-class Call(Keys):
-    """A call of a tool, or its ``function``."""
-
-    name: str | None = known_as("name of the tool", "name")
-    arguments: Annotated[dict[str, Any], BeforeValidator(_object)] | None = known_as(
-        "an object, its JSON text, or nothing", "arguments", "args", "parameters", "input"
-    )
-
-
-class FileRow(Keys):
-    """A row of a file of conversations or pairs. Of the keys before an answer, those that repeat another are compared."""
-
-    messages: Any = known_as("turns, as a list or its JSON text", "messages", "conversations", "conversation")
-    system: Annotated[str, BeforeValidator(joined)] | None = known_as(
-        "first turn: text, or a list of text parts", "system", "system_prompt", "system_message"
-    )
-    prompt: Any = known_as("a turn of the user, or turns", "prompt")
-    question: str | None = known_as("a turn of the user", "question", "query", "instruction")
-    input: Any = known_as("text behind the question, on a line of its own; or turns", "input", "context")
-    completion: Any = known_as(
-        "answer, or turns; behind the text of a `prompt`, both are trained without a chat template, as TRL does",
-        "completion",
-        is_empty=True,
-    )
-    answer: Any = known_as(
-        "answer of the assistant, or its calls", "output", "response", "answer", "answers", is_empty=True
-    )
-    chosen: Any = known_as("better answer of a pair, with or without the turns before it", "chosen", is_empty=True)
-    rejected: Any = known_as("worse answer", "rejected", is_empty=True)
-    tools: Any = known_as("a list, one tool, or JSON text", "tools", "functions", "available_tools")
-    chat_template_kwargs: dict[str, Any] | None = known_as(
-        "variables of the chat template; so is each key that the template reads, such as `documents`",
-        "chat_template_kwargs",
-    )
-    lost = {
-        **dict.fromkeys(("train", "trainable", "loss_mask", "train_detail", "weights"), _WEIGH), **MEDIA,
-        **dict.fromkeys(THINKING, "write it as reasoning_content of an assistant's message"),
-        "weight": "write it in the messages, or set dataset.weight", "loss_weight": "set dataset.loss_weight",
-        "history": "write its turns in messages", "documents": "the chat template reads no documents; write them in messages",
-        "tool_calls": "write them in a message of the assistant", "function_call": "write it in a message of the assistant",
-    }  # fmt: skip
 
 
 def table_of(keys_by_place: Mapping[str, type[Keys]]) -> str:
@@ -319,12 +247,3 @@ def table_of(keys_by_place: Mapping[str, type[Keys]]) -> str:
                 f"| {where} | {'; '.join([first, ', '.join(others)][: 1 + bool(others)])} | {info.description} |"
             )
     return "\n".join(lines)
-
-
-def table() -> str:
-    """Returns the table of conversations and pairs."""
-    return table_of({"row": FileRow, "turn": Turn, "call": Call})
-
-
-if __name__ == "__main__":
-    print(table())  # noqa: T201

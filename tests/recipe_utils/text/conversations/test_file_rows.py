@@ -14,7 +14,7 @@ from torchtune.datasets import alpaca_dataset, chat_dataset, instruct_dataset
 
 from recipe_utils.preference import pair_dataset
 from recipe_utils.text import conversation_dataset, text_pieces_dataset
-from recipe_utils.text.conversations.schema import table
+from recipe_utils.text.conversations.file_rows import table
 from recipe_utils.update_steps.samples import SampleError
 
 USER, YES, NO = say("user", "2 + 2?"), say("assistant", "It is 4."), say("assistant", "It is 5.")
@@ -209,9 +209,9 @@ def test_a_prompt_and_a_completion_of_texts_are_trained_as_they_are(row, split_t
         ({"messages": [USER, say("assistant", "", tool_calls=[{"name": "f", "args": {"a": 1}, "input": {"a": 2}}])]}, "input and args have different values"),
         ({"message_id": "a", "parent_id": None, "text": "2 + 2?", "role": "prompter"}, "is one message of a tree"),
         ({"chosen": [USER, YES], "rejected": [USER, NO]}, "is a pair; set dataset to a recipe_utils.preference.pair_dataset"),
-        ({"question": "2 + 2?", "context": {"title": ["A"]}, "answer": "4"}, "context={'title': .*: it is a list or an object, and would be Python's text"),
-        ({"question": "2 + 2?", "input": ["p1", "p2"], "answer": "4"}, "input=.*: it is a list or an object"),
-        ({"question": "2 + 2?", "answer": 4}, "answer=4: it is a number; write it as text"),
+        ({"question": "2 + 2?", "context": {"title": ["A"]}, "answer": "4"}, "context={'title': .*: it is neither text nor a list of objects with role and content; write it as text"),
+        ({"question": "2 + 2?", "input": ["p1", "p2"], "answer": "4"}, "input=.*: it is neither text nor a list of objects"),
+        ({"question": "2 + 2?", "answer": 4}, "answer=4: it is neither text nor a list .*; write it as text"),
         ({"text": "abc"}, "is a text; set dataset to a recipe_utils.text.text_pieces_dataset"),
         ({"problem": "2 + 2?", "solution": "4"}, r"it has no messages \(its keys: problem, solution\)"),
         ({"messages": "[]"}, "its messages are empty; remove the line"),
@@ -346,7 +346,7 @@ def test_pairs_train_answers_behind_all_that_precedes_them(row, before, write, t
     [
         ({"prompt": "a", "chosen": "b", "rejected": "c", "answer": "d"}, "answer='d': it is neither chosen nor rejected"),
         ({"chosen": [USER, {**YES, "weight": 0.5}, USER, YES], "rejected": [USER, YES, USER, NO]}, "weight=0.5: the losses of pairs"),
-        ({"question": "a", "context": ["b"], "chosen": "b", "rejected": "c"}, "context=.*: it is a list or an object"),
+        ({"question": "a", "context": ["b"], "chosen": "b", "rejected": "c"}, "context=.*: it is neither text nor a list of objects"),
         ({"question": "3 + 3?", "chosen": [USER, YES], "rejected": [USER, NO]}, "chosen begins with a turn of the user"),
         ({"prompt": [USER], "question": "3 + 3?", "chosen": YES, "rejected": NO}, r"question='3 \+ 3\?': it is in no turn of prompt"),
         ({"prompt": [USER], "completion": "6", "chosen": YES, "rejected": NO}, "completion='6': it is in no turn"),

@@ -151,7 +151,7 @@ def test_a_greeting_of_a_template_without_a_header_is_history(read, caplog):
     [
         (use("f(2)"), TOOL_CHATML, r"turn 1 \(assistant\): tool_calls: 'f\(2\)' is no call; write {\"type\": \"function\""),
         (use([{"arguments": {}}]), TOOL_CHATML, "turn 1 .*: tool_calls: .* is no call"),
-        (use([{"function": {"name": "f", "arguments": '{"a": '}}]), TOOL_CHATML, "turn 1 .*: tool_calls: arguments=.* are no JSON object"),
+        (use([{"function": {"name": "f", "arguments": '{"a": '}}]), TOOL_CHATML, "turn 1 .*: tool_calls: arguments=.*: it is no JSON object"),
         (use([F], tools="weather"), TOOL_CHATML, "tools: 'weather' is no tool; write"),
         (use([F]), CHATML, "turn 1 .*: the chat template leaves its tool_calls out"),
         (use([F]), TOOL_CHATML.replace("tojson }}</", "length }}</"), "turn 1 .*: the chat template leaves its tool_calls out"),
