@@ -133,14 +133,8 @@ class Rollout(Keys):
     )
     mask: Mask = known_as(
         "1 for each token that the policy sampled, 0 for others, such as outputs of tools: of all tokens, or of the answer",
-        "mask",
-        "loss_mask",
-        "completion_mask",
-        "response_mask",
-        "tool_mask",
-        "env_mask",
-        is_empty=True,
-    )
+        "mask", "loss_mask", "completion_mask", "response_mask", "tool_mask", "env_mask", is_empty=True,
+    )  # fmt: skip
     attention_mask: Mask = known_as(
         "0 for each token that is padding, which is removed with all that is beside it: of all tokens, or of the answer",
         "attention_mask", "attention_masks",

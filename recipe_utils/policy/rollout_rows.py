@@ -10,8 +10,7 @@ answer whose token 4 is the output of a tool::
 Shapes: t tokens, of which c are the answer's and n are trained.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,17 +18,16 @@ import numpy as np
 
 from recipe_utils.policy.rollout_keys import Rollout
 from recipe_utils.text.conversations.file_rows import NO_COLUMNS, Columns, after_system
-from recipe_utils.text.conversations.messages import Conversation, Turns, as_turns
-from recipe_utils.text.conversations.schema import IGNORE, lists_in, shown
+from recipe_utils.text.conversations.messages import Conversation, as_turns
+from recipe_utils.text.conversations.schema import IGNORE, shown
 from recipe_utils.text.conversations.template import HistoryChangesError
 from recipe_utils.text.torchtune_messages import tokenize_conversation
 from recipe_utils.update_steps.samples import SampleError
 
-_OF_ANSWERS = (
-    "completion", "completion_ids", "tokens", "mask", "attention_mask", "response_length", "logprobs", "ref_logprobs",
-    "reward", "advantage", "rollout", "temperature", "finish_reason", "status", "stop_reason", "truncated",
-)  # fmt: skip
-"""Keys of which a row of a group has a list with a value for each answer."""
+_OF_GROUPS = ("prompt", "prompt_ids", "messages", "system", "tools", "group", "step", "policy_version")
+"""Fields that hold for all answers of a group; of the others, a list has a value for each."""
+_TYPES_OF_GROUPS = {"completion": (str, list), "completion_ids": (list,), "tokens": (list,)}
+"""Fields of which a row of a group has a list, and the types of its values."""
 _BESIDE = ("logprobs", "ref_logprobs", "temperature", "advantage")
 """Keys of numbers beside tokens."""
 _ROUNDING = 1e-3
@@ -59,50 +57,46 @@ class Answer:
         """Returns the number of trained tokens."""
         return int(self.mask.sum())
 
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """Returns the numbers of all tokens, of the answer's and of the trained ones."""
+        return len(self.tokens), len(self.tokens) - self.num_prompt, self.num_trained
 
-def read_rollouts(row: Any, columns: Columns = NO_COLUMNS) -> list[Rollout]:
-    """Returns the keys of each answer of a row: of one, or of those of a group.
 
-    Raises SampleError for a row that is no object, a group that is not whole, and content that would be lost.
+def rows_of_answers(row: Mapping[str, Any], columns: Columns = NO_COLUMNS) -> list[Mapping[str, Any]]:
+    """Returns a row for each answer of a group, with what holds for all of them; or the row, if it is that of one answer.
+
+    Raises SampleError for a group that is not whole.
     """
-    if not isinstance(row, Mapping):
-        raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
     row = columns.of(row)
     if not is_group(row):
-        return [_read(_unshifted(row) if "loss_fn_inputs" in row else row)]
-    # Values of the group hold for all of its answers; an empty list is none, or as absent.
+        return [_unshifted(row) if "loss_fn_inputs" in row else row]
+    fields = Rollout.names()
     lists = {
         key: values
         for key, values in row.items()
         if isinstance(values, list)
-        and (field := Rollout.names().get(key)) in _OF_ANSWERS
-        and (values or field in Rollout.may_be_empty())
+        and fields.get(key) not in (None, *_OF_GROUPS)
+        # An empty list has no answers, or is as absent.
+        and (values or fields[key] in Rollout.may_be_empty())
     }
     if len({*map(len, lists.values())}) > 1:
         listed = ", ".join(f"{len(values)} {key}" for key, values in lists.items())
         raise SampleError(f"the group is not whole: it has {listed}; write one of each for every answer")
-    read = []
-    for index, values in enumerate(zip(*lists.values(), strict=True)):
-        with naming_answer(index):
-            of_answer = dict(zip(lists, values, strict=True))
-            for key, value in of_answer.items():
-                if value is None and (field := Rollout.names()[key]) in (*_BESIDE, "reward"):
-                    remedy = "remove the answer, or score it" if field == "reward" else "write it"
-                    raise SampleError(f"the group is not whole: its {key} is null; {remedy}")
-            read.append(_read({**row, **of_answer}))
-    return read
+    return [{**row, **dict(zip(lists, values, strict=True))} for values in zip(*lists.values(), strict=True)]
 
 
-@contextmanager
-def naming_answer(index: int) -> Iterator[None]:
-    """Names an answer of a group in a SampleError."""
-    try:
-        yield
-    except SampleError as error:
-        raise SampleError(f"answer {index}: {error}") from None
+def is_group(row: Mapping[str, Any]) -> bool:
+    """Returns True for a row with several answers to one prompt."""
+    for key, values in row.items():
+        types = _TYPES_OF_GROUPS.get(Rollout.names().get(key, ""), ())
+        if isinstance(values, list) and values and isinstance(values[0], types):
+            return True
+    return False
 
 
-def _read(row: Mapping[str, Any]) -> Rollout:
+def read_rollout(row: Mapping[str, Any]) -> Rollout:
+    """Returns the keys of an answer; raises SampleError for content that would be lost."""
     keys = Rollout.of(row)
     # Numbers beside tokens within an object that is not read, such as {"sampling_params": {"temperature": 0.5}}.
     for key, value in keys.others.items():
@@ -112,31 +106,6 @@ def _read(row: Mapping[str, Any]) -> Rollout:
                 text = f"it would be lost; write {field} in the row, {IGNORE.format(key)}"
                 raise SampleError(f"{key}.{name}={shown(value[name])}: {text}")
     return keys
-
-
-def check_no_logprobs(unread: Mapping[str, Any], answers: Sequence[Answer]) -> None:
-    """Raises SampleError for what is not read, and has the form of log-probabilities: one below 0 for each token."""
-    lengths = {
-        num for each in answers for num in (len(each.tokens), len(each.tokens) - each.num_prompt, each.num_trained)
-    }
-    for key, value in unread.items():
-        for numbers in lists_in(value):
-            is_list = isinstance(numbers, list) and len(numbers) in lengths - {0}
-            if is_list and all(isinstance(each, int | float) and each <= 0 for each in numbers) and any(numbers):
-                text = "numbers of at most 0, one for each token, would be lost; write log-probabilities as logprobs"
-                raise SampleError(f"{key}: {text}, {IGNORE.format(key)}")
-
-
-def is_group(row: Mapping[str, Any]) -> bool:
-    """Returns True for a row with several answers to one prompt: a list of texts or messages, or lists of token ids."""
-    for key in row.keys() & Rollout.names():
-        first = next(iter(row[key]), None) if isinstance(row[key], list) else None
-        field = Rollout.names()[key]
-        if isinstance(first, list) and field in ("completion", "completion_ids", "tokens"):
-            return True
-        if isinstance(first, str) and field == "completion":
-            return True
-    return False
 
 
 def answer_of(keys: Rollout, tokenizer: Any, truncates: bool = False) -> Answer:
@@ -191,8 +160,7 @@ def _tokens_of(keys: Rollout, tokenizer: Any) -> tuple[np.ndarray, int, np.ndarr
         return np.concatenate([prompt_ids, answer_ids]), len(prompt_ids), None
     turns, prompt, completion = keys.messages, keys.prompt, keys.completion
     if turns is None and prompt is not None and completion is not None:
-        (before, _), (answer, weights) = as_turns(prompt, "user"), as_turns(completion, "assistant")
-        turns = Turns([*before, *answer], [*[0.0] * len(before), *weights])
+        turns = as_turns(completion, "assistant").behind(as_turns(prompt, "user").chat)
     if turns is None:
         found = ", ".join(sorted(names.values())) or "nothing"
         has_prompt = {"prompt", "prompt_ids"} & names.keys()
@@ -206,7 +174,7 @@ def _tokens_of(keys: Rollout, tokenizer: Any) -> tuple[np.ndarray, int, np.ndarr
         if ending is not None and ending.is_cut:
             text = "its text is not known as complete, and its stop token would be trained"
             raise SampleError(f"{names[name]}={ending.reason}: {text}; write token ids, or remove it")
-    conversation = Conversation(*after_system(keys.system, *turns), keys.tools, unread=keys.others)
+    conversation = Conversation(*after_system(keys.system, turns), keys.tools, unread=keys.others)
     try:
         token_ids, is_masked = tokenize_conversation(tokenizer, conversation)
     except HistoryChangesError as error:
@@ -312,7 +280,7 @@ def _unshifted(given: Mapping[str, Any]) -> dict[str, Any]:
             raise SampleError(
                 f"loss_fn_inputs.{name}: {len(values)} for {len(targets)} target_tokens; write one for each"
             )
-    moved = {name.removesuffix("s") if name == "advantages" else name: [0, *values] for name, values in inputs.items()}
+    moved = {name: [0, *values] for name, values in inputs.items()}
     rest = {name: value for name, value in given.items() if name not in ("loss_fn_inputs", "model_input")}
     return {**rest, **moved, "tokens": [*first, *targets[-1:]], "mask": [0, *mask]}
 

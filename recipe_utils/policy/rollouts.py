@@ -18,7 +18,7 @@ so that whatever divides the loss is known before the first forward, over all ra
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,9 @@ from recipe_utils.policy.rollout_keys import Rollout
 from recipe_utils.policy.rollout_rows import (
     Answer,
     answer_of,
-    check_no_logprobs,
     is_group,
-    naming_answer,
-    read_rollouts,
+    read_rollout,
+    rows_of_answers,
 )
 from recipe_utils.text.conversations.file_rows import (
     NO_COLUMNS,
@@ -129,7 +128,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         self.fields = fields_of_first(self._rows, self._columns)
         """Those of :data:`FIELDS` that the first row has, and all others must have."""
         check_fields(self.fields if fields is None else fields, self.fields, path)
-        name_unread_of_first(self, self._rows, lambda index: self._unread(self._read(index)[0]))
+        name_unread_of_first(self, self._rows, lambda index: self._unread(_first_of(self._rows[index], self._columns)))
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -146,18 +145,15 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         rows, answers, row_of = self._groups[index], list[Answer](), list[int]()
         for row in rows:
             with self._rows.naming(row):
-                keys, *others = rollouts = self._read(row)
-                self._check_like_first(keys)
-                of_row = list[Answer]()
-                for rollout in rollouts:
-                    with naming_answer(len(of_row)) if others else nullcontext():
-                        of_row.append(answer_of(rollout, self._tokenizer, self._truncates))
-                lengths = (len(each.tokens) - each.num_prompt for each in of_row)
-                unread = self._unread(keys)
-                judge_unread(self, f"{self._rows.path}", unread, (~each.mask for each in of_row), *lengths)
-                if "logprobs" not in keys.used:
-                    check_no_logprobs(unread, of_row)
-                answers, row_of = answers + of_row, row_of + [row] * len(of_row)
+                of_answers = rows_of_answers(self._rows[row], self._columns)
+            for number, of_answer in enumerate(of_answers):
+                with self._rows.naming(row, f"answer {number}: " if len(of_answers) > 1 else ""):
+                    keys = read_rollout(of_answer)
+                    self._check_like_first(keys)
+                    answer, unread = answer_of(keys, self._tokenizer, self._truncates), self._unread(keys)
+                    judge_unread(self, f"{self._rows.path}", unread, answer.lengths, "logprobs" not in keys.used)
+                answers.append(answer)
+                row_of.append(row)
         # What the group lacks as a whole is an error of its first row.
         with self._rows.naming(rows[0]):
             self._check_one_prompt(answers, row_of)
@@ -173,9 +169,6 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         for index in range(len(self._rows)):
             with self._rows.naming(index):
                 self._rows[index]
-
-    def _read(self, index: int) -> list[Rollout]:
-        return read_rollouts(self._rows[index], self._columns)
 
     def _sequences_of(self, answers: Sequence[Answer]) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Yields the answers that have a trained token, with their columns, behind their numbers and places in ``answers``."""
@@ -267,11 +260,15 @@ def _have_one_prompt(one: Answer, other: Answer) -> bool:
     return (one.num_prompt == other.num_prompt or not is_known) and np.array_equal(one.tokens[:num], other.tokens[:num])
 
 
+def _first_of(row: Mapping[str, Any], columns: Columns) -> Rollout:
+    return read_rollout(rows_of_answers(row, columns)[0])
+
+
 def fields_of_first(rows: PathRows, columns: Columns = NO_COLUMNS) -> frozenset[str]:
     """Returns those of :data:`FIELDS` that the first row has that can be read."""
     for index in range(len(rows)):
         with suppress(Exception):  # any: raised again with the sample
-            return frozenset(FIELDS) & read_rollouts(rows[index], columns)[0].used.keys()
+            return frozenset(FIELDS) & _first_of(rows[index], columns).used.keys()
     return frozenset()
 
 

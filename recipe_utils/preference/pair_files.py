@@ -5,7 +5,7 @@ The turns before the answers may also be the beginning of ``chosen`` and ``rejec
 earlier assistant turns included, is context on both sides.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,12 @@ from recipe_utils.text.conversations.file_rows import (
     check_repeated,
     columns_of,
     judge_unread,
+    lengths_of,
     name_unread_of_first,
     read_row,
 )
 from recipe_utils.text.conversations.messages import Chat, Conversation, Turns, as_turns, content_as_text
 from recipe_utils.text.conversations.paths import PathRows
-from recipe_utils.text.conversations.schema import shown
 from recipe_utils.text.conversations.template import HistoryChangesError, num_common
 from recipe_utils.text.torchtune_messages import check_no_fraction, tokenize_conversation
 from recipe_utils.torchtune_names import IGNORE_INDEX
@@ -77,7 +77,7 @@ class PairDataset(Dataset[dict[str, Any]]):
                 tokenized = tokenize_texts(self._tokenizer, row)
             else:
                 tokenized = self._of_messages(row)
-            judge_unread(self, f"{self._rows.path}", _unread(row), (mask for _, mask in tokenized))
+            judge_unread(self, f"{self._rows.path}", _unread(row), lengths_of(mask for _, mask in tokenized))
         sample = {}
         for side, (tokens, mask) in zip(SIDES, tokenized, strict=True):
             sample[f"{side}_input_ids"] = tokens
@@ -105,7 +105,7 @@ def _unread(row: tuple[Conversation, Conversation] | Texts) -> dict[str, Any]:
 
 
 def read_pair(
-    row: Any, variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
+    row: Mapping[str, Any], variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
 ) -> tuple[Conversation, Conversation] | Texts:
     """Returns the conversations of a pair, of which the answers alone are trained; or its texts, if it has only texts.
 
@@ -113,49 +113,45 @@ def read_pair(
     that is in no turn.
     """
     keys, variables = read_row(PairRow, row, variable_names, columns)
+    given = {
+        side: answer for side, answer in zip(SIDES, (keys.chosen, keys.rejected), strict=True) if answer is not None
+    }
     for side in SIDES:
-        if getattr(keys, side) is None:
+        if side not in given:
             text = "a row has chosen and rejected, and may have what precedes them"
             raise SampleError(f"it has no {side} (its keys: {', '.join(row)}); {text}")
-    answers = keys.chosen, keys.rejected
-    before = {"system", "messages", "question", "input", "tools"} & keys.used.keys()
-    texts = [answer for answer in answers if isinstance(answer, str)]
-    if not before and len(texts) == len(SIDES) and not isinstance(keys.prompt, Turns):
-        check_no_variables(variables)
-        if lost := [
-            keys.used[field]
-            for field in ("completion", "answer")
-            if field in keys.used and getattr(keys, field) not in texts
-        ]:
-            text = "it is neither chosen nor rejected, so it would be lost; remove it"
-            raise SampleError(f"{lost[0]}={shown(row[lost[0]])}: {text}")
-        return Texts(keys.prompt, tuple(texts), keys.others)
-    sides = [as_turns(answer, "assistant") for answer in answers if answer is not None]
+    sides = {side: as_turns(answer, "assistant") for side, answer in given.items()}
+    chosen, rejected = sides.values()
     # The prompt may be a part of both sides, or a key of its own.
     sources, prompt, name = keys.turns_before(), [], "chosen"
-    for key, (_, weights) in (*zip(SIDES, sides, strict=True), *sources.items()):
-        check_no_fraction(weights, f"{key}: ")
-    for key, (turns, _) in sources.items():
-        turns = _without_answer(turns, sides[0][0])
-        if not all(has_prompt(turns, side) for side, _ in sides):
-            prompt, name = turns, key
+    for key, turns in {**sides, **sources}.items():
+        check_no_fraction(turns.weights, f"{key}: ")
+    for key, turns in sources.items():
+        before = _without_answer(turns.chat, chosen.chat)
+        if not all(has_prompt(before, side.chat) for side in sides.values()):
+            prompt, name = before, key
             break
     if prompt and prompt[-1]["role"] not in BEFORE:
-        for side, (turns, _) in zip(SIDES, sides, strict=True):
-            if (role := turns[0]["role"]) not in ("assistant", "tool"):
+        for side, turns in sides.items():
+            if (role := turns.chat[0]["role"]) not in ("assistant", "tool"):
                 text = f"its {side} begins with a turn of the {role} that is not its prompt's"
                 raise SampleError(f"{text}; let it begin with the whole prompt, or with the answer")
-    check_repeated({**sources, **keys.answers()}, [*prompt, *sides[0][0], *sides[1][0]], name)
-    most = min(len(turns) for turns, _ in sides) - 1
-    num_shared = num_common(sides[0][0][:most], sides[1][0])
+    check_repeated({**sources, **keys.answers()}, [*prompt, *chosen.chat, *rejected.chat], name)
+    texts = tuple(answer for answer in given.values() if isinstance(answer, str))
+    needs_template = {"system", "messages", "question", "input", "tools"} & keys.used.keys()
+    if len(texts) == len(SIDES) and not isinstance(keys.prompt, Turns) and not needs_template:
+        check_no_variables(variables)
+        return Texts(keys.prompt, texts, keys.others)
     # What precedes the answers is not trained: the prompt, and the turns with which both sides begin.
-    chosen, rejected = (
-        after_system(keys.system, [*prompt, *turns], [0.0] * (len(prompt) + num_shared) + weights[num_shared:])
-        for turns, weights in sides
+    most = min(len(chosen.chat), len(rejected.chat)) - 1
+    num_shared = num_common(chosen.chat[:most], rejected.chat)
+    context = [*prompt, *chosen.chat[:num_shared]]
+    answers = (Turns(turns.chat[num_shared:], turns.weights[num_shared:]) for turns in sides.values())
+    one, other = (
+        Conversation(*after_system(keys.system, answer.behind(context)), keys.tools, variables, keys.others)
+        for answer in answers
     )
-    return Conversation(*chosen, keys.tools, variables, keys.others), Conversation(
-        *rejected, keys.tools, variables, keys.others
-    )
+    return one, other
 
 
 def _without_answer(turns: Chat, answer: Chat) -> Chat:

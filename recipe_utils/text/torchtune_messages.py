@@ -26,7 +26,7 @@ from recipe_utils.text.conversations.file_rows import (
     read_row,
     turns_in,
 )
-from recipe_utils.text.conversations.messages import Conversation, Turn, content_as_text
+from recipe_utils.text.conversations.messages import Conversation, Turn, Turns, content_as_text
 from recipe_utils.text.conversations.schema import CALLS, MEDIA, THINKING, check_not_said, role_of
 from recipe_utils.update_steps.samples import SampleError
 
@@ -99,7 +99,7 @@ def check_beside(
     keys, _ = read_row(FileRow, {key: turns_in(value) for key, value in row.items() if key not in (*columns, *MEDIA)})
     check_repeated({**keys.turns_before(), **keys.answers()}, [*chat], columns[0], remedy)
     is_replaced = getattr(transform, "new_system_prompt", None) is not None
-    if not is_replaced and len(after_system(keys.system, [*chat], [])[0]) > len(chat):
+    if not is_replaced and len(after_system(keys.system, Turns([*chat], [])).chat) > len(chat):
         raise SampleError(f"torchtune's datasets leave its system text out; {remedy}")
     if keys.tools:
         raise SampleError(f"torchtune's datasets leave its tools out; {remedy}")

@@ -17,6 +17,7 @@ from recipe_utils.text.conversations.file_rows import (
     columns_of,
     conversation_of,
     judge_unread,
+    lengths_of,
     name_unread_of_first,
 )
 from recipe_utils.text.conversations.files import temporary_file
@@ -96,7 +97,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             row = self._read(index)
             sample = self._of_texts(row) if isinstance(row, Texts) else self._of_messages(row, end)
             masks = (np.equal(each["labels"], IGNORE_INDEX) for each in sample.get("sequences", [sample]))
-            judge_unread(self, f"{self._rows.path}", row.unread, masks)
+            judge_unread(self, f"{self._rows.path}", row.unread, lengths_of(masks))
         return sample
 
     def _unread_of(self, index: int) -> Iterable[str]:
@@ -246,5 +247,5 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
         if lost := [key for key in others if key in ("weight", "weights", "loss_weight")]:
             raise SampleError(f"{lost[0]}={row[lost[0]]}: it would be lost; set dataset.loss_weight, or remove it")
         tokens: list[int] = self._tokenizer.encode(text=text, add_bos=True, add_eos=self._add_eos)
-        judge_unread(self, f"{self._rows.path}", {key: row[key] for key in others}, [], len(tokens))
+        judge_unread(self, f"{self._rows.path}", {key: row[key] for key in others}, [len(tokens)])
         return tokens

@@ -6,7 +6,7 @@ conversation of ``messages``, if that contains the prompt. ``python -m recipe_ut
 table of the page from the keys of :class:`FileRow`, :class:`.Turn` and :class:`.Call`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
@@ -35,7 +35,7 @@ from recipe_utils.text.conversations.schema import (
     THINKING,
     WEIGH,
     Keys,
-    check_masks,
+    check_lists,
     check_no_label,
     joined,
     known_as,
@@ -86,9 +86,8 @@ class FileRow(Keys):
     )
     completion: Annotated[str | Turns | None, PlainValidator(_answer)] = known_as(
         "answer, or turns; behind the text of a `prompt`, both are trained without a chat template, as TRL does",
-        "completion",
-        is_empty=True,
-    )
+        "completion", is_empty=True,
+    )  # fmt: skip
     answer: Annotated[str | Turns | None, PlainValidator(_answer)] = known_as(
         "answer of the assistant, or its calls", "output", "response", "answer", "answers", is_empty=True
     )
@@ -195,14 +194,12 @@ def turns_in(value: Any) -> Any:
 
 
 def read_row(
-    model: type[Row], row: Any, variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
+    model: type[Row], row: Mapping[str, Any], variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
 ) -> tuple[Row, dict[str, Any]]:
     """Returns the keys of a row, and the values of those that the template reads as ``variable_names``.
 
-    Raises SampleError for a row that is no object, and for content that would be lost.
+    Raises SampleError for content that would be lost.
     """
-    if not isinstance(row, Mapping):
-        raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
     row = columns.of(row)
     names = (row.keys() & {*variable_names}) - model.names().keys()
     keys = model.of({key: value for key, value in row.items() if key not in names})
@@ -215,7 +212,7 @@ def read_row(
 
 
 def conversation_of(
-    row: Any, variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
+    row: Mapping[str, Any], variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
 ) -> Conversation | Texts:
     """Returns the conversation of a row, or its texts if it has those of a prompt and a completion alone.
 
@@ -231,13 +228,12 @@ def conversation_of(
         _refuse(row, keys)
     # Turns before an answer with a key of its own are not trained; what repeats others is compared with them.
     name = next(iter(sources))
-    chat, weights = sources.pop(name)
-    if answers and chat[-1]["role"] != "assistant":
-        answer, answer_weights = answers.pop(next(iter(answers)))
-        chat, weights = [*chat, *answer], [*(0.0 for _ in weights), *answer_weights]
-    chat, weights = after_system(keys.system, chat, weights)
-    check_repeated({**sources, **answers}, chat, name)
-    return Conversation(chat, weights, keys.tools, variables, keys.others)
+    turns = sources.pop(name)
+    if answers and turns.chat[-1]["role"] != "assistant":
+        turns = answers.pop(next(iter(answers))).behind(turns.chat)
+    turns = after_system(keys.system, turns)
+    check_repeated({**sources, **answers}, turns.chat, name)
+    return Conversation(*turns, keys.tools, variables, keys.others)
 
 
 def check_no_variables(variables: Mapping[str, Any]) -> None:
@@ -247,15 +243,16 @@ def check_no_variables(variables: Mapping[str, Any]) -> None:
         raise SampleError(f"{name}={shown(value)}: it would be lost: {text}")
 
 
-def after_system(system: str | None, chat: Chat, weights: list[float]) -> Turns:
-    """Returns messages with the system's text as the first; raises SampleError if they begin with another one."""
-    if system is None or (
-        chat[0]["role"] in BEFORE and content_as_text(chat[0].get("content")).strip() == system.strip()
-    ):
-        return Turns(chat, weights)
-    if chat[0]["role"] in BEFORE:
+def after_system(system: str | None, turns: Turns) -> Turns:
+    """Returns turns with the system's text as the first; raises SampleError if they begin with another one."""
+    if system is None:
+        return turns
+    first = turns.chat[0]
+    if first["role"] not in BEFORE:
+        return turns.behind([{"role": "system", "content": system}])
+    if content_as_text(first.get("content")).strip() != system.strip():
         raise SampleError(f"system={shown(system)}: the first turn has another text of the system; remove one of them")
-    return Turns([{"role": "system", "content": system}, *chat], [0.0, *weights])
+    return turns
 
 
 def check_repeated(
@@ -282,16 +279,19 @@ def name_unread_of_first(dataset: Any, rows: PathRows, unread_of: Callable[[int]
     name_unread(dataset, f"{rows.path}", keys)
 
 
-def judge_unread(dataset: Any, name: str, unread: Mapping[str, Any], masks: Iterable[Any], *lengths: int) -> None:
-    """Logs the keys of a row that ``dataset`` does not read.
-
-    Raises SampleError for one with the form of a mask [t], or [n] of trained tokens, where ``masks`` [t] are True for those
-    that are not trained; or of one of ``lengths``.
-    """
+def judge_unread(
+    dataset: Any, name: str, unread: Mapping[str, Any], lengths: Iterable[int], may_have_logprobs: bool = False
+) -> None:
+    """Logs the keys of a row that ``dataset`` does not read; raises SampleError as :func:`.check_lists`."""
     if any(isinstance(value, list) for value in unread.values()):
-        of_tokens = [number for mask in masks for number in (len(mask), len(mask) - int(np.sum(mask)))]
-        check_masks(unread, [*of_tokens, *lengths])
+        check_lists(unread, {*lengths}, may_have_logprobs)
     name_unread(dataset, name, unread)
+
+
+def lengths_of(masks: Iterable[Any]) -> Iterator[int]:
+    """Yields the numbers of tokens and of targets of samples, whose masks [t] are True for what is no target."""
+    for mask in masks:
+        yield from (len(mask), len(mask) - int(np.sum(mask)))
 
 
 def name_unread(dataset: Any, name: str, keys: Iterable[str]) -> None:

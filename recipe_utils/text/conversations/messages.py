@@ -46,6 +46,10 @@ class Turns(NamedTuple):
     chat: Chat
     weights: list[float]
 
+    def behind(self, context: Chat) -> "Turns":
+        """Returns the turns behind others, which are not trained."""
+        return Turns([*context, *self.chat], [*(0.0 for _ in context), *self.weights])
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -70,9 +74,11 @@ def _role(role: Any) -> str:
     return ROLES[role]
 
 
-def _weight(weight: Any) -> float:
+def _weight(weight: Any, info: ValidationInfo) -> float:
     if isinstance(weight, str) or not isinstance(weight, int | float) or not 0 <= weight < inf:
         raise SampleError("set it to 0 or 1, or that of an assistant to any number above 0")
+    if weight and info.data.get("role") not in ("assistant", None):
+        raise SampleError("only assistants train; remove it")
     return float(weight)
 
 
@@ -117,7 +123,7 @@ def _call(call: Any) -> dict[str, Any]:
     function = parsed(call.get("function", call)) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise SampleError(f"{shown(call)} is no call; write {_CALL}")
-    inner = {key: value for key, value in function.items() if value not in EMPTY or key not in call}
+    inner = {key: value for key, value in function.items() if value not in EMPTY}
     read = Call.of({key: value for key, value in {**call, **inner}.items() if key != "function"})
     unknown, arguments = read.others.keys() - _IDS, read.arguments or {}
     if unknown and not arguments:
@@ -158,9 +164,8 @@ class Turn(Keys):
     )  # fmt: skip
     tool_calls: Annotated[Chat | None, PlainValidator(_calls)] = known_as(
         "a list, one call, or JSON text; a turn `from` `function_call` has them as its `value`",
-        "tool_calls",
-        "function_call",
-    )
+        "tool_calls", "function_call",
+    )  # fmt: skip
     weight: Annotated[float | None, PlainValidator(_weight)] = known_as(
         "of an assistant, 0 or more: the [weight](#weights-of-targets) of its targets (not with `split_turns: shared`)",
         "weight", "train", "training", "trainable", "loss", "loss_mask",
@@ -276,9 +281,8 @@ def _with_thinking_apart(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     thoughts = [*takewhile(lambda part: _kind_of(part) == "thinking", turn["content"])]
     if given := [key for key in THINKING if turn.get(key)]:
         raise SampleError(f"content has parts of type thinking beside {given[0]}; remove one of them")
-    texts = [part.get("thinking") for part in thoughts]
     try:
-        text = "".join(text if isinstance(text, str) else content_as_text(text) for text in texts)
+        text = "".join(content_as_text(part.get("thinking")) for part in thoughts)
     except (TypeError, KeyError):
         raise SampleError(f"content: {shown(thoughts[0])} has no text of thinking; remove it") from None
     return {**turn, "content": turn["content"][len(thoughts) :], "reasoning_content": text}
@@ -292,19 +296,16 @@ def _in_openai_format(turn: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
         text = f"it is a {kind}, an item of OpenAI's Responses; write" if kind else "it has no role; write one:"
         raise SampleError(f"{text} turns with role, content and tool_calls")
     weight = float(keys.role == "assistant") if keys.weight is None else keys.weight
-    if weight and keys.role != "assistant":
-        raise SampleError(f"weight={weight:g} of a {keys.role}: only assistants train")
     # Keys without a value are left out: templates ask whether a key exists.
     openai: dict[str, Any] = {"role": keys.role}
-    content_key = keys.used.get("content") or next((key for key in ("content", "value") if key in turn), None)
-    if content_key is not None:
+    if turn.keys() & {"content", "value"}:
         openai["content"] = "null" if keys.content is None and keys.role == "tool" else keys.content
     if keys.tool_calls is not None:
         openai["tool_calls"] = keys.tool_calls
     openai.update(keys.others)
     if openai.get("content") is None and not openai.keys() & (CONTENT - {"content"}):
         form = "; write the parts of Gemini's turns as content" if "parts" in turn else ""
-        raise SampleError(f"content={turn.get(content_key or 'content')!r}: it has no text{form}")
+        raise SampleError(f"content={turn.get('content', turn.get('value'))!r}: it has no text{form}")
     return openai, weight
 
 

@@ -89,14 +89,14 @@ class PathRows:
         return self._files.index(self._place(index)[0])
 
     @contextmanager
-    def naming(self, index: int) -> Iterator[None]:
-        """Raises any error of what is done with a row as a SampleError with its name."""
+    def naming(self, index: int, part: str = "") -> Iterator[None]:
+        """Raises any error of what is done with a row as a SampleError with its name, and that of its ``part``."""
         self._place(index)  # an IndexError ends an iteration
         try:
             yield
         except Exception as error:  # any: a row may have any form
             kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
-            raise SampleError(f"{self.name_of(index)}: {kind}{error}") from None
+            raise SampleError(f"{self.name_of(index)}: {part}{kind}{error}") from None
 
     def name_of(self, index: int) -> str:
         """Returns the name of a row, such as ``line 2 of a.jsonl``."""

@@ -4,7 +4,7 @@ Example: of the row {"system_prompt": "Be brief.", "conversations": [...], "topi
 used under other names (``system``, ``messages``), ``topic`` is named as not read, and ``views`` has no value. With
 ``"system": "Be long."`` beside it, the row is refused: two texts for one key. With ``"weight": 0.5``, too: what it asks for
 would be lost; and with a key of any name that could decide what is trained (``"keep": [1, 0]`` beside two answers, see
-:func:`check_masks`), or that the model may have said (see :func:`is_said`), unless ``ignored_keys`` has its name.
+:func:`check_lists`), or that the model may have said (see :func:`is_said`), unless ``ignored_keys`` has its name.
 The keys of rows are in ``file_rows``, those of turns and calls in ``messages``.
 """
 
@@ -82,19 +82,23 @@ def _has_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def lists_in(value: Any) -> list[Any]:
-    """Returns the lists in a list of lists, such as one for each answer of a group; otherwise the value alone."""
-    return value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+def check_lists(values: Mapping[str, Any], lengths: Collection[int], may_have_logprobs: bool) -> None:
+    """Raises SampleError if one of the values, which nobody reads, has a number in one of ``lengths`` that decides something.
 
-
-def check_masks(values: Mapping[str, Any], lengths: Collection[int]) -> None:
-    """Raises SampleError if one of the values, which nobody reads, has the form of a mask: 0 (False) and 1 in one of ``lengths``."""
+    These are masks, of 0 (False) and 1, and log-probabilities: at most 0. A value may be a list of lists, such as one for
+    each answer of a group.
+    """
     for key, value in values.items():
-        for numbers in lists_in(value):
-            is_mask = isinstance(numbers, list) and 0 in numbers and all(each in (0, 1) for each in numbers)
-            if is_mask and len(numbers) in lengths:
+        for numbers in value if isinstance(value, list) and value and isinstance(value[0], list) else [value]:
+            if not isinstance(numbers, list) or not numbers or len(numbers) not in lengths:
+                continue
+            if 0 in numbers and all(each in (0, 1) for each in numbers):
                 text = f"{len(numbers)} numbers 0 and 1, as many as what may be trained: a mask that is not read would be lost"
                 raise SampleError(f"{key}: {text}; rename it to a key that is read, {IGNORE.format(key)}")
+            are_logprobs = any(numbers) and all(isinstance(each, int | float) and each <= 0 for each in numbers)
+            if may_have_logprobs and are_logprobs:
+                text = "numbers of at most 0, one for each token, would be lost; write log-probabilities as logprobs"
+                raise SampleError(f"{key}: {text}, {IGNORE.format(key)}")
 
 
 def check_no_label(values: Mapping[str, Any]) -> None:

@@ -432,9 +432,9 @@ def changed(**keys):
         (
             [changed(completion_ids=[[9], [8]], logprobs=..., reward=[1, None])],
             {},
-            "answer 1: the group is not whole: its reward is null; remove the answer, or score it",
+            "answer 1: it has no reward, and the first row has; score all answers, or remove those without",
         ),
-        ([changed(logprobs=-2.0)], {}, "logprobs=-2: one number for 2 trained tokens; write one for each"),
+        ([changed(logprobs=-2.0)], {}, "logprobs=-2.0: it is no list of numbers; write one"),
         (
             [changed(tokens=[9, 9], response_length=2, prompt_ids=..., completion_ids=...)],
             {},
@@ -443,7 +443,7 @@ def changed(**keys):
         (
             [changed(completion_ids=[[9], [8]], logprobs=[[-1.0], None], reward=[1, 0])],
             {},
-            "answer 1: the group is not whole: its logprobs is null; write it",
+            "answer 1: it has no logprobs, and the first row has; write it in all rows",
         ),
         (
             [changed(logprobs=..., logprob=[-1.0, -0.5])],

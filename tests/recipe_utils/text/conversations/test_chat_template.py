@@ -409,7 +409,7 @@ def test_a_pair_with_its_own_prompt_is_the_joined_pair(row, chatml, torchtunes, 
     ("row", "text"),
     [
         ({"prompt": TWO[:1], "chosen": TWO[:2]}, r"it has no rejected \(its keys: prompt, chosen\)"),
-        ({"chosen": 4, "rejected": TWO[:2]}, "chosen=4: it is a number; write it as text"),
+        ({"chosen": 4, "rejected": TWO[:2]}, "chosen=4: it is neither text nor a list of objects with role and content; write it as text"),
         ({"prompt": TWO[:1], "chosen": "4", "rejected": USE[1]}, "torchtune's tokenizers lose tool_calls"),
         (PAIRS["tools"], "take no tools; set tokenizer to a folder_tokenizer"),
     ],
@@ -585,7 +585,7 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
         tokenizer_of(tmp_path / "thinks", thinks, template_variables={"tokenize": True})
     with pytest.raises(ValueError, match="set tokenizer to a folder_tokenizer"):
         conversation_dataset(object(), write())
-    texts = "its messages are no list of objects", "it is not one JSON object per line", "byte 14 is not UTF-8"
+    texts = "messages=3: it is no list of objects", "it is not one JSON object per line", "byte 14 is not UTF-8"
     Path(write()).write_bytes(b'\n{"messages": 3}\n{"mess\n{"messages": "\xe9"}')
     for split_turns in (False, True, "shared"):
         dataset = conversation_dataset(base, str(tmp_path / "rows.jsonl"), split_turns)

@@ -203,7 +203,7 @@ def test_a_prompt_and_a_completion_of_texts_are_trained_as_they_are(row, split_t
         ({"question": "2 + 2?", "reasoning": "Two twos.", "answer": "4"}, "reasoning='Two twos.': it would be lost; write it as reasoning_content"),
         ({"messages": [USER, {**YES, "train_detail": [{"a": 1}]}]}, r"turn 1 \(assistant\): train_detail=.*: it would be lost"),
         ({"messages": [USER, {**YES, "weight": 0.5, "train": True}]}, "train and weight have different values"),
-        ({"messages": [{**USER, "train": True}, YES]}, "weight=1 of a user"),
+        ({"messages": [{**USER, "train": True}, YES]}, "train=True: only assistants train; remove it"),
         ({"messages": [USER, {**YES, "images": ["a"]}]}, r"turn 1 \(assistant\): the chat template leaves its images out"),
         ({"messages": [USER, say("assistant", "", tool_calls=[{"name": "f", "kwargs": {"a": 1}}])]}, "tool_calls: its kwargs would be lost"),
         ({"messages": [USER, say("assistant", "", tool_calls=[{"name": "f", "args": {"a": 1}, "input": {"a": 2}}])]}, "input and args have different values"),
@@ -344,7 +344,7 @@ def test_pairs_train_answers_behind_all_that_precedes_them(row, before, write, t
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "answer": "d"}, "answer='d': it is neither chosen nor rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "answer": "d"}, "answer='d': it is in no turn of prompt"),
         ({"chosen": [USER, {**YES, "weight": 0.5}, USER, YES], "rejected": [USER, YES, USER, NO]}, "weight=0.5: the losses of pairs"),
         ({"question": "a", "context": ["b"], "chosen": "b", "rejected": "c"}, "context=.*: it is neither text nor a list of objects"),
         ({"question": "3 + 3?", "chosen": [USER, YES], "rejected": [USER, NO]}, "chosen begins with a turn of the user"),

@@ -168,7 +168,7 @@ def test_a_greeting_of_a_template_without_a_header_is_history(read, caplog):
         ({"messages": [say("user", 3)]}, CHATML, r"turn 0 \(user\): content=3: it is no text"),
         ({"messages": [say("user", [{"type": "image"}])]}, CHATML, r"turn 0 \(user\): content: only text is supported"),
         ({"messages": [say("alien", "x")]}, CHATML, r"turn 0 \(alien\): role='alien': set it to one of system"),
-        ({"messages": [say("user", "x", weight=1)]}, CHATML, r"turn 0 \(user\): weight=1 of a user"),
+        ({"messages": [say("user", "x", weight=1)]}, CHATML, r"turn 0 \(user\): weight=1: only assistants train; remove it"),
         ({"messages": [say("assistant", "x", weight=-1)]}, CHATML, r"turn 0 \(assistant\): weight=-1: set it to 0 or 1"),
         ({"messages": [say("assistant", "x", weight="0.5")]}, CHATML, r"turn 0 \(assistant\): weight='0.5': set it"),
         ({"conversations": [{"from": "alien", "value": "Hi"}]}, CHATML, r"turn 0 \(alien\): from='alien': set it to one of system, developer, user"),
