@@ -5,6 +5,7 @@ Example: ``{"group_index": 3, "tokens": [1, 7, 9, 4, 2], "response_length": 2, "
 ``python -m recipe_utils.policy.rollout_keys`` prints the table of the page.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,10 @@ _COMPLETE = {
     "tool_use", "function_call",
 }  # fmt: skip
 """Words of engines for an answer that ended by itself. Any other may be of one that was cut."""
+
+_IS_WHOLE = re.compile("(^|_)(completed?|finished|stopped|ended|done)(_|$)", re.IGNORECASE)
+_IS_CUT = re.compile("(^|_)(cut|truncated|aborted|interrupted|incomplete|unfinished)(_|$)", re.IGNORECASE)
+"""Names of further marks, true or false, of answers that ended by themselves, and of others."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,15 @@ class Rollout(Keys):
         "loss_fn_inputs",
     )  # fmt: skip
     lost: ClassVar = {**MEDIA, "weight": "write mask", "weights": "write mask"}
+
+    def endings(self) -> dict[str, Ending]:
+        """Returns how the answer ended by each key that has it, also of keys that are not read: ``"was_cut": true``."""
+        fields = ("finish_reason", "status", "truncated", *(["stop_reason"] if self.finish_reason is None else []))
+        found = {self.used[field]: getattr(self, field) for field in fields if field in self.used}
+        for key, value in self.others.items():
+            if isinstance(value, bool) and (_IS_CUT.search(key) or _IS_WHOLE.search(key)):
+                found[key] = Ending(value == bool(_IS_CUT.search(key)), shown(value))
+        return found
 
 
 if __name__ == "__main__":

@@ -169,11 +169,10 @@ def _tokens_of(keys: Rollout, tokenizer: Any) -> tuple[np.ndarray, int, np.ndarr
             f"{problem} (of the keys of rollouts: {found}); write prompt_ids and completion_ids, or texts"
         )
     # Texts: the chat template's tokens, of which those of the answer are trained, with its stop token.
-    for name in ("finish_reason", "status", "truncated", *(["stop_reason"] if keys.finish_reason is None else [])):
-        ending = getattr(keys, name)
-        if ending is not None and ending.is_cut:
+    for key, ending in keys.endings().items():
+        if ending.is_cut:
             text = "its text is not known as complete, and its stop token would be trained"
-            raise SampleError(f"{names[name]}={ending.reason}: {text}; write token ids, or remove it")
+            raise SampleError(f"{key}={ending.reason}: {text}; write token ids, remove it, {IGNORE.format(key)}")
     conversation = Conversation(*after_system(keys.system, turns), keys.tools, unread=keys.others)
     try:
         token_ids, is_masked = tokenize_conversation(tokenizer, conversation)
@@ -221,12 +220,10 @@ def _beside(name: str, keys: Rollout, answer: Answer, num_prompt: int) -> np.nda
     # How many there are tells which tokens they are of.
     if isinstance(numbers, float):
         found[mask] = numbers
-    elif len(numbers) == num_tokens:
-        if is_log_prob:
+    elif len(numbers) in (num_tokens, num_tokens - num_prompt):
+        if is_log_prob and len(numbers) == num_tokens:
             _check_place(numbers, mask, key)
-        found[mask] = numbers[mask]
-    elif len(numbers) == num_tokens - num_prompt:
-        found[mask] = np.append(np.zeros(num_prompt), numbers)[mask]
+        found[mask] = np.append(np.zeros(num_tokens - len(numbers)), numbers)[mask]
     elif len(numbers) == num_trained:
         found[mask] = numbers
     else:

@@ -73,7 +73,7 @@ def check_not_said(values: Mapping[str, Any], role: str, owner: str = "") -> Non
     for key, value in values.items():
         if role == "assistant" and is_said(key, value):
             text = f"{owner}its {key}={shown(value)} may be what the model said, and would be lost"
-            raise SampleError(f"{text}; write it as reasoning_content or content, {IGNORE.format(key)}")
+            raise PartError(f"{text}; write it as reasoning_content or content, {IGNORE.format(key)}")
 
 
 def _has_text(value: Any) -> bool:
@@ -92,7 +92,7 @@ def check_lists(values: Mapping[str, Any], lengths: Collection[int], may_have_lo
         for numbers in value if isinstance(value, list) and value and isinstance(value[0], list) else [value]:
             if not isinstance(numbers, list) or not numbers or len(numbers) not in lengths:
                 continue
-            if 0 in numbers and all(each in (0, 1) for each in numbers):
+            if (0 in numbers or "0" in numbers) and all(each in (0, 1, "0", "1") for each in numbers):
                 text = f"{len(numbers)} numbers 0 and 1, as many as what may be trained: a mask that is not read would be lost"
                 raise SampleError(f"{key}: {text}; rename it to a key that is read, {IGNORE.format(key)}")
             are_logprobs = any(numbers) and all(isinstance(each, int | float) and each <= 0 for each in numbers)

@@ -216,6 +216,7 @@ def test_texts_are_tokenized_by_the_template_with_their_stop_token(tmp_path):
         ({"stop_reason": "max_tokens"}, False), ({"stop_reason": 7}, True), ({"finish_reason": "stop", "stop_reason": "</answer>"}, True),
         ({"finish_reason": "stop", "status": "completed"}, True), ({"finish_reason": "length", "status": "completed"}, False),
         ({"truncated": True}, False), ({"is_truncated": 1}, False), ({"truncated": False}, True), ({"truncated": "false"}, False),
+        ({"was_cut": True}, False), ({"completed": False}, False), ({"is_done": True, "aborted_early": False}, True), ({"cut": 1}, True),
         ({"finish_reason": ["stop", "stop"]}, True), ({"finish_reasons": ["stop", {"type": "length"}]}, False), ({"truncated": [False, True]}, False),
     ],
 )  # fmt: skip
@@ -233,7 +234,8 @@ def test_a_text_that_is_not_known_as_complete_is_refused(ending, is_whole, tmp_p
     else:
         key = next(key for key in reversed(ending) if ending[key] != "completed")
         with pytest.raises(
-            SampleError, match=f"line 1 of .*{key}=.*(; write token ids, or remove it|set it to true or false)"
+            SampleError,
+            match=f"line 1 of .*{key}=.*(; write token ids, remove it, or set dataset.ignored_keys=|set it to true or false)",
         ):
             dataset[0]
         ids = [{"prompt_ids": PROMPT, "completion_ids": ANSWER, "reward": reward, **ending} for reward in (1, 0)]
@@ -252,7 +254,7 @@ def test_masks_of_trl_are_read(key, tmp_path):
 
 @pytest.mark.parametrize(
     "keys",
-    [{"action_mask": MASK}, {"assistant_masks": [0, 0, *MASK]}, {"response_loss_mask": [True, False, True]}, {"x": [0, 0]},
+    [{"action_mask": MASK}, {"kept": ["1", "0", "1"]}, {"assistant_masks": [0, 0, *MASK]}, {"response_loss_mask": [True, False, True]}, {"x": [0, 0]},
      {"by": [[0, 0, 1], [1, 1, 1]]}, {"messages": 3, "loss_masks": [1, 0, 1.0]}],
 )  # fmt: skip
 def test_a_mask_under_any_name_is_refused_until_it_is_ignored(keys, tmp_path):
@@ -279,7 +281,13 @@ def test_padding_is_removed_with_what_stands_beside_it(tmp_path):
         "response_mask": [1, 1, 0, 0], "rollout_log_probs": [-0.5, -0.25, 0, 0],
     }  # fmt: skip
     parts = {"prompt_ids": [0, 0, 0, 5, 6], "completion_ids": [9, 2, 0, 0], "attention_mask": attention}
-    forms = [verl, {**verl, "response_mask": [1] * 4}, {**parts, "logprobs": [-0.5, -0.25]}, {**parts, "logprobs": [0] * 5 + [-0.5, -0.25, 0, 0]}, {**parts, "prompt_ids": [5, 6], "attention_mask": [1, 1, 0, 0], "logprobs": [-0.5, -0.25, -9, -9]}]  # fmt: skip
+    forms = [
+        verl,
+        {**verl, "response_mask": [1] * 4},
+        {**parts, "logprobs": [-0.5, -0.25]},
+        {**parts, "logprobs": [0] * 5 + [-0.5, -0.25, 0, 0]},
+        {**parts, "prompt_ids": [5, 6], "attention_mask": [1, 1, 0, 0], "logprobs": [-0.5, -0.25, -9, -9]},
+    ]
     (expected,) = map(sequences_of, dataset_of(tmp_path, *whole))
     for form in forms:
         (found,) = map(
