@@ -208,7 +208,11 @@ def read_row(
     if unknown := variables.keys() - {*variable_names}:
         text = "the chat template reads no such variable; correct its name"
         raise SampleError(f"chat_template_kwargs.{min(unknown)}: {text}")
-    return keys, {**{key: row[key] for key in row if key in names and row[key] is not None}, **variables}
+    variables = {**{key: row[key] for key in row if key in names and row[key] is not None}, **variables}
+    for name, value in variables.items():
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            raise SampleError(f"{name}={value!r}: a text, which counts as true; write {value.lower()} without quotes")
+    return keys, variables
 
 
 def conversation_of(
