@@ -43,8 +43,10 @@ LAYOUTS = {
     "OpenHermes 2.5": ({**NULLS, "conversations": SHAREGPT, "system_prompt": None, "source": "a", "skip_prompt_formatting": False}, [USER, YES], ["source", "skip_prompt_formatting"]),
     "OpenHermes 2.5, system": ({**NULLS, "conversations": SHAREGPT, "system_prompt": "Be brief."}, [BRIEF, USER, YES], []),
     "Capybara": ({"source": "a", "conversation": [{"input": "2 + 2?", "output": "It is 4."}]}, [USER, YES], ["source"]),
-    "LMSYS": ({"conversation_id": "a", "model": "b", "conversation": [USER, YES], "turn": 1, "language": "English", "openai_moderation": [{"flagged": False}], "redacted": False}, [USER, YES], ["conversation_id", "model", "turn", "language", "openai_moderation", "redacted"]),
-    "WildChat": ({"conversation": [{**USER, "country": "Peru", "header": {"a": "b"}, "toxic": False}, {**YES, "turn_identifier": 7}], "toxic": False}, [USER, YES], ["toxic", "country", "header", "turn_identifier"]),
+    "LMSYS": ({"conversation_id": "a", "model": "b", "conversation": [USER, YES], "turn": 1, "language": "English",
+               "openai_moderation": [{"flagged": False}], "redacted": False}, [USER, YES], ["conversation_id", "model", "turn", "language", "openai_moderation", "redacted"]),
+    "WildChat": ({"conversation": [{**USER, "country": "Peru", "header": {"a": "b"}, "toxic": False}, {**YES, "turn_identifier": 7}], "toxic": False},
+                 [USER, YES], ["toxic", "country", "header", "turn_identifier"]),
     "Nemotron": ({"input": [USER], "output": "It is 4.", "category": "math", "reasoning": "off", "system_prompt": "Be brief."}, [BRIEF, USER, YES], ["category", "reasoning"]),
     "Orca": ({"id": "a", "system_prompt": "Be brief.", "question": "2 + 2?", "response": "It is 4."}, [BRIEF, USER, YES], ["id"]),
     "Alpaca": ({"instruction": "Add.", "input": "2 + 2", "output": "It is 4.", "text": "Below"}, [say("user", "Add.\n2 + 2"), YES], ["text"]),
@@ -186,45 +188,59 @@ def test_a_prompt_and_a_completion_of_texts_are_trained_as_they_are(row, split_t
     assert targets(tokenizer, sample) == [row["completion"] + "<|im_end|>"]
 
 
+TOOL_CALL = {"type": "function", "function": CALL}
+
+
 @pytest.mark.parametrize(
-    ("row", "error"),
+    ("row", "error", "mend"),
     [
-        ({"system": "Be long.", "messages": [BRIEF, USER, YES]}, "system='Be long.': the first turn has another text"),
-        ({"system": "a", "system_prompt": "b", "messages": [USER, YES]}, "system_prompt and system have different values"),
-        ({"messages": [USER, YES], "conversations": [USER, NO]}, "conversations and messages have different values"),
-        ({"prompt": "3 + 3?", "messages": [USER, YES]}, r"prompt='3 \+ 3\?': it is in no turn of messages, so it would be lost"),
-        ({"instruction": "Add.", "messages": [USER, YES]}, "instruction='Add.': it is in no turn"),
-        ({"messages": [USER, YES], "output": "It is 5."}, "output='It is 5.': it is in no turn"),
-        ({"messages": [USER, YES], "weight": 0.5}, "weight=0.5: it would be lost; write it in the messages, or set dataset.weight"),
-        ({"messages": [USER, YES], "train": False}, 'train=False: it would be lost; write "weight": 0'),
-        ({"messages": [USER, YES], "images": ["a.png"]}, r"images=\['a.png'\]: it would be lost; only text is supported"),
-        ({"messages": [USER, YES], "documents": [{"a": "b"}]}, "documents=.*: it would be lost; the chat template reads no documents"),
-        ({"messages": [USER, YES], "history": [["a", "b"]]}, "history=.*: it would be lost"),
-        ({"question": "2 + 2?", "reasoning": "Two twos.", "answer": "4"}, "reasoning='Two twos.': it would be lost; write it as reasoning_content"),
-        ({"messages": [USER, {**YES, "train_detail": [{"a": 1}]}]}, r"turn 1 \(assistant\): train_detail=.*: it would be lost"),
-        ({"messages": [USER, {**YES, "weight": 0.5, "train": True}]}, "train and weight have different values"),
-        ({"messages": [{**USER, "train": True}, YES]}, "train=True: only assistants train; remove it"),
-        ({"messages": [USER, {**YES, "images": ["a"]}]}, r"turn 1 \(assistant\): the chat template leaves its images out"),
-        ({"messages": [USER, say("assistant", "", tool_calls=[{"name": "f", "kwargs": {"a": 1}}])]}, "tool_calls: its kwargs would be lost"),
-        ({"messages": [USER, say("assistant", "", tool_calls=[{"name": "f", "args": {"a": 1}, "input": {"a": 2}}])]}, "input and args have different values"),
-        ({"message_id": "a", "parent_id": None, "text": "2 + 2?", "role": "prompter"}, "is one message of a tree"),
-        ({"chosen": [USER, YES], "rejected": [USER, NO]}, "is a pair; set dataset to a recipe_utils.preference.pair_dataset"),
-        ({"question": "2 + 2?", "context": {"title": ["A"]}, "answer": "4"}, "context={'title': .*: it is neither text nor a list of objects with role and content; write it as text"),
-        ({"question": "2 + 2?", "input": ["p1", "p2"], "answer": "4"}, "input=.*: it is neither text nor a list of objects"),
-        ({"question": "2 + 2?", "answer": 4}, "answer=4: it is neither text nor a list .*; write it as text"),
-        ({"text": "abc"}, "is a text; set dataset to a recipe_utils.text.text_pieces_dataset"),
-        ({"problem": "2 + 2?", "solution": "4"}, r"it has no messages \(its keys: problem, solution\)"),
-        ({"messages": "[]"}, "its messages are empty; remove the line"),
-        ({"conversations": []}, "conversations is empty; remove the line"),
-        ({"messages": [USER, YES], "system": ["a"]}, r"system=\['a'\]: Input should be a valid string"),
+        ({"system": "Be long.", "messages": [BRIEF, USER, YES]}, "system='Be long.': the first turn has another text", {"system": ...}),
+        ({"system": "a", "system_prompt": "b", "messages": [USER, YES]}, "system_prompt and system have different values", {"system_prompt": ...}),
+        ({"messages": [USER, YES], "conversations": [USER, NO]}, "conversations and messages have different values", {"conversations": ...}),
+        ({"prompt": "3 + 3?", "messages": [USER, YES]}, r"prompt='3 \+ 3\?': it is in no turn of messages, so it would be lost", {"prompt": ...}),
+        ({"instruction": "Add.", "messages": [USER, YES]}, "instruction='Add.': it is in no turn", {"instruction": ...}),
+        ({"messages": [USER, YES], "output": "It is 5."}, "output='It is 5.': it is in no turn", {"output": ...}),
+        ({"messages": [USER, YES], "weight": 0.5}, "weight=0.5: it would be lost; write it in the messages, or set dataset.weight",
+         {"weight": ..., "messages": [USER, {**YES, "weight": 0.5}]}),
+        ({"messages": [USER, YES], "train": False}, 'train=False: it would be lost; write "weight": 0',
+         {"train": ..., "messages": [USER, {**YES, "weight": 0}, USER, YES]}),
+        ({"messages": [USER, YES], "images": ["a.png"]}, r"images=\['a.png'\]: it would be lost; only text is supported", {"images": ...}),
+        ({"messages": [USER, YES], "documents": [{"a": "b"}]}, "documents=.*: it would be lost; the chat template reads no documents",
+         {"documents": ..., "messages": [say("system", "b"), USER, YES]}),
+        ({"messages": [USER, YES], "history": [["a", "b"]]}, "history=.*: it would be lost",
+         {"history": ..., "messages": [say("user", "a"), say("assistant", "b"), USER, YES]}),
+        ({"question": "2 + 2?", "reasoning": "Two twos.", "answer": "4"}, "reasoning='Two twos.': it would be lost; write it as reasoning_content",
+         {"reasoning": ...}),
+        ({"messages": [USER, {**YES, "train_detail": [{"a": 1}]}]}, r"turn 1 \(assistant\): train_detail=.*: it would be lost",
+         {"messages": [USER, {**YES, "weight": 1}]}),
+        ({"messages": [USER, {**YES, "weight": 0.5, "train": True}]}, "train and weight have different values",
+         {"messages": [USER, {**YES, "weight": 0.5}]}),
+        ({"messages": [{**USER, "train": True}, YES]}, "train=True: only assistants train; remove it", {"messages": [USER, YES]}),
+        ({"messages": [USER, {**YES, "images": ["a"]}]}, r"turn 1 \(assistant\): the chat template leaves its images out", {"messages": [USER, YES]}),
+        ({"messages": [USER, say("assistant", "", tool_calls=[{"name": "f", "kwargs": {"a": 1}}])]}, "tool_calls: its kwargs would be lost",
+         {"messages": [USER, say("assistant", "", tool_calls=[TOOL_CALL])]}),
+        ({"messages": [USER, say("assistant", "", tool_calls=[{"name": "f", "args": {"a": 1}, "input": {"a": 2}}])]}, "input and args have different values",
+         {"messages": [USER, say("assistant", "", tool_calls=[{"name": "f", "args": {"a": 1}}])]}),
+        ({"message_id": "a", "parent_id": None, "text": "2 + 2?", "role": "prompter"}, "is one message of a tree", {"messages": [USER, YES]}),
+        ({"chosen": [USER, YES], "rejected": [USER, NO]}, "is a pair; set dataset to a recipe_utils.preference.pair_dataset", None),
+        ({"question": "2 + 2?", "context": {"title": ["A"]}, "answer": "4"}, "context={'title': .*: it is neither text nor a list of objects with role and content; write it as text",
+         {"context": "A"}),
+        ({"question": "2 + 2?", "input": ["p1", "p2"], "answer": "4"}, "input=.*: it is neither text nor a list of objects", {"input": "p1, p2"}),
+        ({"question": "2 + 2?", "answer": 4}, "answer=4: it is neither text nor a list .*; write it as text", {"answer": "4"}),
+        ({"text": "abc"}, "is a text; set dataset to a recipe_utils.text.text_pieces_dataset", None),
+        ({"problem": "2 + 2?", "solution": "4"}, r"it has no messages \(its keys: problem, solution\)", {"question": "2 + 2?", "answer": "4"}),
+        ({"messages": "[]"}, "its messages are empty; remove the line", None),
+        ({"conversations": []}, "conversations is empty; remove the line", None),
+        ({"messages": [USER, YES], "system": ["a"]}, r"system=\['a'\]: Input should be a valid string", {"system": "a"}),
     ],
 )  # fmt: skip
-def test_content_that_would_be_lost_is_refused_by_its_key(row, error, read):
+def test_content_that_would_be_lost_is_refused_by_its_key_and_the_remedy_trains(row, error, mend, read):
     with pytest.raises(SampleError, match=rf"^line 1 of .*rows.jsonl: .*{error}"):
         read(row)
+    if mend is not None:  # keys to write, and those to remove
+        assert any(read({key: value for key, value in {**row, **mend}.items() if value is not ...})[1])
 
 
-TOOL_CALL = {"type": "function", "function": CALL}
 OF_FORM = [  # keys of a row, of its answer, of a part of it, and of a call
     ({"label": False}, {}, {}, {}), ({"label": 1}, {}, {}, {}), ({"kto_label": "False"}, {}, {}, {}),
     ({"supervised": [False] * 32}, {}, {}, {}), ({"mask_of_answer": [1, 1, 0, 1, 1]}, {}, {}, {}),
@@ -290,6 +306,11 @@ def test_a_key_that_the_template_reads_as_a_variable_is_given_to_it(read, caplog
         SampleError, match=r"documents=.*: texts of a prompt and answers are joined without the chat template"
     ):
         read({"prompt": "2 + 2?", "completion": "4", "documents": row["documents"]}, DOCUMENTS)
+    with pytest.raises(
+        SampleError, match="documents='False': a text, which counts as true; write false without quotes"
+    ):
+        read({"messages": [USER, YES], "documents": "False"}, DOCUMENTS)
+    assert read({"messages": [USER, YES], "documents": False}, DOCUMENTS) == (text_of(USER, YES), expected[1])
     with pytest.raises(SampleError, match="document: the chat template reads no such variable"):
         read({"messages": [USER, YES], "chat_template_kwargs": {"document": 1}}, DOCUMENTS)
 

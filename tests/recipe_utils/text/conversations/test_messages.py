@@ -161,7 +161,8 @@ def test_a_greeting_of_a_template_without_a_header_is_history(read, caplog):
         (use([F]), TOOL_CHATML.replace("tools | tojson", "'tools'"), "leaves tools out"),
         ({"messages": [say("user", "Hi"), say("assistant", None, refusal="No.")]}, CHATML, "turn 1 .*: the chat template leaves its refusal out"),
         ({"messages": [say("user", {"a": 1}), say("assistant", "b")]}, CHATML, r"turn 0 \(user\): content={'a': 1}: it is no text"),
-        ({"messages": [say("user", "Hi"), {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}]}, CHATML, "turn 1 .*: it is a function_call, an item of OpenAI's Responses; write turns with role"),
+        ({"messages": [say("user", "Hi"), {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}]}, CHATML,
+         "turn 1 .*: it is a function_call, an item of OpenAI's Responses; write turns with role"),
         ({"messages": [{"role": "user", "parts": [{"text": "Hi"}]}]}, CHATML, "turn 0 .*; write the parts of Gemini's turns as content"),
         ({"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}, CHATML, "of Gemini's form; write messages"),
         ({"messages": [say("user", None)]}, CHATML, r"turn 0 \(user\): content=None: it has no text"),
@@ -348,7 +349,12 @@ def test_anthropic_s_conversations_are_those_of_openai(read):
     assert read(row, THINKS) == read(openai, THINKS)
     assert read(row, THINKS)[1][0] == '<t>hm</t>So<tool_call>f {"a": 2}</tool_call><|im_end|>'
     late = say("assistant", [text, hm])
-    for parts, error in ((late, "only text is supported, not {'type': 'thinking'"), ({**say("assistant", [hm, text]), "reasoning": "a"}, "thinking beside reasoning"), (say("assistant", [{"type": "redacted_thinking", "data": "x"}, text]), "only text is supported")):  # fmt: skip
+    beside, redacted = {**say("assistant", [hm, text]), "reasoning": "a"}, {"type": "redacted_thinking", "data": "x"}
+    for parts, error in (
+        (late, "only text is supported, not {'type': 'thinking'"),
+        (beside, "thinking beside reasoning"),
+        (say("assistant", [redacted, text]), "only text is supported"),
+    ):
         with pytest.raises(SampleError, match=rf"turn 1 \(assistant\): .*{error}"):
             read({"messages": [say("user", "Hi"), parts]}, THINKS)
 
