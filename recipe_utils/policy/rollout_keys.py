@@ -8,7 +8,6 @@ Example: ``{"group_index": 3, "tokens": [1, 7, 9, 4, 2], "response_length": 2, "
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -30,32 +29,26 @@ _IS_CUT = re.compile("(^|_)(cut|truncated|aborted|interrupted|incomplete|unfinis
 """Names of further marks, true or false, of answers that ended by themselves, and of others."""
 
 
-@dataclass(frozen=True)
-class Ending:
-    """End of an answer, as an engine calls it."""
+def _ending(value: Any) -> str:
+    """Returns the reason of an ending that may be of a cut answer, otherwise "".
 
-    is_cut: bool
-    reason: str = field(compare=False)
-
-
-def _ending(value: Any) -> Ending:
-    """Returns the ending of an answer; ``{"type": "length"}`` and ``FinishReason.LENGTH`` are ``length``."""
+    ``{"type": "length"}`` and ``FinishReason.LENGTH`` are ``length``.
+    """
     word = value.get("type", value.get("reason")) if isinstance(value, Mapping) else value
     name = word.rsplit(".", 1)[-1].strip().lower().replace("-", "_") if isinstance(word, str) else ""
-    return Ending(name not in _COMPLETE, shown(value))
+    return "" if name in _COMPLETE else shown(value)
 
 
-def _stop(value: Any) -> Ending:
+def _stop(value: Any) -> str:
     """Returns the same of vLLM's ``stop_reason``, which may be the number of the token that ended the answer."""
-    is_token = isinstance(value, int) and not isinstance(value, bool)
-    return Ending(False, shown(value)) if is_token else _ending(value)
+    return "" if isinstance(value, int) and not isinstance(value, bool) else _ending(value)
 
 
-def _cut(value: Any) -> Ending:
+def _cut(value: Any) -> str:
     """Returns the same of a mark of answers that were cut."""
     if value not in (0, 1):
         raise SampleError("set it to true or false")
-    return Ending(bool(value), shown(value))
+    return shown(value) if value else ""
 
 
 def _array_of(kinds: str, what: str, values: Any) -> np.ndarray:
@@ -165,15 +158,15 @@ class Rollout(Keys):
     temperature: Numbers = known_as(
         "divided the sampler's logits (1): a number, or one for each token", "temperature", "temperatures"
     )
-    finish_reason: Annotated[Ending | None, PlainValidator(_ending)] = known_as(
+    finish_reason: Annotated[str | None, PlainValidator(_ending)] = known_as(
         "a text that is not known as complete (`stop`, `eos`, `end_turn`, `completed`, `tool_calls`, ...) is refused, because "
         "its stop token would be trained", "finish_reason", "finish_reasons",
     )  # fmt: skip
-    status: Annotated[Ending | None, PlainValidator(_ending)] = known_as("the same", "status", "statuses")
-    stop_reason: Annotated[Ending | None, PlainValidator(_stop)] = known_as(
+    status: Annotated[str | None, PlainValidator(_ending)] = known_as("the same", "status", "statuses")
+    stop_reason: Annotated[str | None, PlainValidator(_stop)] = known_as(
         "the same, without a `finish_reason`; or the token that ended the answer", "stop_reason", "stop_reasons"
     )
-    truncated: Annotated[Ending | None, PlainValidator(_cut)] = known_as(
+    truncated: Annotated[str | None, PlainValidator(_cut)] = known_as(
         "true if a text was cut, which is refused", "truncated", "is_truncated", "aborted"
     )
     policy_version: Any = known_as("harmless", "policy_version", "policy_versions")
@@ -184,14 +177,15 @@ class Rollout(Keys):
     )  # fmt: skip
     lost: ClassVar = {**MEDIA, "weight": "write mask", "weights": "write mask"}
 
-    def endings(self) -> dict[str, Ending]:
-        """Returns how the answer ended by each key that has it, also of keys that are not read: ``"was_cut": true``."""
+    def reasons_of_cut(self) -> dict[str, str]:
+        """Returns the keys, with their values, by which the answer may have been cut, also of marks: ``"was_cut": true``."""
         fields = ("finish_reason", "status", "truncated", *(["stop_reason"] if self.finish_reason is None else []))
         found = {self.used[field]: getattr(self, field) for field in fields if field in self.used}
         for key, value in self.others.items():
-            if isinstance(value, bool) and (_IS_CUT.search(key) or _IS_WHOLE.search(key)):
-                found[key] = Ending(value == bool(_IS_CUT.search(key)), shown(value))
-        return found
+            is_cut, is_whole = bool(_IS_CUT.search(key)), bool(_IS_WHOLE.search(key))
+            if isinstance(value, bool) and (is_cut or is_whole) and value == is_cut:
+                found[key] = shown(value)
+        return {key: reason for key, reason in found.items() if reason}
 
 
 if __name__ == "__main__":

@@ -117,14 +117,13 @@ def answer_of(keys: Rollout, tokenizer: Any, truncates: bool = False) -> Answer:
     tokens, num_prompt, mask = _tokens_of(keys, tokenizer)
     knows_prompt = num_prompt > 0 and "messages" not in keys.used and (mask is None or bool(mask.any()))
     if keys.mask is not None:
-        mask = _of_all_tokens(keys.mask, keys.used["mask"], len(tokens), num_prompt, False)
+        mask = _of_all_tokens("mask", keys, len(tokens), num_prompt)
     elif mask is None:
         mask = np.arange(len(tokens)) >= num_prompt
     # Padding is no token of the answer; it is removed once all that stands beside tokens is read.
     is_token = np.ones(len(tokens), dtype=bool)
     if keys.attention_mask is not None:
-        name = keys.used["attention_mask"]
-        is_token = _of_all_tokens(keys.attention_mask, name, len(tokens), num_prompt, True)
+        is_token = _of_all_tokens("attention_mask", keys, len(tokens), num_prompt)
     first = num_prompt if knows_prompt else int(mask.argmax())
     answer = Answer(tokens, mask & is_token, int(is_token[:first].sum()), knows_prompt)
     if answer.mask[is_token][:1].any():
@@ -169,10 +168,9 @@ def _tokens_of(keys: Rollout, tokenizer: Any) -> tuple[np.ndarray, int, np.ndarr
             f"{problem} (of the keys of rollouts: {found}); write prompt_ids and completion_ids, or texts"
         )
     # Texts: the chat template's tokens, of which those of the answer are trained, with its stop token.
-    for key, ending in keys.endings().items():
-        if ending.is_cut:
-            text = "its text is not known as complete, and its stop token would be trained"
-            raise SampleError(f"{key}={ending.reason}: {text}; write token ids, remove it, {IGNORE.format(key)}")
+    for key, value in keys.reasons_of_cut().items():
+        text = "its text is not known as complete, and its stop token would be trained"
+        raise SampleError(f"{key}={value}: {text}; write token ids, remove it, {IGNORE.format(key)}")
     conversation = Conversation(*after_system(keys.system, turns), keys.tools, unread=keys.others)
     try:
         token_ids, is_masked = tokenize_conversation(tokenizer, conversation)
@@ -183,12 +181,13 @@ def _tokens_of(keys: Rollout, tokenizer: Any) -> tuple[np.ndarray, int, np.ndarr
     return np.asarray(token_ids), int(mask.argmax()) if mask.any() else len(mask), mask
 
 
-def _of_all_tokens(given: np.ndarray, key: str, num_tokens: int, num_prompt: int, of_prompt: bool) -> np.ndarray:
-    """Returns a mask of all tokens, or of the answer, as that of all tokens [t]; the prompt's are then ``of_prompt``."""
+def _of_all_tokens(field: str, keys: Rollout, num_tokens: int, num_prompt: int) -> np.ndarray:
+    """Returns a mask of all tokens, or of the answer, as that of all tokens [t]; the prompt is no padding, and not trained."""
+    given, key = getattr(keys, field), keys.used[field]
     if len(given) not in (num_tokens, num_tokens - num_prompt):
         text = f"{len(given)} {key} for {num_tokens} tokens, {num_tokens - num_prompt} of them the answer's"
         raise SampleError(f"{text}; write one for each token of either")
-    return np.append(np.full(num_tokens - len(given), of_prompt), given)
+    return np.append(np.full(num_tokens - len(given), field == "attention_mask"), given)
 
 
 def _fitted(answer: Answer, most: int | None, truncates: bool) -> Answer:

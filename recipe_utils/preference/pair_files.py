@@ -113,14 +113,11 @@ def read_pair(
     that is in no turn.
     """
     keys, variables = read_row(PairRow, row, variable_names, columns)
-    given = {
-        side: answer for side, answer in zip(SIDES, (keys.chosen, keys.rejected), strict=True) if answer is not None
-    }
     for side in SIDES:
-        if side not in given:
+        if side not in keys.used:
             text = "a row has chosen and rejected, and may have what precedes them"
             raise SampleError(f"it has no {side} (its keys: {', '.join(row)}); {text}")
-    sides = {side: as_turns(answer, "assistant") for side, answer in given.items()}
+    sides = {side: as_turns(getattr(keys, side), "assistant") for side in SIDES}
     chosen, rejected = sides.values()
     # The prompt may be a part of both sides, or a key of its own.
     sources, prompt, name = keys.turns_before(), [], "chosen"
@@ -137,7 +134,7 @@ def read_pair(
                 text = f"its {side} begins with a turn of the {role} that is not its prompt's"
                 raise SampleError(f"{text}; let it begin with the whole prompt, or with the answer")
     check_repeated({**sources, **keys.answers()}, [*prompt, *chosen.chat, *rejected.chat], name)
-    texts = tuple(answer for answer in given.values() if isinstance(answer, str))
+    texts = tuple(answer for answer in (keys.chosen, keys.rejected) if isinstance(answer, str))
     needs_template = {"system", "messages", "question", "input", "tools"} & keys.used.keys()
     if len(texts) == len(SIDES) and not isinstance(keys.prompt, Turns) and not needs_template:
         check_no_variables(variables)

@@ -248,8 +248,10 @@ def _turns_in(turn: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if turn.get("from") in CALLS:
         others = {key: value for key, value in turn.items() if key not in ("from", "value")}
         return [{"role": "assistant", "content": None, "tool_calls": turn.get("value"), **others}]
-    parts, role = turn.get("content"), role_of(turn)
-    kinds = [*map(_kind_of, parts)] if isinstance(parts, list) else []
+    parts = turn.get("content")
+    if not isinstance(parts, list):
+        return [turn]
+    kinds, role = [*map(_kind_of, parts)], role_of(turn)
     if role == "user" and "tool_result" in kinds:
         return _with_results_apart(turn)
     if kinds[:1] == ["thinking"]:

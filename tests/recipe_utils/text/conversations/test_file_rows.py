@@ -306,11 +306,10 @@ def test_a_key_that_the_template_reads_as_a_variable_is_given_to_it(read, caplog
         SampleError, match=r"documents=.*: texts of a prompt and answers are joined without the chat template"
     ):
         read({"prompt": "2 + 2?", "completion": "4", "documents": row["documents"]}, DOCUMENTS)
-    with pytest.raises(
-        SampleError, match="documents='False': a text, which counts as true; write false without quotes"
-    ):
-        read({"messages": [USER, YES], "documents": "False"}, DOCUMENTS)
-    assert read({"messages": [USER, YES], "documents": False}, DOCUMENTS) == (text_of(USER, YES), expected[1])
+    thinks = DOCUMENTS.replace("documents[0].text", "'Sums.'").replace("documents", "enable_thinking")
+    assert read({"messages": [USER, YES], "enable_thinking": False}, thinks) == (text_of(USER, YES), expected[1])
+    with pytest.raises(SampleError, match="enable_thinking='False': a text, which counts as true; write false without"):
+        read({"messages": [USER, YES], "enable_thinking": "False"}, thinks)
     with pytest.raises(SampleError, match="document: the chat template reads no such variable"):
         read({"messages": [USER, YES], "chat_template_kwargs": {"document": 1}}, DOCUMENTS)
 
