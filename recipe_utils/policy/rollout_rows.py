@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.text.conversations.file_rows import NO_COLUMNS, Columns, after_system
+from recipe_utils.text.conversations.file_rows import after_system
 from recipe_utils.text.conversations.messages import Conversation, as_turns
 from recipe_utils.text.conversations.schema import IGNORE, shown
 from recipe_utils.text.conversations.template import HistoryChangesError
@@ -63,12 +63,11 @@ class Answer:
         return len(self.tokens), len(self.tokens) - self.num_prompt, self.num_trained
 
 
-def rows_of_answers(row: Mapping[str, Any], columns: Columns = NO_COLUMNS) -> list[Mapping[str, Any]]:
+def rows_of_answers(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns a row for each answer of a group, with what holds for all of them; or the row, if it is that of one answer.
 
     Raises SampleError for a group that is not whole.
     """
-    row = columns.of(row)
     if not is_group(row):
         return [_unshifted(row) if "loss_fn_inputs" in row else row]
     fields = Rollout.names()

@@ -33,9 +33,7 @@ from recipe_utils.policy.rollout_rows import (
     rows_of_answers,
 )
 from recipe_utils.text.conversations.file_rows import (
-    NO_COLUMNS,
-    Columns,
-    columns_of,
+    KeyedRows,
     judge_unread,
     name_unread_of_first,
 )
@@ -120,15 +118,14 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         ignored_keys: Sequence[str] = (),
     ) -> None:
         check_advantage(advantage)
-        self._tokenizer, self._rows = tokenizer, PathRows(path)
+        self._tokenizer, self._rows = tokenizer, KeyedRows(Rollout, ignored_keys, path)
         self.advantage, self._group_size, self._truncates = advantage, group_size, truncates_answers
         self.content_hash = f"{self._rows.content_hash}, advantage={advantage}"
-        self._columns = columns_of(self._rows, Rollout, ignored_keys)
-        self._groups = [*_groups_of(self._rows, self._columns)]
-        self.fields = fields_of_first(self._rows, self._columns)
+        self._groups = [*_groups_of(self._rows)]
+        self.fields = fields_of_first(self._rows)
         """Those of :data:`FIELDS` that the first row has, and all others must have."""
         check_fields(self.fields if fields is None else fields, self.fields, path)
-        name_unread_of_first(self, self._rows, lambda index: self._unread(_first_of(self._rows[index], self._columns)))
+        name_unread_of_first(self, self._rows, lambda index: self._unread(_first_of(self._rows[index])))
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -145,7 +142,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         rows, answers, row_of = self._groups[index], list[Answer](), list[int]()
         for row in rows:
             with self._rows.naming(row):
-                of_answers = rows_of_answers(self._rows[row], self._columns)
+                of_answers = rows_of_answers(self._rows[row])
             for number, of_answer in enumerate(of_answers):
                 with self._rows.naming(row, f"answer {number}: " if len(of_answers) > 1 else ""):
                     keys = read_rollout(of_answer)
@@ -260,15 +257,15 @@ def _have_one_prompt(one: Answer, other: Answer) -> bool:
     return (one.num_prompt == other.num_prompt or not is_known) and np.array_equal(one.tokens[:num], other.tokens[:num])
 
 
-def _first_of(row: Mapping[str, Any], columns: Columns) -> Rollout:
-    return read_rollout(rows_of_answers(row, columns)[0])
+def _first_of(row: Mapping[str, Any]) -> Rollout:
+    return read_rollout(rows_of_answers(row)[0])
 
 
-def fields_of_first(rows: PathRows, columns: Columns = NO_COLUMNS) -> frozenset[str]:
+def fields_of_first(rows: PathRows) -> frozenset[str]:
     """Returns those of :data:`FIELDS` that the first row has that can be read."""
     for index in range(len(rows)):
         with suppress(Exception):  # any: raised again with the sample
-            return frozenset(FIELDS) & _first_of(rows[index], columns).used.keys()
+            return frozenset(FIELDS) & _first_of(rows[index]).used.keys()
     return frozenset()
 
 
@@ -290,7 +287,7 @@ def check_advantage(advantage: str) -> None:
         raise ValueError(f"dataset.advantage={advantage}: set it to one of {', '.join(ADVANTAGES)}")
 
 
-def _groups_of(rows: PathRows, columns: Columns) -> Iterator[Sequence[int]]:
+def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
     """Yields the rows of each group, in the order of their first ones. Numbers of groups begin anew in each file.
 
     Reads each row once, unless the first one is a group of its own, as then are all others.
@@ -302,7 +299,7 @@ def _groups_of(rows: PathRows, columns: Columns) -> Iterator[Sequence[int]]:
     for index in range(len(rows)):
         try:
             row: Mapping[str, Any] = rows[index]
-            if index == 0 and is_group(columns.of(row)):
+            if index == 0 and is_group(row):
                 yield from ([each] for each in range(len(rows)))
                 return
             step, group, rollout = (

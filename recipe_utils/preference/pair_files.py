@@ -15,21 +15,18 @@ from recipe_utils.preference.pairs import SIDES
 from recipe_utils.text.conversations.file_datasets import tokenize_texts
 from recipe_utils.text.conversations.file_rows import (
     BEFORE,
-    NO_COLUMNS,
-    Columns,
+    KeyedRows,
     PairRow,
     Texts,
     after_system,
     check_no_variables,
     check_repeated,
-    columns_of,
     judge_unread,
     lengths_of,
     name_unread_of_first,
     read_row,
 )
 from recipe_utils.text.conversations.messages import Chat, Conversation, Turns, as_turns, content_as_text
-from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.template import HistoryChangesError, num_common
 from recipe_utils.text.torchtune_messages import check_no_fraction, tokenize_conversation
 from recipe_utils.torchtune_names import IGNORE_INDEX
@@ -61,8 +58,8 @@ class PairDataset(Dataset[dict[str, Any]]):
         validation_fraction: float | None = None,
         ignored_keys: Sequence[str] = (),
     ) -> None:
-        self._tokenizer, self._rows = tokenizer, PathRows(path, split, validation_fraction)
-        self._columns = columns_of(self._rows, PairRow, ignored_keys)
+        self._tokenizer = tokenizer
+        self._rows = KeyedRows(PairRow, ignored_keys, path, split, validation_fraction)
         name_unread_of_first(self, self._rows, lambda index: _unread(self._read(index)))
 
     def __len__(self) -> int:
@@ -85,7 +82,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         return sample
 
     def _read(self, index: int) -> tuple[Conversation, Conversation] | Texts:
-        return read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()), self._columns)
+        return read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()))
 
     def _of_messages(self, sides: Sequence[Conversation]) -> list[tuple[Sequence[int], Any]]:
         tokenized = list[tuple[Sequence[int], Any]]()
@@ -105,14 +102,14 @@ def _unread(row: tuple[Conversation, Conversation] | Texts) -> dict[str, Any]:
 
 
 def read_pair(
-    row: Mapping[str, Any], variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
+    row: Mapping[str, Any], variable_names: Collection[str] = ()
 ) -> tuple[Conversation, Conversation] | Texts:
     """Returns the conversations of a pair, of which the answers alone are trained; or its texts, if it has only texts.
 
     Raises SampleError if ``chosen`` or ``rejected`` is missing, where the answers begin is not certain, or a key has content
     that is in no turn.
     """
-    keys, variables = read_row(PairRow, row, variable_names, columns)
+    keys, variables = read_row(PairRow, row, variable_names)
     for side in SIDES:
         if side not in keys.used:
             text = "a row has chosen and rejected, and may have what precedes them"

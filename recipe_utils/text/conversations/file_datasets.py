@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from recipe_utils.text.conversations.file_rows import (
     FileRow,
+    KeyedRows,
     Texts,
-    columns_of,
     conversation_of,
     judge_unread,
     lengths_of,
@@ -63,8 +63,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             raise ValueError(f"dataset.split_turns={split_turns}: set it to True, False or shared")
         self._has_sequences = split_turns == "shared"
         self._tokenizer = tokenizer
-        self._rows = rows = PathRows(path, split, validation_fraction)
-        self._columns = columns_of(rows, FileRow, ignored_keys)
+        self._rows = rows = KeyedRows(FileRow, ignored_keys, path, split, validation_fraction)
         name_unread_of_first(self, rows, self._unread_of)
         # Row, and number of messages, of each sample.
         self._turns: tuple[array[int], array[int]] | None = None
@@ -107,7 +106,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         return row.unread
 
     def _read(self, index: int) -> Conversation | Texts:
-        return conversation_of(self._rows[index], self._tokenizer.template_variables, self._columns)
+        return conversation_of(self._rows[index], self._tokenizer.template_variables)
 
     def _of_texts(self, row: Texts) -> dict[str, Any]:
         (sample,) = (_sample(*each) for each in tokenize_texts(self._tokenizer, row))

@@ -6,7 +6,7 @@ conversation of ``messages``, if that contains the prompt. ``python -m recipe_ut
 table of the page from the keys of :class:`FileRow`, :class:`.Turn` and :class:`.Call`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
@@ -137,52 +137,63 @@ class Texts:
     """What is not read of the row, by its key."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Decisions about keys of all rows."""
+class KeyedRows(PathRows):
+    """Rows of files that have the keys of a model, with decisions about all of them.
 
-    ignored: Collection[str] = ()
-    """Keys that are dropped."""
-    json: Collection[str] = ()
-    """Keys whose texts are JSON texts of messages."""
+    A column of JSON texts of messages has messages if up to 128 rows, from all over the files, have no other text in it; an
+    answer that is JSON, because it was asked for, is a text otherwise. The log tells which.
 
-    def of(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    Args:
+        model: keys of the rows.
+        ignored: keys that are dropped.
+        path, split, validation_fraction: see :class:`.PathRows`.
+    """
+
+    def __init__(
+        self,
+        model: type[Keys],
+        ignored: Collection[str],
+        path: str | Sequence[str],
+        split: str | None = None,
+        validation_fraction: float | None = None,
+    ) -> None:
+        super().__init__(path, split, validation_fraction)
+        if isinstance(ignored, str):
+            raise ValueError(f"ignored_keys={ignored}: it is a text; set it to a list, [{ignored}]")
+        self._ignored, self._json = ignored, list[str]()
+        # Numbers of texts, and of those in JSON.
+        numbers = {name: [0, 0] for name, field in model.names().items() if field in _TURNS}
+        for index in self.first():
+            with suppress(Exception):  # any: raised again with the sample
+                row = self[index]
+                for name in numbers.keys() & row.keys():
+                    if isinstance(text := row[name], str) and text:
+                        numbers[name][0] += 1
+                        numbers[name][1] += turns_in(text) is not text
+        for name, (num, num_json) in numbers.items():
+            if num_json:
+                what = "messages" if num == num_json else f"texts ({num_json} of {num} could be messages)"
+                log_rank_zero(f"{path}: JSON texts of {name} are read as {what}")
+        self._json = [name for name, (num, num_json) in numbers.items() if num == num_json > 0]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Returns a row with messages, and without dropped keys; raises SampleError for a text where all others are JSON."""
-        read = {key: turns_in(row[key]) for key in self.json if isinstance(row.get(key), str)}
+        row = super().__getitem__(index)
+        read = {key: turns_in(row[key]) for key in self._json if isinstance(row.get(key), str)}
         for key, value in read.items():
             if isinstance(value, str) and value:
                 text = "other rows have JSON texts of messages here; write messages in all rows, or texts"
                 raise SampleError(f"{key}={shown(value)}: {text}")
-        changed: Mapping[str, Any] = without_keys({**row, **read} if read else row, self.ignored)
+        changed: Mapping[str, Any] = without_keys({**row, **read} if read else row, self._ignored)
         return changed
 
+    def first(self) -> range:
+        """Returns the indices of up to 128 rows, from all over the files."""
+        return range(0, len(self), max(len(self) // 64, 1))
 
-NO_COLUMNS = Columns()
+
 _TURNS = ("prompt", "question", "completion", "answer", "chosen", "rejected", "input")
 """Fields of texts, or of messages."""
-
-
-def columns_of(rows: PathRows, keys: type[Keys], ignored: Collection[str]) -> Columns:
-    """Returns the decisions about rows, and logs which keys have JSON texts of messages: of up to 128 rows, all or none.
-
-    An answer that is JSON, because it was asked for, is a text unless all answers are messages.
-    """
-    if isinstance(ignored, str):
-        raise ValueError(f"ignored_keys={ignored}: it is a text; set it to a list, [{ignored}]")
-    # Numbers of texts, and of those in JSON.
-    numbers = {name: [0, 0] for name, field in keys.names().items() if field in _TURNS}
-    for index in range(0, len(rows), max(len(rows) // 64, 1)):
-        with suppress(Exception):  # any: raised again with the sample
-            row = rows[index]
-            for name in numbers.keys() & row.keys():
-                if isinstance(text := row[name], str) and text:
-                    numbers[name][0] += 1
-                    numbers[name][1] += turns_in(text) is not text
-    found = {name: (num, num_json) for name, (num, num_json) in numbers.items() if num_json}
-    for name, (num, num_json) in found.items():
-        what = "messages" if num == num_json else f"texts ({num_json} of {num} could be messages)"
-        log_rank_zero(f"{rows.path}: JSON texts of {name} are read as {what}")
-    return Columns(ignored, [name for name, (num, num_json) in found.items() if num == num_json])
 
 
 def turns_in(value: Any) -> Any:
@@ -194,13 +205,12 @@ def turns_in(value: Any) -> Any:
 
 
 def read_row(
-    model: type[Row], row: Mapping[str, Any], variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
+    model: type[Row], row: Mapping[str, Any], variable_names: Collection[str] = ()
 ) -> tuple[Row, dict[str, Any]]:
     """Returns the keys of a row, and the values of those that the template reads as ``variable_names``.
 
     Raises SampleError for content that would be lost.
     """
-    row = columns.of(row)
     names = (row.keys() & {*variable_names}) - model.names().keys()
     keys = model.of({key: value for key, value in row.items() if key not in names})
     check_no_label(keys.others)
@@ -215,14 +225,12 @@ def read_row(
     return keys, variables
 
 
-def conversation_of(
-    row: Mapping[str, Any], variable_names: Collection[str] = (), columns: Columns = NO_COLUMNS
-) -> Conversation | Texts:
+def conversation_of(row: Mapping[str, Any], variable_names: Collection[str] = ()) -> Conversation | Texts:
     """Returns the conversation of a row, or its texts if it has those of a prompt and a completion alone.
 
     Raises SampleError with what was found instead, and for a key with content that is in no turn.
     """
-    keys, variables = read_row(FileRow, row, variable_names, columns)
+    keys, variables = read_row(FileRow, row, variable_names)
     given = keys.used.keys() | keys.others.keys() & {"chosen", "rejected"}
     if given == {"prompt", "completion"} and isinstance(keys.prompt, str) and isinstance(keys.completion, str):
         check_no_variables(variables)
@@ -274,10 +282,10 @@ def check_repeated(
                 raise SampleError(f"{key}={shown(turn.get('content'))}: {text}")
 
 
-def name_unread_of_first(dataset: Any, rows: PathRows, unread_of: Callable[[int], Iterable[str]]) -> None:
+def name_unread_of_first(dataset: Any, rows: KeyedRows, unread_of: Callable[[int], Iterable[str]]) -> None:
     """Logs in one line the keys that ``dataset`` does not read of up to 128 rows, from all over its files."""
     keys: list[str] = []
-    for index in range(0, len(rows), max(len(rows) // 64, 1)):
+    for index in rows.first():
         with suppress(Exception):  # any: raised again with the sample
             keys += unread_of(index)
     name_unread(dataset, f"{rows.path}", keys)
