@@ -167,7 +167,10 @@ class Rollout(Keys):
         "the same, without a `finish_reason`; or the token that ended the answer", "stop_reason", "stop_reasons"
     )
     truncated: Annotated[str | None, PlainValidator(_cut)] = known_as(
-        "true if a text was cut, which is refused", "truncated", "is_truncated", "aborted"
+        "true if a text was cut, which is refused; so are `was_cut: true`, `completed: false` and the like",
+        "truncated",
+        "is_truncated",
+        "aborted",
     )
     policy_version: Any = known_as("harmless", "policy_version", "policy_versions")
     model_input: Any = known_as("Tinker's tokens but the last", "model_input")

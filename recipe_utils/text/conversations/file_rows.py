@@ -92,7 +92,7 @@ class FileRow(Keys):
         "answer of the assistant, or its calls", "output", "response", "answer", "answers", is_empty=True
     )
     chat_template_kwargs: dict[str, Any] | None = known_as(
-        "variables of the chat template; so is each key that the template reads, such as `documents`",
+        "variables of the chat template (`false`, not its text); so is each key that the template reads, such as `documents`",
         "chat_template_kwargs",
     )
     lost: ClassVar = {
@@ -261,7 +261,7 @@ def after_system(system: str | None, turns: Turns) -> Turns:
         return turns
     first = turns.chat[0]
     if first["role"] not in BEFORE:
-        return turns.behind([{"role": "system", "content": system}])
+        return turns.behind(as_turns(system, "system").chat)
     if content_as_text(first.get("content")).strip() != system.strip():
         raise SampleError(f"system={shown(system)}: the first turn has another text of the system; remove one of them")
     return turns
