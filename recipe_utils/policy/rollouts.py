@@ -25,18 +25,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.policy.rollout_rows import (
-    Answer,
-    answer_of,
-    is_group,
-    read_rollout,
-    rows_of_answers,
-)
-from recipe_utils.text.conversations.file_rows import (
-    KeyedRows,
-    judge_unread,
-    name_unread_of_first,
-)
+from recipe_utils.policy.rollout_rows import Answer, answer_of, is_group, read_rollout, rows_of_answers
+from recipe_utils.text.conversations.file_rows import KeyedRows, judge_unread, name_unread_of_first
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import Facts, SampleError, UnusedError
