@@ -124,15 +124,13 @@ class TextReader:
             made = self._sequence_of(sequence, f"{name}, {which}", at, in_group=True)
             if self.as_group or (made.labels != self.ignore_index).any():
                 kept.append(made)
-        # Where a sequence has a column, all have it; where one has a number for all of its targets, all have one or the column.
-        names = {name for made in kept for name in made.columns}
-        ones = {name for made in kept for name in made.values.keys() & self.columns.keys()} - names
+        # What one sequence has, all have: as a column if one has it as that, else as a number.
+        shapes = {name: column.shape[1:] for made in kept for name, column in made.columns.items()}
+        given = shapes.keys() | {name for made in kept for name in made.values.keys() & self.columns.keys()}
         for index, made in enumerate(kept):
-            given = {name: made.values.get(name, [self.columns[name]])[0] for name in names - made.columns.keys()}
-            columns = {name: np.full(len(made.tokens), value, dtype=np.float64) for name, value in given.items()}
-            values = {name: np.array([self.columns[name]]) for name in ones - made.values.keys()}
-            values |= {name: value for name, value in made.values.items() if name not in names}
-            kept[index] = made._replace(columns={**made.columns, **columns}, values=values)
+            missing = {name: (1, *shapes.get(name, ())) for name in given - made.columns.keys() - made.values.keys()}
+            values = {name: np.full(shape, self.columns[name], dtype=np.float64) for name, shape in missing.items()}
+            kept[index] = made._replace(values={**made.values, **values}).with_columns(shapes)
         # One tree, or several if the sequences are longer than a row; ranks of one row would wait for the others.
         if not kept:
             raise SkippedSampleError(f"{name}: none of its sequences has a target")
@@ -152,12 +150,9 @@ class TextReader:
         if not sample.num_shared:
             columns = beside_tokens(sample, self.ignore_index)
             return (sample.tokens, columns.pop("labels")), {**others, **columns, **values}
+        sample = sample.with_columns(self.columns)
         made = self._answers_of(sample)
-        for name in sample.values.keys() & self.columns.keys():
-            for each, value in zip(made, sample.values[name], strict=True):
-                each[name] = np.where(each["labels"] != self.ignore_index, value, 0.0)
-        names = sorted({*sample.columns, *(sample.values.keys() & self.columns.keys())})
-        columns = {name: np.concatenate([each[name] for each in made]) for name in names}
+        columns = {name: np.concatenate([each[name] for each in made]) for name in sample.columns}
         return [each[name] for each in made for name in ("tokens", "labels")], {**columns, **values}
 
     def count(self, counts: Mapping[str, float], values: Mapping[str, np.ndarray]) -> Mapping[str, float]:
@@ -301,9 +296,9 @@ def check_all_taken(others: Sample, tokens: np.ndarray, labels: np.ndarray, name
 
 
 def check_column(values: Any, key: str, num_labels: int, name: str) -> np.ndarray:
-    """Returns a column [t] fp64; raises SampleError unless it is finite, and ``weights`` at least 0."""
+    """Returns a column [t] or [t, k] fp64; raises SampleError unless it is finite, and ``weights`` at least 0."""
     numbers = _finite(values, key, name)
-    if numbers.shape != (num_labels,):
+    if numbers.shape[:1] != (num_labels,) or numbers.ndim > 2:
         raise SampleError(f"{name}: {numbers.shape} {key} for {num_labels} labels; each label needs one")
     return numbers.astype(np.float64)
 

@@ -31,7 +31,7 @@ class Targets(NamedTuple):
     ends: Tensor | None = None
     """[p]: index of each sequence's last token in the flattened positions; None in a share of a row."""
     values: Mapping[str, Tensor] = {}
-    """[n] fp64 each: columns of the samples at the targets; ``defaults`` names those that nowhere differ from theirs."""
+    """[n] or [n, k] fp64 each: columns of the samples at the targets; ``defaults`` names those that nowhere differ from theirs."""
     defaults: frozenset[str] = frozenset()
     of_samples: Mapping[str, Tensor] = {}
     """[p, ...] each: values of the sequences' samples."""
