@@ -115,7 +115,7 @@ def test_intervals_longer_than_the_training_are_reported(start):
 
 def test_random_numbers_of_a_router_are_reported_as_dropout_is(start):
     router = torch.nn.Linear(2, 2)
-    router.jitter_noise, router.attn_dropout = 0.01, 0.0
+    router.jitter_noise, router.attn_dropout, router.drop_path = 0.01, 0.0, 0.1  # the last is drawn by crop
     (text,) = warnings_of(router, start()[0].run.settings)
     assert text.startswith("model.jitter_noise=0.01: noise depends on microbatches and ranks")
 
