@@ -338,21 +338,7 @@ def _reward_of(parts: Sequence[Answer]) -> float:
 _SUMMED = ("answers", "groups", "rewards", "equal_groups", "masked")
 
 
-class ChangedRollouts(Dataset[Any]):
-    """Rollouts of ``dataset``, each of which ``change`` returns or replaces."""
-
-    def __init__(self, dataset: Any, change: Callable[[Any], Any]) -> None:
-        self.dataset, self._change = dataset, change
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        """Returns the changed sample."""
-        return self._change(self.dataset[index])
-
-
-def shorten_equal_group(sample: Any) -> Any:
+def shorten_equal_group(sample: Any, _: str = "") -> Any:
     """Returns a sample; a group whose advantages are all 0 as one short sequence.
 
     Four answers of 100 tokens each with rewards 1, 1, 1, 1 have no gradient. One sequence of two tokens takes their place.
@@ -366,8 +352,8 @@ def shorten_equal_group(sample: Any) -> Any:
     return {"sequences": [_standing_for(sequences)]}
 
 
-def check_whole_answers(sample: Any) -> Any:
-    """Returns a sample. Raises UnusedError for an answer in several parts.
+def check_whole_answers(sample: Any, name: str) -> Any:
+    """Returns a sample with this name. Raises UnusedError for an answer in several parts.
 
     ``kind: sequence`` has one ratio of an answer, which is known once all of its parts are; they may be in several
     microbatches, whose gradients are computed one after the other.
@@ -376,7 +362,7 @@ def check_whole_answers(sample: Any) -> Any:
     for number in answers:
         if (num_parts := answers.count(number)) > 1:
             text = f"its answer has {num_parts} parts, and loss.kind=sequence needs all of them before a gradient"
-            raise UnusedError(f"{sample['rows'][answers.index(number)]}: {text}; set loss.kind=clipped")
+            raise UnusedError(f"{name}: {sample['rows'][answers.index(number)]}: {text}; set loss.kind=clipped")
     return sample
 
 

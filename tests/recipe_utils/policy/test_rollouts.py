@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from recipe_utils.cli.registry import recipe_path
 from recipe_utils.policy import rollout_dataset
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.policy.rollouts import ChangedRollouts, check_whole_answers, shorten_equal_group
+from recipe_utils.policy.rollouts import check_whole_answers, shorten_equal_group
 from recipe_utils.text.conversations.schema import table_of
 from recipe_utils.update_steps.samples import SampleError, UnusedError
 
@@ -168,8 +168,8 @@ def test_rewards_that_are_equal_but_for_rounding_have_the_advantage_0(rewards, s
 
 
 def test_an_equal_group_costs_two_tokens_and_keeps_its_counts(tmp_path):
-    dataset = ChangedRollouts(dataset_of(tmp_path, *REWARDED), shorten_equal_group)
-    (short,) = sequences_of(dataset[1])
+    dataset = dataset_of(tmp_path, *REWARDED)
+    (short,) = sequences_of(shorten_equal_group(dataset[1]))
     assert short["tokens"] == [1, 6]
     sums = {
         name: sum(short[name]) for name in ("answer_tokens", "answers", "groups", "rewards", "equal_groups", "measured")
@@ -177,21 +177,20 @@ def test_an_equal_group_costs_two_tokens_and_keeps_its_counts(tmp_path):
     assert sums == pytest.approx(
         {"answer_tokens": 4, "answers": 2, "groups": 1, "rewards": 2, "equal_groups": 1, "measured": 0}
     )
-    assert len(dataset[0]["sequences"]) == 3
-    by_teacher = ChangedRollouts(dataset_of(tmp_path, *REWARDED, advantage="teacher"), shorten_equal_group)
-    assert len(by_teacher[1]["sequences"]) == 2  # its advantages are not known yet
+    assert len(shorten_equal_group(dataset[0])["sequences"]) == 3
+    by_teacher = dataset_of(tmp_path, *REWARDED, advantage="teacher")
+    assert len(shorten_equal_group(by_teacher[1])["sequences"]) == 2  # its advantages are not known yet
 
 
 def test_an_answer_in_parts_is_refused_where_its_ratio_is_of_the_whole(tmp_path):
     """One row with the mask of both parts, the remedy, is taken."""
     parts = [{**REWARDED[0], "group": 1, "rollout": r, "reward": x} for r, x in (("a", 1), ("a", 1), ("b", 0))]
-    dataset = dataset_of(tmp_path, *parts)
-    assert len(ChangedRollouts(dataset, shorten_equal_group)[0]["sequences"]) == 3
-    with pytest.raises(UnusedError, match=r"^line 1 of .*: its answer has 2 parts, and loss.kind=sequence needs all"):
-        ChangedRollouts(dataset, check_whole_answers)[0]
+    text = r"^group 0: line 1 of .*: its answer has 2 parts, and loss.kind=sequence needs all"
+    with pytest.raises(UnusedError, match=text):
+        check_whole_answers(dataset_of(tmp_path, *parts)[0], "group 0")
     whole = {**parts[0], "completion_ids": [9, 9, 3, 9, 9], "mask": [1, 1, 0, 1, 1], "logprobs": [-1.0] * 4}
-    dataset = ChangedRollouts(dataset_of(tmp_path, whole, {**whole, "rollout": "b", "reward": 0}), check_whole_answers)
-    assert len(dataset[0]["sequences"]) == 2
+    group = dataset_of(tmp_path, whole, {**whole, "rollout": "b", "reward": 0})[0]
+    assert check_whole_answers(group, "group 0") is group
 
 
 def test_texts_are_tokenized_by_the_template_with_their_stop_token(tmp_path):
