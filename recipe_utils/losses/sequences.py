@@ -16,11 +16,8 @@ def sums_of_sequences(of_targets: Tensor, targets: Targets, firsts: Tensor) -> t
     Of each sequence, over the ``firsts`` [p] of its targets and over the rest, in the order of its tokens.
     In fp64, because a loss takes differences of large sums; in a fixed order, so that equal models give equal sums.
     """
-    assert targets.samples is not None
-    num_sequences = len(targets.samples)
-    owners = targets.of_targets(torch.arange(num_sequences, device=of_targets.device))
-    numbers = torch.zeros(num_sequences, dtype=torch.int64, device=of_targets.device)
-    numbers.index_add_(0, owners, torch.ones_like(owners))
+    owners = targets.sequences
+    numbers = torch.zeros_like(firsts).index_add_(0, owners, torch.ones_like(owners))
     numbers = torch.stack([firsts, numbers - firsts], dim=1)
     in_order = of_targets.double().index_select(0, owners.argsort(stable=True))
     # unsafe: the check would synchronize with the device, and fails without sequences.

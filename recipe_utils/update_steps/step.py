@@ -38,10 +38,14 @@ class Targets(NamedTuple):
     outputs: Mapping[str, Any] = {}
     """Outputs of a pass before the pass at these targets, by its name: tensors in any nesting."""
 
+    @property
+    def sequences(self) -> Tensor:
+        """[n]: the sequence that owns each target."""
+        return self.owners.flatten().index_select(0, self.positions)  # type: ignore[union-attr]
+
     def of_targets(self, of_sequences: Tensor) -> Tensor:
-        """Returns [n, ...] of [p, ...]: at each target what belongs to the sequence that owns it."""
-        assert self.owners is not None
-        return of_sequences.index_select(0, self.owners.flatten().index_select(0, self.positions))
+        """Returns [n, ...] of [p, ...]: at each target what belongs to its sequence."""
+        return of_sequences.index_select(0, self.sequences)
 
 
 @dataclass(frozen=True)
