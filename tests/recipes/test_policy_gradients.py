@@ -370,7 +370,7 @@ def a_kl_by_token(patches):
     def unscaled(self, log_probs, given):
         terms, metrics = terms_of(self, log_probs, given)
         kl = (log_probs - given.reference) ** 2 / 2
-        return terms + self.kl_weight * kl * (1 / given.weights - 1), metrics
+        return terms + self.kl_weight * kl * (1 / given.weights.clamp(min=1e-9) - 1), metrics
 
     patches.setattr(PolicyLoss, "_terms", unscaled)
 
@@ -388,7 +388,7 @@ def log_probs_moved_by_one(patches):
 
 def equal_groups_left_out(patches):
     standing_for = rollouts._standing_for
-    patches.setattr(rollouts, "_standing_for", lambda found: {**standing_for(found), "answer_tokens": [0.0, 0.0]})
+    patches.setattr(rollouts, "_standing_for", lambda *args: {**standing_for(*args), "answer_tokens": 0.0})
 
 
 def a_deviation_of_the_population(patches):

@@ -119,16 +119,6 @@ def test_chunks_a_module_and_compilation_change_nothing(kind, how, given):
         torch.testing.assert_close(found, value, rtol=1e-10, atol=1e-12)
 
 
-def test_the_first_update_has_a_ratio_of_exactly_one(given):
-    output, hidden, targets = given
-    for kind in ("clipped", "sequence", "cispo"):
-        loss_fn = PolicyLoss(kind, old="start")
-        sums = dict(zip(loss_fn.sums, loss_fn(output, hidden, targets).tolist(), strict=True))
-        assert Seen(*loss_fn.take_seen(hidden.device).tolist()).largest == 1.0
-        assert sums["ratio"] == NUM
-        assert sums["clipped_high"] == 0
-
-
 @pytest.mark.parametrize(("column", "name"), [("ref_logprobs", "reference"), ("logprobs", "old")])
 def test_log_probabilities_of_the_file_count_before_those_of_a_model(column, name, given):
     output, hidden, targets = given

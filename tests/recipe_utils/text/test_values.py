@@ -198,12 +198,6 @@ def test_wrong_columns_are_named(weights, error):
         prepared(collator_of("packed"), [{"tokens": [1, 2, 3], "labels": [1, 2, 3], "weights": weights}])
 
 
-def test_other_columns_may_be_negative():
-    declared = Declaration({"rewards": None}, totals=["rewards"])
-    row = row_of(collator_of("packed", declared), [{"tokens": [1, 2, 3], "labels": [1, 2, 3], "rewards": [0, -2, 1]}])
-    assert (row.targets.values["rewards"].tolist(), row.counts["rewards"]) == ([-2, 1], -1)
-
-
 @pytest.mark.parametrize(("default", "weight"), [(1.0, 0.5), ([1.0, 1.0], [0.5, 0.25])])
 def test_sequences_of_a_tree_have_their_columns_and_defaults(default, weight):
     """Of two answers behind a prompt, the first has no weights of its own; they may be vectors."""
