@@ -150,7 +150,7 @@ def items_of(row):
 ONE = Row("one", "packed", "clipped", "tokens")
 FAST = [
     ONE,
-    Row("one", "padded", "sequence", "answers", "k3"),
+    Row("one", "padded", "sequence", "answers", "k3", reference="file"),
     Row("one", "cut", "cispo", "constant", None, "start", "truncate", "mean"),
     Row("one", "packed", "reinforce", "prompts", "k1", advantage="leave_one_out", model="lora"),
     Row("one", "cut", "clipped", "prompts", "k2", "start", epochs=2, reference="cached"),
@@ -160,8 +160,6 @@ FAST = [
     Row("fsdp-2", "spanning", "cispo", "prompts", "k2", model="lora"),
     Row("fsdp-2", "cut", "reinforce", "constant", advantage="teacher"),
     Row("pp-2", "packed", "clipped", "constant", "k2", "start", reference="cached"),
-    Row("fsdp-4", "packed", "sequence", "prompts"),
-    Row("fsdp-4", "padded", "cispo", "tokens", "k2", "start", reference="file"),
 ]
 ROWS = covering_array(FAST, list(possible_rows()), items_of)
 

@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 from chats import CHATML, TOOL_CHATML, TOOLS, say, tokenizer_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe_utils.cli.registry import recipe_path
@@ -313,6 +313,7 @@ ANSWERS = st.lists(
 )  # fmt: skip
 
 
+@settings(max_examples=40)  # each writes two files
 @given(ANSWERS, st.sampled_from(["prompt_ids", "tokens"]), st.booleans())
 def test_a_group_in_a_row_is_its_answers_one_a_line(answers, form, has_logprobs):
     """Empty answers, masks and log-probabilities are values in both. A group without a trained token is a masked one."""
