@@ -5,7 +5,6 @@ the policy is the sampler's, the mean ratio is 5.5: one warning names the answer
 token: its ratio, e^119, is bounded, and a warning names its line.
 """
 
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -98,10 +97,9 @@ class Ratios(Part):
 def place_of(sample: Mapping[str, Any], label: int, log_prob: float) -> str | None:
     """Returns the place of a trained token that the sampler gave ``log_prob``, such as ``line 2 of a.jsonl: token 9``."""
     for number, sequence in enumerate(sample["sequences"]):
-        is_label = np.asarray(sequence["labels"]) == label
-        is_given = [math.isclose(given, log_prob, rel_tol=1e-6) for given in sequence["logprobs"]]
-        if (is_label & is_given).any():
-            token = int((is_label & is_given).argmax())
+        is_given = np.isclose(sequence["logprobs"], log_prob, rtol=1e-6, atol=0)
+        are_found = is_given & (np.asarray(sequence["labels"]) == label)
+        if are_found.any():
             name = sample["rows"][number] if "rows" in sample else f"sequence {number}"
-            return f"{name}: token {token} (id {label})"
+            return f"{name}: token {int(are_found.argmax())} (id {label})"
     return None

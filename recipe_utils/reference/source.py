@@ -239,12 +239,8 @@ def _sequences_of(microbatch: Microbatch) -> Sequences:
 def _names_of(microbatch: Microbatch) -> list[str]:
     """Returns the name of each sequence's sample; those of one sample stand together."""
     assert microbatch.targets.samples is not None
-    places, names = microbatch.targets.samples.tolist(), iter(microbatch.names)
-    name, found = "", list[str]()
-    for index, place in enumerate(places):
-        name = name if index and places[index - 1] == place else next(names)
-        found.append(name)
-    return found
+    _, numbers = microbatch.targets.samples.unique_consecutive(return_inverse=True)
+    return [microbatch.names[number] for number in numbers.tolist()]
 
 
 def _explain(microbatch: Microbatch, log_probs: Tensor) -> str:
