@@ -72,8 +72,7 @@ class PolicyRecipe:
         datasets = data.load_datasets(cfg, built.tokenizer)
         limits = models.limits_of(built.meta_model, ranks.device, ranks.dims.tp, settings.model.packed_attention)
         collator = policy.group_collator(built, limits, datasets, loss_fn, self.declared)
-        computed = policy.without_equal_groups(datasets, loss_fn)
-        self.loader, self.val_loader = data.build_loaders(*computed, collator, settings.data, ranks, built.num_to_run)
+        self.loader, self.val_loader = data.build_loaders(*datasets, collator, settings.data, ranks, built.num_to_run)
 
         # Model: it ends in the loss. Its passes before the pass, its optimizer, what training does besides, and resume.
         rows = models.rows_of(limits, collator.longest_row, ranks, settings.data.max_ranks_per_row)

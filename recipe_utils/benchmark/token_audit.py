@@ -74,7 +74,9 @@ def contents_of_pairs(pairs: Iterable[Sample], pad_id: int, shares_prefixes: boo
     pairs = list(pairs)
     alone, shared = (
         contents_of_groups(
-            [{"sequences": [*pair_as_group(pair, "pair", shares).values()]} for pair in pairs], pad_id, shares
+            [{"sequences": [*pair_as_group(pair, "pair", shares)["sequences"].values()]} for pair in pairs],
+            pad_id,
+            shares,
         )
         for shares in (False, shares_prefixes)
     )

@@ -35,7 +35,7 @@ from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.torchtune_names import log_rank_zero, logger, set_default_dtype
 
-NOISES = {"router_jitter_noise", "input_jitter_noise", "jitter_noise"}
+_NOISES = {"router_jitter_noise", "input_jitter_noise", "jitter_noise"}
 """Attributes of modules that draw random numbers in training by this rate, besides any dropout."""
 
 
@@ -79,20 +79,28 @@ def without_dropout(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     found = dict[str, float]()
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):  # models of transformers read some when they compute
-            is_dropout = owner is module and isinstance(module, _DropoutNd)
-            for name, value in list(getattr(owner, "__dict__", {}).items()):
-                if isinstance(value, float) and value > 0 and (_is_rate(name) or (is_dropout and name == "p")):
-                    setattr(owner, name, 0.0)
-                    found["dropout" if name == "p" else name] = value
+            for name, rate in rates_of(owner).items():
+                setattr(owner, name, 0.0)
+                found["dropout" if name == "p" else name] = rate
     if found:
         given = ", ".join(f"{name}={rate}" for name, rate in found.items())
         log_rank_zero(f"model: {given} of the folder is 0 here: {reason}", logging.INFO)
     return model
 
 
+def rates_of(module: Any) -> dict[str, float]:
+    """Returns rates above 0 of dropout and of a router's noise among the attributes of a module, or of its config."""
+    named = {name: value for name, value in getattr(module, "__dict__", {}).items() if _is_rate(name)}
+    given = named | ({"p": module.p} if isinstance(module, _DropoutNd) else {})
+    return {name: rate for name, rate in given.items() if isinstance(rate, float) and rate > 0}
+
+
 def _is_rate(name: str) -> bool:
-    """Returns True for the name of a rate of dropout, in any of its spellings, or of a router's noise."""
-    return "drop" in name or name in NOISES
+    """Returns True for the name of a rate of dropout, in any of its spellings, or of a router's noise.
+
+    DINOv3's ``drop_path`` is none: its draws belong to a crop, so that they are the same in any layout.
+    """
+    return ("drop" in name and name != "drop_path") or name in _NOISES
 
 
 def _rates_in(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:

@@ -1,6 +1,6 @@
-"""Copies of microbatches to the device, one ahead of the computation."""
+"""Copies to the device, one microbatch ahead of the computation, and to the host, one update step behind it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import cache
 from typing import TypeVar
@@ -36,6 +36,37 @@ def pinned(tree: T) -> T:
     """Returns a copy of a tree of tensors in page-locked memory, for device copies that do not block the host."""
     copy: T = tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), tree)
     return copy
+
+
+class ToHostLater:
+    """Copy of a tensor to the host that is read when the next update step is enqueued, so that the host does not wait.
+
+    Unless ``is_late``, as on a CPU, it is read at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_late = device.type != "cpu"
+        self._held: Callable[[], None] | None = None
+
+    def hold(self, tensor: Tensor, take: Callable[[Tensor], None]) -> None:
+        """Copies a tensor, and passes it to ``take`` at the next :meth:`read`."""
+        on_host = tensor.to("cpu", non_blocking=tensor.is_cuda)  # pinned by PyTorch
+        arrived = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
+
+        def read() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            take(on_host)
+
+        self._held = read
+        if not self.is_late:
+            self.read()
+
+    def read(self) -> None:
+        """Passes on what is held, once it has arrived."""
+        held, self._held = self._held, None
+        if held is not None:
+            held()
 
 
 @cache

@@ -4,7 +4,6 @@ from recipe_utils.policy.objective import counts_of as counts_of
 from recipe_utils.policy.objective import group_collator as group_collator
 from recipe_utils.policy.objective import needs_reference as needs_reference
 from recipe_utils.policy.objective import problems_with_loss as problems_with_loss
-from recipe_utils.policy.objective import without_equal_groups as without_equal_groups
 from recipe_utils.policy.policy_losses import PolicyLoss as PolicyLoss
 from recipe_utils.policy.ratios import Ratios as Ratios
 from recipe_utils.policy.rollouts import RolloutDataset as RolloutDataset

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from recipe_utils.data.collators import text_collator
 from recipe_utils.models.adapters.lora import find_adapters
 from recipe_utils.policy.policy_losses import PolicyLoss
-from recipe_utils.policy.rollouts import OF_REWARDS, ChangedRollouts, check_whole_answers, shorten_equal_group
+from recipe_utils.policy.rollouts import OF_REWARDS, check_whole_answers, shorten_equal_group
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
 from recipe_utils.text.limits import ModelLimits
@@ -50,53 +50,54 @@ def group_collator(
 ) -> RowCollator:
     """Returns the collator of groups: packed rows compute a group's prompt once, others have a row for each answer.
 
-    Raises ConfigError for a correction or a teacher that has no effect on these datasets.
+    Those of ``kind: sequence`` refuse answers in parts. Raises ConfigError for a correction or a teacher that has no effect on
+    these datasets.
     """
-    if problems := [*_without_effect(built, loss_fn, datasets)]:
-        raise ConfigError(*problems)
+    given = _facts_of_all(built, loss_fn, datasets)
     settings, tokenizer = built.settings.data, built.tokenizer
     trees = "dataset", "set microbatching=least_padding, where each answer is a row with its prompt"
-    has_trees = any(facts_of(each).has_sequences for each in datasets)
+    has_trees = any(facts.has_sequences for facts in given)
     ignored = loss_fn.ignore_index
     collator = text_collator(settings, tokenizer, ignored, limits, has_trees, declared, trees=trees)
-    return replace(collator, reader=replace(collator.reader, has_fingerprints=True))
+    # Groups without advantages cost no forward, unless they have a KL term.
+    changes = [check_whole_answers] * (loss_fn.kind == "sequence") + [shorten_equal_group] * (not loss_fn.has_kl)
+    return replace(collator, reader=replace(collator.reader, has_fingerprints=True, changes=changes))
 
 
-def _without_effect(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> Iterator[Problem]:
-    """Yields a cache that cannot be filled, what no sampler writes, and what has no effect on the fields of files."""
-    given, data = [facts_of(dataset) for dataset in datasets if dataset is not None], built.settings.data
-    if built.cfg.get("reference") == "cached" and (data.max_ranks_per_row > 1 or any(f.comes_later for f in given)):
+def _facts_of_all(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> Sequence[Facts]:
+    """Returns the facts of datasets. Raises ConfigError for what has no effect on them, as far as their fields are known."""
+    given = [facts_of(dataset) for dataset in datasets if dataset is not None]
+    if problems := [*_without_effect(built, loss_fn, given)]:
+        raise ConfigError(*problems)
+    return given
+
+
+def _without_effect(built: Built, loss_fn: PolicyLoss, given: Sequence[Facts]) -> Iterator[Problem]:
+    """Yields a cache that cannot be filled, what no sampler writes, a correction of nothing, and a teacher that is the student."""
+    cfg, data, rounds = built.cfg, built.settings.data, [each for facts in given for each in facts.comes_later]
+    if cfg.get("reference") == "cached" and (data.max_ranks_per_row > 1 or rounds):
         text = "is filled before training, with whole answers of all epochs, and rounds come later"
         if data.max_ranks_per_row > 1:
             text = "has whole answers, of which a rank has a share; remove max_ranks_per_row"
         yield Problem("reference", f"a cache {text}; or set live or offload", "cached")
-    sampler, advantages = (
-        built.cfg.get("sampler"),
-        {rounds.advantage for facts in given for rounds in facts.comes_later},
-    )
+    sampler, advantages = cfg.get("sampler"), {each.advantage for each in rounds}
     if sampler is not None and "given" in advantages:
         text = "a sampler writes rewards and no advantages; set mean_std, or take sampler out"
         yield Problem("dataset.advantage", text, "given")
     if sampler is not None and sampler.get("group_size") == 1 and advantages & OF_REWARDS.keys():
         text = f"one answer has nothing to compare it with (dataset.advantage={min(advantages)}); set it to 2 or more"
         yield Problem("sampler.group_size", text, 1)
-    yield from _without_effect_on(built, loss_fn, given)
-
-
-def _without_effect_on(built: Built, loss_fn: PolicyLoss, given: Sequence[Facts]) -> Iterator[Problem]:
-    """Yields a correction of a file without log-probabilities, and a teacher that is the student, where fields are known."""
     known = [(facts.fields, facts.needs_reference) for facts in given if facts.fields is not None]
     if loss_fn.correction is not None and any("logprobs" not in fields for fields, _ in known):
         text = "the dataset has no logprobs, so there is no sampler to correct; write them, or take correction out"
         yield Problem("loss.correction", text, loss_fn.correction)
-    if not any(needs_reference and "ref_logprobs" not in fields for fields, needs_reference in known):
-        return
-    instead, own = "write the teacher's ref_logprobs", built.cfg.checkpointer
-    has_adapters = bool(find_adapters(built.meta_model).modules)
-    if has_adapters or _weights_of(own) == _weights_of(built.cfg.get("ref_checkpointer") or own):
-        instead = instead if has_adapters else f"set ref_checkpointer to the teacher, or {instead}"
-        text = f"the teacher is the model that training starts from, so it would learn nothing; {instead}"
-        yield Problem("dataset.advantage", text, "teacher")
+    if any(needs_reference and "ref_logprobs" not in fields for fields, needs_reference in known):
+        instead, own = "write the teacher's ref_logprobs", cfg.checkpointer
+        has_adapters = bool(find_adapters(built.meta_model).modules)
+        if has_adapters or _weights_of(own) == _weights_of(cfg.get("ref_checkpointer") or own):
+            instead = instead if has_adapters else f"set ref_checkpointer to the teacher, or {instead}"
+            text = f"the teacher is the model that training starts from, so it would learn nothing; {instead}"
+            yield Problem("dataset.advantage", text, "teacher")
 
 
 def _weights_of(checkpointer: Mapping[str, Any]) -> tuple[Path, Any]:
@@ -111,29 +112,12 @@ def problems_with_loss(loss: Mapping[str, Any], data: DataSettings) -> Iterator[
         yield Problem("loss.kind", text, "sequence")
 
 
-def without_equal_groups(datasets: tuple[Any, Any], loss_fn: PolicyLoss) -> tuple[Any, Any]:
-    """Returns datasets whose groups without advantages cost no forward, unless they have a KL term. None stays None.
-
-    Those of ``kind: sequence`` refuse answers in parts.
-    """
-
-    def as_taken(dataset: Any) -> Any:
-        if dataset is not None and loss_fn.kind == "sequence":
-            dataset = ChangedRollouts(dataset, check_whole_answers)
-        return dataset if dataset is None or loss_fn.has_kl else ChangedRollouts(dataset, shorten_equal_group)
-
-    dataset, val = map(as_taken, datasets)
-    return dataset, val
-
-
 def needs_reference(built: Built, loss_fn: PolicyLoss, datasets: Sequence[Any]) -> bool:
     """Returns True if the loss takes log-probabilities of a reference that a file does not have.
 
     Raises ConfigError for a correction or a teacher that has no effect on the first round.
     """
-    given = [facts_of(dataset) for dataset in datasets if dataset is not None]
-    if problems := [*_without_effect_on(built, loss_fn, given)]:
-        raise ConfigError(*problems)
+    given = _facts_of_all(built, loss_fn, datasets)
     takes = loss_fn.has_kl or any(facts.needs_reference for facts in given)
     return takes and not all("ref_logprobs" in (facts.fields or ()) for facts in given)
 

@@ -36,7 +36,6 @@ Shapes: n target tokens, c of a chunk, p sequences, v vocabulary, k sums.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -379,11 +378,10 @@ class _Given(NamedTuple):
 def _means_of_sequences(now: Tensor, old: Tensor, targets: Targets) -> Tensor:
     """Returns the mean over the sequence of now - old, of each target's sequence [n], for log-probabilities [n]."""
     assert targets.samples is not None
-    of_sequences = partial(now.new_zeros, len(targets.samples))
-    owners = targets.of_targets(torch.arange(len(targets.samples), device=now.device))
+    owners, of_sequences = targets.sequences, now.new_zeros(len(targets.samples))
     differences = torch.where(old.isnan(), 0.0, now - old)
-    sums = of_sequences().index_add(0, owners, differences)
-    numbers = of_sequences().index_add(0, owners, torch.ones_like(differences))
+    sums = of_sequences.index_add(0, owners, differences)
+    numbers = of_sequences.index_add(0, owners, torch.ones_like(differences))
     return (sums / numbers.clamp(min=1)).index_select(0, owners)
 
 

@@ -5,8 +5,7 @@ the policy is the sampler's, the mean ratio is 5.5: one warning names the answer
 token: its ratio, e^119, is bounded, and a warning names its line.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recipe_utils.parallel.to_device import ToHostLater
 from recipe_utils.policy.policy_losses import MAX_EXPONENT, PolicyLoss, Seen
 from recipe_utils.training.parts.protocol import Part
 from recipe_utils.training.run import Run
@@ -35,49 +35,39 @@ class Ratios(Part):
 
     def __init__(self, run: Run, loss_fn: PolicyLoss, loader: UpdateStepLoader) -> None:
         self._run, self._loss_fn, self._loader = run, loss_fn, loader
-        self._held: Callable[[], None] | None = None
+        self._late = ToHostLater(run.ranks.device)
         self._warned = set[str]()
         self._follows_sampling = False
         """The next update step is the first one of a round; of a file, of the training."""
 
     def begin(self, epoch: int) -> None:
         """Reads the last update step of the epoch before, while its samples can be read."""
-        self._read()
+        self._late.read()
         has_rounds = bool(facts_of(self._loader.dataset.dataset).comes_later)
         is_sampled = epoch == 0 or has_rounds
         self._follows_sampling = is_sampled and self._run.state.samples_consumed == 0
 
     def after(self, step: UpdateStep) -> Mapping[str, Tensor]:
         """Returns the largest ratio over all ranks; nothing if no group was computed."""
-        self._read()
+        self._late.read()
         ranks = self._run.ranks
         mine = self._loss_fn.take_seen(ranks.device)
         of_ranks = [torch.empty_like(mine) for _ in range(ranks.world_size)]
         dist.all_gather(of_ranks, mine)
         if not step.totals["measured"]:
             return {}
-        on_host = torch.stack(of_ranks).to("cpu", non_blocking=mine.is_cuda)
-        arrived = torch.cuda.current_stream().record_event() if mine.is_cuda else None
-        self._held = partial(self._judge, on_host, arrived, self._follows_sampling)
+        seen = torch.stack(of_ranks)
+        self._late.hold(seen, partial(self._judge, follows_sampling=self._follows_sampling))
         self._follows_sampling = False
-        if arrived is None:
-            self._read()
-        return {"ratio_max": torch.stack(of_ranks)[:, 0].max()}
+        return {"ratio_max": seen[:, 0].max()}
 
     def close(self, error: BaseException | None) -> None:
         """Reads the last update step."""
         if error is None:
-            self._read()
+            self._late.read()
 
-    def _read(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held()
-
-    def _judge(self, on_host: Tensor, arrived: Any, follows_sampling: bool) -> None:
+    def _judge(self, on_host: Tensor, follows_sampling: bool) -> None:
         """Warns of what was seen on the ranks [r, k]."""
-        if arrived is not None:
-            arrived.synchronize()
         seen = Seen(*max(on_host.tolist(), key=lambda each: each[1]))
         ratios, differences, num_tokens = on_host[:, -3:].sum(0).tolist()
         if seen.difference > MAX_EXPONENT and "bound" not in self._warned:
@@ -107,10 +97,9 @@ class Ratios(Part):
 def place_of(sample: Mapping[str, Any], label: int, log_prob: float) -> str | None:
     """Returns the place of a trained token that the sampler gave ``log_prob``, such as ``line 2 of a.jsonl: token 9``."""
     for number, sequence in enumerate(sample["sequences"]):
-        is_label = np.asarray(sequence["labels"]) == label
-        is_given = [math.isclose(given, log_prob, rel_tol=1e-6) for given in sequence["logprobs"]]
-        if (is_label & is_given).any():
-            token = int((is_label & is_given).argmax())
+        is_given = np.isclose(sequence["logprobs"], log_prob, rtol=1e-6, atol=0)
+        are_found = is_given & (np.asarray(sequence["labels"]) == label)
+        if are_found.any():
             name = sample["rows"][number] if "rows" in sample else f"sequence {number}"
-            return f"{name}: token {token} (id {label})"
+            return f"{name}: token {int(are_found.argmax())} (id {label})"
     return None

@@ -173,6 +173,9 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         is_equal = has_rewards and len(rewards) > 1 and not mean(rewards).any()
         # Rewards of answers without a trained token count in the mean reward, beside the tokens of the others.
         of_masked = rewards[is_masked].sum() / num_of_group
+        if is_masked.all() and len(answers[0].tokens) > 1:
+            beside = {"masked": float(len(rewards)), **({"rewards": rewards.sum()} if has_rewards else {})}
+            yield 0, 0, _standing_for(answers[0].tokens, {**dict.fromkeys(_WEIGHTLESS, 0.0), **beside})
         of_answers = zip(parts.values(), rewards, advantages, sizes, strict=True)
         for number, (of_one, reward, advantage, num_of_answer) in enumerate(of_answers):
             for place, part in ((place, part) for place, part in of_one.items() if part.num_trained):
@@ -330,23 +333,11 @@ def _reward_of(parts: Sequence[Answer]) -> float:
 # ---- Groups without advantages, which cost no forward and stay in what the loss is divided by ------
 
 _SUMMED = ("answers", "groups", "rewards", "equal_groups", "masked")
+_WEIGHTLESS = ("advantages", "answers", "answer_tokens", "groups", "equal_groups", "ref_logprobs")
+"""What is 0 beside the target of a group without a trained token, of which only the answers and their rewards count."""
 
 
-class ChangedRollouts(Dataset[Any]):
-    """Rollouts of ``dataset``, each of which ``change`` returns or replaces."""
-
-    def __init__(self, dataset: Any, change: Callable[[Any], Any]) -> None:
-        self.dataset, self._change = dataset, change
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        """Returns the changed sample."""
-        return self._change(self.dataset[index])
-
-
-def shorten_equal_group(sample: Any) -> Any:
+def shorten_equal_group(sample: Any, _: str = "") -> Any:
     """Returns a sample; a group whose advantages are all 0 as one short sequence.
 
     Four answers of 100 tokens each with rewards 1, 1, 1, 1 have no gradient. One sequence of two tokens takes their place.
@@ -355,13 +346,21 @@ def shorten_equal_group(sample: Any) -> Any:
     advantage as a factor: without a KL term.
     """
     sequences = sample.get("sequences", ()) if isinstance(sample, Mapping) else ()
-    if not sequences or any(np.any(s.get(key, 0)) for s in sequences for key in ("advantages", "teacher")):
+    if not sequences or "measured" in sequences[0]:  # it is one already
         return sample
-    return {"sequences": [_standing_for(sequences)]}
+    if any(np.any(s.get(key, 0)) for s in sequences for key in ("advantages", "teacher")):
+        return sample
+    are_targets = [np.append(False, np.asarray(s["labels"])[1:] != IGNORE_INDEX) for s in sequences]
+    beside = {"answer_tokens": float(sum(each.sum() for each in are_targets))}
+    # A number of an answer is beside each of its targets.
+    pairs = [*zip(sequences, are_targets, strict=True)]
+    for name in sequences[0].keys() - {"tokens", "labels", "temperatures"}:
+        beside[name] = float(sum((of * np.asarray(s[name])).sum() for s, of in pairs)) if name in _SUMMED else 0.0
+    return {"sequences": [_standing_for(sequences[0]["tokens"], beside)]}
 
 
-def check_whole_answers(sample: Any) -> Any:
-    """Returns a sample. Raises UnusedError for an answer in several parts.
+def check_whole_answers(sample: Any, name: str) -> Any:
+    """Returns a sample with this name. Raises UnusedError for an answer in several parts.
 
     ``kind: sequence`` has one ratio of an answer, which is known once all of its parts are; they may be in several
     microbatches, whose gradients are computed one after the other.
@@ -370,19 +369,10 @@ def check_whole_answers(sample: Any) -> Any:
     for number in answers:
         if (num_parts := answers.count(number)) > 1:
             text = f"its answer has {num_parts} parts, and loss.kind=sequence needs all of them before a gradient"
-            raise UnusedError(f"{sample['rows'][answers.index(number)]}: {text}; set loss.kind=clipped")
+            raise UnusedError(f"{name}: {sample['rows'][answers.index(number)]}: {text}; set loss.kind=clipped")
     return sample
 
 
-def _standing_for(sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns a sequence of two tokens with one target, beside which are the sums of all."""
-    first = sequences[0]
-    are_targets = [np.append(False, np.asarray(s["labels"])[1:] != IGNORE_INDEX) for s in sequences]
-    num_trained = sum(int(each.sum()) for each in are_targets)
-    # A number of an answer is beside each of its targets.
-    pairs = [*zip(sequences, are_targets, strict=True)]
-    sums = {name: float(sum((of * np.asarray(s[name])).sum() for s, of in pairs)) for name in _SUMMED if name in first}
-    nothing = {name: 0.0 for name in first if name not in ("tokens", "labels", "temperatures", *sums)}
-    beside = {**nothing, **sums, "answer_tokens": num_trained, "measured": 0.0}
-    tokens = first["tokens"][:2]
-    return {"tokens": tokens, "labels": [IGNORE_INDEX, tokens[1]], **{name: [0.0, x] for name, x in beside.items()}}
+def _standing_for(tokens: Any, beside: Mapping[str, float]) -> dict[str, Any]:
+    """Returns a sequence of the first two ``tokens``, whose only target has numbers of a whole group, and is not measured."""
+    return {"tokens": tokens[:2], "labels": [IGNORE_INDEX, tokens[1]], "measured": 0.0, **beside}

@@ -21,7 +21,6 @@ from torchtune.rlhf.loss import DPOLoss
 
 from recipe_utils.losses.chunks import OutputLayer, Record
 from recipe_utils.losses.log_probs import LinearLogProbs
-from recipe_utils.losses.sequences import sums_of_sequences
 from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.settings.problems import build
 from recipe_utils.torchtune_names import instantiate
@@ -189,9 +188,7 @@ class PreferenceLoss(nn.Module):
         :mod:`recipe_utils.losses.attach`.
         """
         of_targets = self.log_probs(output, hidden, targets, backward_in_parts)
-        policy, num_targets = map(
-            _of_answers, sums_of_sequences(of_targets, targets, targets.of_samples["common_tokens"])
-        )
+        policy, num_targets = map(_of_answers, sums_of_sequences(of_targets, targets))
         reference = targets.outputs.get("reference")
         if not self.needs_reference:
             reference = torch.zeros_like(policy)
@@ -210,6 +207,21 @@ class PreferenceLoss(nn.Module):
         margins = chosen - rejected
         wins = (margins > 0).double()
         return torch.stack([losses, chosen, rejected, margins, wins, *policy.view(-1, 2).T, -policy[::2]]).sum(1)
+
+
+def sums_of_sequences(of_targets: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """Returns sums [2 p, 2] in fp64 of ``of_targets`` [n] over the targets of each answer, and their numbers [2 p, 2].
+
+    Of each answer, over the targets that both have in common and over the rest, in the order of its tokens.
+    In fp64, because a loss takes differences of large sums; in a fixed order, so that equal models give equal sums.
+    """
+    owners, common = targets.sequences, targets.of_samples["common_tokens"]
+    numbers = torch.zeros_like(common).index_add_(0, owners, torch.ones_like(owners))
+    numbers = torch.stack([common, numbers - common], dim=1)
+    in_order = of_targets.double().index_select(0, owners.argsort(stable=True))
+    # unsafe: the check would synchronize with the device, and fails without sequences.
+    sums = torch.segment_reduce(in_order, "sum", lengths=numbers.flatten(), unsafe=True, initial=0)
+    return sums.view(-1, 2), numbers
 
 
 def _of_answers(of_sequences: Tensor) -> Tensor:

@@ -87,8 +87,8 @@ def mask_shared_turns(tokens: Sequence[np.ndarray], labels: Sequence[np.ndarray]
         side[:end] = IGNORE_INDEX
 
 
-def pair_as_group(pair: Sample, name: str, shares: bool = False) -> Mapping[str, Sample]:
-    """Returns the sides of a pair, as torchtune's preference datasets return it, as the sequences of a group.
+def pair_as_group(pair: Sample, name: str, shares: bool = False) -> Sample:
+    """Returns a pair, as torchtune's preference datasets return it, as a group of two ``sequences``, its sides.
 
     Turns that both share are masked. Values of both are ``pairs``, 1 for chosen, the number of ``chosen_tokens``, and a
     ``fingerprint`` [2]. If the pair ``shares`` its beginning, the targets there are those of chosen alone, their number is
@@ -119,9 +119,8 @@ def pair_as_group(pair: Sample, name: str, shares: bool = False) -> Mapping[str,
     numbers = {"pairs": (1, 0), "chosen_tokens": (num_chosen, 0), "common_tokens": (num_common, 0)}
     beside_sides = zip(tokens, labels, fingerprints, *numbers.values(), strict=True)
     keys = ("tokens", "labels", "fingerprint", *numbers)
-    return {
-        side: {**beside, **dict(zip(keys, each, strict=True))} for side, each in zip(SIDES, beside_sides, strict=True)
-    }
+    sides = ({**beside, **dict(zip(keys, each, strict=True))} for each in beside_sides)
+    return {"sequences": dict(zip(SIDES, sides, strict=True))}
 
 
 def num_common_tokens(tokens: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> int:
@@ -148,6 +147,6 @@ def pair_collator(
         *(settings, tokenizer, IGNORE_INDEX, limits, True, _OF_PAIRS, shares),
         trees=("prefix_sharing=True", "set prefix_sharing=False") if shares else None,
     )
-    as_group = partial(pair_as_group, shares=shares)
+    changes = [partial(pair_as_group, shares=shares)]
     bounds = collator.reader.bounds._replace(num_rows=2)
-    return replace(collator, reader=replace(collator.reader, bounds=bounds, as_group=as_group, shares=shares))
+    return replace(collator, reader=replace(collator.reader, bounds=bounds, changes=changes, shares=shares))

@@ -1,20 +1,21 @@
 """Disk cache of a reference: log-probabilities of sequences, in one file.
 
-Example: with 60,000 pairs ``reference/9f86d081884c7d65.log_probs`` has 4 bytes of checksum and 120,000 rows of 28
-bytes, 3.4 MB. A row is a sequence's fingerprint (16 bytes), the number of its values (4 bytes), and the values in fp64:
-the sum of an answer, or a log-probability for each of its targets. The name is a hash of what they depend on besides
-the sequence, such as the reference's weights; not the learning rate, the loss, the order of samples or the number of ranks.
+Example: with 60,000 pairs ``reference/9f86d081884c7d65.npz`` has 120,000 sequences, 3.8 MB: their fingerprints (16 bytes
+each), the numbers of their values (8 bytes each), and all values in fp64: the sum of an answer, or a log-probability for
+each of its targets. The name is a hash of what they depend on besides the sequence, such as the reference's weights; not
+the learning rate, the loss, the order of samples or the number of ranks.
 """
 
 import hashlib
 import json
-import struct
 import time
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +25,6 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.settings.problems import naming
 from recipe_utils.torchtune_names import logger
 
-_HEAD = struct.Struct("<16sI")
 _SECONDS_BETWEEN_WRITES = 60.0
 """A killed run loses no more of its pass before training."""
 
@@ -51,7 +51,7 @@ class ReferenceCache:
 
     def __init__(self, folder: Path, context: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
         text = json.dumps(context, sort_keys=True, default=str)
-        self._path = folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.log_probs"
+        self._path = folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.npz"
         self._is_zero = group is None or dist.get_rank(group) == 0
         if self._is_zero:
             folder.mkdir(parents=True, exist_ok=True)
@@ -92,26 +92,22 @@ class ReferenceCache:
         Raises ConfigError with the file's name.
         """
         if self._is_zero and len(self._log_probs) > self._num_written:
-            rows = self._read() | self._log_probs
-            content = b"".join(_HEAD.pack(key, len(values) // 8) + values for key, values in rows.items())
+            content, rows = BytesIO(), self._read() | self._log_probs
+            numbers = np.array([len(values) // 8 for values in rows.values()])
+            fingerprints, values = np.frombuffer(b"".join(rows), "V16"), np.frombuffer(b"".join(rows.values()))
+            np.savez(content, fingerprints=fingerprints, numbers=numbers, values=values)
             with naming("reference_cache_dir"):
-                write_atomically(self._path, zlib.crc32(content).to_bytes(4, "little") + content)
+                write_atomically(self._path, content.getvalue())
             self._num_written, self._written_seconds = len(self._log_probs), time.monotonic()
 
     def _read(self) -> LogProbs:
         if not self._path.is_file():
             return {}
-        data = self._path.read_bytes()
-        checksum, content = int.from_bytes(data[:4], "little"), data[4:]
-        if len(data) < 4 or zlib.crc32(content) != checksum:
+        try:
+            with np.load(self._path) as file:  # with a checksum of each array
+                fingerprints, ends = file["fingerprints"].tolist(), file["numbers"].cumsum()
+                values = [each.tobytes() for each in np.split(file["values"], ends[:-1])]
+        except (zipfile.BadZipFile, KeyError, ValueError, EOFError):
             logger.warning(f"{self._path}: corrupt; its log-probabilities are computed again")
             return {}
-        return dict(_rows_of(content))
-
-
-def _rows_of(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    start = 0
-    while start < len(content):
-        fingerprint, num_values = _HEAD.unpack_from(content, start)
-        start += _HEAD.size + 8 * num_values
-        yield fingerprint, content[start - 8 * num_values : start]
+        return dict(zip(fingerprints, values, strict=True))

@@ -116,10 +116,9 @@ class CachedReference:
 
     def _places(self, targets: Targets) -> tuple[Tensor, list[int]]:
         """Returns the places [k] of what is stored, one sequence after the other, and the number of each."""
-        num_sequences = len(_samples_of(targets))
-        owners = torch.arange(num_sequences)
-        if not self._returns_sums:
-            owners = targets.of_targets(owners)  # along a sequence, targets are in the order of the row
+        num_sequences = len(targets.of_samples["fingerprint"])
+        # Along a sequence, targets are in the order of the row.
+        owners = torch.arange(num_sequences) if self._returns_sums else targets.sequences
         return owners.argsort(stable=True), torch.bincount(owners, minlength=num_sequences).tolist()
 
     @contextmanager
@@ -232,12 +231,6 @@ class OnePass(Order):
         return (step + 1) * self._size
 
 
-def _samples_of(targets: Targets) -> Tensor:
-    """Returns the place in the update step of each sequence's sample [p]."""
-    assert targets.samples is not None
-    return targets.samples
-
-
 def _sequences_of(microbatch: Microbatch) -> Sequences:
     fingerprints = microbatch.targets.of_samples["fingerprint"].numpy()
     return Sequences(_names_of(microbatch), [row.tobytes() for row in fingerprints])
@@ -245,18 +238,15 @@ def _sequences_of(microbatch: Microbatch) -> Sequences:
 
 def _names_of(microbatch: Microbatch) -> list[str]:
     """Returns the name of each sequence's sample; those of one sample stand together."""
-    places, names = _samples_of(microbatch.targets).tolist(), iter(microbatch.names)
-    name, found = "", list[str]()
-    for index, place in enumerate(places):
-        name = name if index and places[index - 1] == place else next(names)
-        found.append(name)
-    return found
+    assert microbatch.targets.samples is not None
+    _, numbers = microbatch.targets.samples.unique_consecutive(return_inverse=True)
+    return [microbatch.names[number] for number in numbers.tolist()]
 
 
 def _explain(microbatch: Microbatch, log_probs: Tensor) -> str:
     """Names the sample of the first log-probability that is NaN or infinite."""
     targets, place = microbatch.targets, int((~log_probs.cpu().isfinite()).nonzero()[0])
     if len(log_probs) != len(targets.of_samples["fingerprint"]):
-        place = int(targets.of_targets(torch.arange(len(_samples_of(targets))))[place])
+        place = int(targets.sequences[place])
     text = f"{_names_of(microbatch)[place]}: the reference's log-probabilities are NaN or infinite; look at"
     return f"{text} ref_checkpointer's weights, or set dtype=fp32"

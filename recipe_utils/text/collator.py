@@ -171,10 +171,13 @@ class RowCollator(Collator):
         num_kept = len(sample.tokens) if keeps_shape else 1
         labels = np.full(num_kept, self.reader.ignore_index)
         own = {"labels": labels.tolist()}  # for a user's collate_fn
-        dummy = sample._replace(labels=labels, columns={}, others={**sample.others, **own})
+        columns = {name: column[:num_kept] for name, column in sample.columns.items()}
+        dummy = sample._replace(labels=labels, others={**sample.others, **own})
         if not keeps_shape:
-            own["tokens"] = sample.tokens[:1].tolist()
-            dummy = TextSample(sample.name, sample.at, sample.tokens[:1], labels, [1], values=sample.values, others=own)
+            own["tokens"], values = sample.tokens[:1].tolist(), sample.values
+            dummy = TextSample(
+                sample.name, sample.at, sample.tokens[:1], labels, [1], columns, values=values, others=own
+            )
         made = self._row([dummy])
         # Its positions belong to no sequence, so nothing of the sample reaches a loss.
         nothing = torch.zeros(0, dtype=torch.int64)

@@ -50,15 +50,19 @@ class TextReader:
     """``input_pos`` is the project's, not a user's ``collate_fn``'s."""
     drops_columns: bool = False
     """Samples are only looked at: what no loss takes is no error."""
-    as_group: Callable[[Sample, str], Mapping[str, Sample]] | None = None
-    """Returns the sequences of a sample in another form by name, such as those of a pair. Their value ``common_tokens`` is the
-    number of targets that the first one has for all of them."""
+    changes: Sequence[Callable[[Sample, str], Sample]] = ()
+    """Functions of a sample and its name that return it in another form, such as a pair as ``sequences``."""
     couples_sequences: bool = False
     """The sequences of a sample are in one microbatch, however long they are."""
     has_fingerprints: bool = False
     """Sequences have the value ``fingerprint`` [2] of their tokens, labels and temperatures, by which a cache finds them."""
     shares: bool = True
     """Sequences of a packed sample that begin alike become one tree."""
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """Returns True if the value ``common_tokens`` is the number of targets that the first sequence has for both."""
+        return "common_tokens" in self.of_samples
 
     @property
     def counts(self) -> Sequence[str]:
@@ -71,10 +75,10 @@ class TextReader:
 
         A user's ``collate_fn`` gets the types of the dataset, such as lists, as in torchtune.
         """
-        if self.as_group is not None:
-            return self._tree_of(self.as_group(sample, name), name, at)
+        for change in self.changes:
+            sample = change(sample, name)
         if isinstance(sample, Mapping) and "sequences" in sample:
-            return self._tree_of({f"sequence {i}": each for i, each in enumerate(sample["sequences"])}, name, at)
+            return self._tree_of(sample["sequences"], name, at)
         return self._sequence_of(sample, name, at)
 
     def _sequence_of(self, sample: Sample, name: str, at: StepIndex, in_group: bool = False) -> TextSample:
@@ -114,25 +118,25 @@ class TextReader:
         made = _with_documents(made, self.ignore_index) if made.is_row else made
         return beside_predictors(made, self.ignore_index)
 
-    def _tree_of(self, sequences: Mapping[str, Sample], name: str, at: StepIndex) -> TextSample:
+    def _tree_of(self, sequences: Sequence[Sample] | Mapping[str, Sample], name: str, at: StepIndex) -> TextSample:
         if not self.has_trees:
             text = "it has 'sequences'; return Facts(has_sequences=True) from a method facts() of its dataset"
             raise SampleError(f"{name}: {text}")
         # A sequence without a target would only cost time.
         kept = []
+        if not isinstance(sequences, Mapping):
+            sequences = {f"sequence {i}": sequence for i, sequence in enumerate(sequences)}
         for which, sequence in sequences.items():
             made = self._sequence_of(sequence, f"{name}, {which}", at, in_group=True)
-            if self.as_group or (made.labels != self.ignore_index).any():
+            if self.is_of_pairs or (made.labels != self.ignore_index).any():
                 kept.append(made)
-        # Where a sequence has a column, all have it; where one has a number for all of its targets, all have one or the column.
-        names = {name for made in kept for name in made.columns}
-        ones = {name for made in kept for name in made.values.keys() & self.columns.keys()} - names
+        # What one sequence has, all have: as a column if one has it as that, else as a number.
+        shapes = {name: column.shape[1:] for made in kept for name, column in made.columns.items()}
+        given = shapes.keys() | {name for made in kept for name in made.values.keys() & self.columns.keys()}
         for index, made in enumerate(kept):
-            given = {name: made.values.get(name, [self.columns[name]])[0] for name in names - made.columns.keys()}
-            columns = {name: np.full(len(made.tokens), value, dtype=np.float64) for name, value in given.items()}
-            values = {name: np.array([self.columns[name]]) for name in ones - made.values.keys()}
-            values |= {name: value for name, value in made.values.items() if name not in names}
-            kept[index] = made._replace(columns={**made.columns, **columns}, values=values)
+            missing = {name: (1, *shapes.get(name, ())) for name in given - made.columns.keys() - made.values.keys()}
+            values = {name: np.full(shape, self.columns[name], dtype=np.float64) for name, shape in missing.items()}
+            kept[index] = made._replace(values={**made.values, **values}).with_columns(shapes)
         # One tree, or several if the sequences are longer than a row; ranks of one row would wait for the others.
         if not kept:
             raise SkippedSampleError(f"{name}: none of its sequences has a target")
@@ -148,23 +152,20 @@ class TextReader:
     def content(self, sample: TextSample) -> tuple[Sequence[np.ndarray], Mapping[str, Any]]:
         """Returns tokens and labels, and all other values that are trained on, by key: those of the data in any layout."""
         others = {key: value for key, value in sample.others.items() if key not in (*_KEYS, "is_cut")}
-        values = {} if self.as_group else {name: sample.values[name] for name in self.of_samples}
+        values = {} if self.is_of_pairs else {name: sample.values[name] for name in self.of_samples}
         if not sample.num_shared:
             columns = beside_tokens(sample, self.ignore_index)
             return (sample.tokens, columns.pop("labels")), {**others, **columns, **values}
+        sample = sample.with_columns(self.columns)
         made = self._answers_of(sample)
-        for name in sample.values.keys() & self.columns.keys():
-            for each, value in zip(made, sample.values[name], strict=True):
-                each[name] = np.where(each["labels"] != self.ignore_index, value, 0.0)
-        names = sorted({*sample.columns, *(sample.values.keys() & self.columns.keys())})
-        columns = {name: np.concatenate([each[name] for each in made]) for name in names}
+        columns = {name: np.concatenate([each[name] for each in made]) for name in sample.columns}
         return [each[name] for each in made for name in ("tokens", "labels")], {**columns, **values}
 
     def count(self, counts: Mapping[str, float], values: Mapping[str, np.ndarray]) -> Mapping[str, float]:
         """Returns the counts with the number of samples with values, and the sums of values that are totals."""
         sums = {name: float(values[name].sum()) for name in self.of_samples if name in self.totals}
         samples = {"samples": len(values[self.of_samples[0]])} if self.of_samples else {}
-        num_twice = float(values["common_tokens"].sum()) if self.as_group else 0
+        num_twice = float(values["common_tokens"].sum()) if self.is_of_pairs else 0
         return {**counts, **sums, **samples, "target_tokens": counts["target_tokens"] + num_twice}
 
     def remarks(self, sample: TextSample) -> Iterator[str]:
@@ -196,7 +197,7 @@ class TextReader:
     def _answers_of(self, sample: TextSample) -> list[dict[str, np.ndarray]]:
         """Returns tokens, labels and columns of each sequence, with the targets that stand once for several."""
         first, *others = made = [*sequences_of(sample, self.ignore_index)]
-        common = sample.values["common_tokens"] if self.as_group else [0]
+        common = sample.values["common_tokens"] if self.is_of_pairs else [0]
         places = np.flatnonzero(first["labels"] != self.ignore_index)[: common[0]]
         for other in others:
             other["labels"][places] = first["labels"][places]
@@ -206,7 +207,7 @@ class TextReader:
         """Yields a text if a group is cut, an answer of a pair is probably truncated, or they are not to one prompt."""
         if self.bounds.settings.is_packed and len(sample.num_shared) > 1 and not self.couples_sequences:
             yield f"more than {self.bounds.of_tree} positions, cut into several microbatches"
-        if self.as_group is None:
+        if not self.is_of_pairs:
             return
         sequences = self._answers_of(sample)
         if (most := self.bounds.max_seq_len) in [len(each["tokens"]) for each in sequences]:
@@ -301,9 +302,9 @@ def check_all_taken(others: Sample, tokens: np.ndarray, labels: np.ndarray, name
 
 
 def check_column(values: Any, key: str, num_labels: int, name: str) -> np.ndarray:
-    """Returns a column [t] fp64; raises SampleError unless it is finite, and ``weights`` at least 0."""
+    """Returns a column [t] or [t, k] fp64; raises SampleError unless it is finite, and ``weights`` at least 0."""
     numbers = _finite(values, key, name)
-    if numbers.shape != (num_labels,):
+    if numbers.shape[:1] != (num_labels,) or numbers.ndim > 2:
         raise SampleError(f"{name}: {numbers.shape} {key} for {num_labels} labels; each label needs one")
     return numbers.astype(np.float64)
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from recipe_utils.plans.rounds import Share
 from recipe_utils.text.documents import DocumentLengths, Documents, length_of
 from recipe_utils.text.reader import TextReader
-from recipe_utils.text.samples import TextSample, beside_tokens
+from recipe_utils.text.samples import TextSample, beside_tokens, joined
 from recipe_utils.text.trees import Shared, apart
-from recipe_utils.update_steps.samples import Sample, SampleError
+from recipe_utils.update_steps.samples import Sample
 from recipe_utils.update_steps.step import Microbatch, Targets
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
@@ -187,30 +187,26 @@ def _microbatch(
     targets: Targets,
     num_saved: int,
 ) -> Microbatch:
-    """Makes a microbatch, with the columns [n] of its samples at its targets, their values, and counts."""
+    """Makes a microbatch, with the columns [n, ...] of its samples at its targets, their values, and counts."""
     # Columns at targets: of the samples that have them, else their default.
     num_targets, columns, places = len(targets.positions), dict[str, Tensor](), None
-    given = {name for sample in samples for name in (*sample.columns, *sample.values)}
-    are_targets = [sample.labels != reader.ignore_index for sample in samples if given]
-    owners = [sample.owners_and_ends()[0][is_target] for sample, is_target in zip(samples, are_targets, strict=False)]
+    samples = [sample.with_columns(reader.columns) for sample in samples]
+    shapes = {name: column.shape[1:] for sample in samples for name, column in sample.columns.items()}
+    are_targets = [sample.labels != reader.ignore_index for sample in samples if shapes]
     for name, default in reader.columns.items():
-        if name not in given:
+        if name not in shapes:
             columns[name] = torch.full((num_targets,), default or 0.0, dtype=torch.float64)
             continue
         of_samples = []  # in the order of the targets
-        for sample, is_target, owner in zip(samples, are_targets, owners, strict=True):
-            if name in sample.values:
-                of_samples.append(sample.values[name][owner].astype(np.float64))
-                continue
-            column = sample.columns.get(name, np.full(len(is_target), default))
+        for sample, is_target in zip(samples, are_targets, strict=True):
+            column = sample.columns.get(name, np.full((len(is_target), *shapes[name]), default))
             of_samples.append(column[is_target])
-        columns[name] = torch.from_numpy(np.concatenate(of_samples))
+        columns[name] = torch.from_numpy(joined(of_samples, name, samples))
         if len(columns[name]) != num_targets:
             text = f"it made {num_targets} targets of {len(columns[name])}, so {name} of samples have no place"
             raise ValueError(f"collate_fn: {text}; leave the key out")
     # Values of samples, and their places in the update step and in the dataset, once per sequence.
-    names = samples[0].values.keys() - reader.columns.keys()
-    values = {name: _stacked([sample.values[name] for sample in samples], name, samples) for name in names}
+    values = {name: joined([s.values[name] for s in samples], name, samples) for name in samples[0].values}
     if targets.owners is not None:
         numbers = [len(sample.owners_and_ends()[1]) for sample in samples]
         each = np.array([[sample.at.position, sample.at.item] for sample in samples])
@@ -219,7 +215,7 @@ def _microbatch(
         samples=None if places is None else places[:, 0],
         items=None if places is None else places[:, 1],
         values=columns,
-        defaults=frozenset(reader.columns.keys() - given),
+        defaults=frozenset(reader.columns.keys() - shapes),
         of_samples={name: torch.from_numpy(value) for name, value in values.items()},
     )
     # Tokens count as often as samples have them, also where a row computes them once.
@@ -243,12 +239,3 @@ def _positions_of(sample: TextSample) -> np.ndarray:
     if sample.positions is not None:
         return sample.positions
     return np.concatenate([np.arange(length_of(document)) for document in sample.documents])
-
-
-def _stacked(of_samples: Sequence[np.ndarray], name: str, samples: Sequence[TextSample]) -> np.ndarray:
-    """Returns the values [p, ...] of samples. Raises SampleError if they have several shapes."""
-    for value, sample in zip(of_samples, samples, strict=True):
-        if value.shape[1:] != of_samples[0].shape[1:]:
-            shapes = f"{list(value.shape[1:])}, and that of {samples[0].name} {list(of_samples[0].shape[1:])}"
-            raise SampleError(f"{sample.name}: its {name} has the shape {shapes}; all samples need the same")
-    return np.concatenate(of_samples)

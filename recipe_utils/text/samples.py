@@ -13,13 +13,14 @@ once, with the columns of both answers and the values [2] of both.
 Shapes: t tokens, q sequences of a sample.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from recipe_utils.text.documents import Document, length_of
 from recipe_utils.update_steps.order import StepIndex
+from recipe_utils.update_steps.samples import SampleError
 
 FIRST = StepIndex(0)
 """Place of a sample that is read outside of a training."""
@@ -37,7 +38,7 @@ class TextSample(NamedTuple):
     """[t] int64, of the next token of each position's sequence; ``ignore_index`` where there is no target."""
     documents: Sequence[Document]
     columns: Mapping[str, np.ndarray] = {}
-    """[t] fp64 each, beside labels; without those that the dataset left out."""
+    """[t] fp64 each, or [t, k], beside labels; without those that the dataset left out."""
     firsts: Mapping[str, np.ndarray] = {}
     """Labels and columns of the first token of each document, which nothing predicts: a resume knows samples by them, too."""
     values: Mapping[str, np.ndarray] = {}
@@ -51,6 +52,15 @@ class TextSample(NamedTuple):
     """Of each tree, the positions that it saves."""
     others: Mapping[str, Any] = {}
     """What else the dataset returned, for a ``collate_fn``."""
+
+    def with_columns(self, names: Collection[str]) -> "TextSample":
+        """Returns a sample whose values with these names, numbers of its sequences, are columns."""
+        if not (moved := self.values.keys() & names):
+            return self
+        owners, _ = self.owners_and_ends()
+        columns = {name: self.values[name][owners] for name in moved}
+        values = {name: value for name, value in self.values.items() if name not in moved}
+        return self._replace(columns={**self.columns, **columns}, values=values)
 
     @property
     def is_row(self) -> bool:
@@ -111,6 +121,15 @@ def beside_tokens(sample: TextSample, ignore_index: int) -> dict[str, np.ndarray
     starts = np.cumsum([0, *[length_of(document) for document in sample.documents[:-1]]])
     beside = dict[str, np.ndarray]()
     for name, column in {"labels": sample.labels, **sample.columns}.items():
-        beside[name] = np.append(column[:1], column[:-1])
+        beside[name] = np.roll(column, 1, axis=0)
         beside[name][starts] = sample.firsts.get(name, ignore_index)
     return beside
+
+
+def joined(arrays: Sequence[np.ndarray], name: str, samples: Sequence[TextSample]) -> np.ndarray:
+    """Returns the values or columns ``name`` of samples, one after the other. Raises SampleError if they have several shapes."""
+    for array, sample in zip(arrays, samples, strict=True):
+        if array.shape[1:] != arrays[0].shape[1:]:
+            shapes = f"{list(array.shape[1:])}, and that of {samples[0].name} {list(arrays[0].shape[1:])}"
+            raise SampleError(f"{sample.name}: its {name} has the shape {shapes}; all samples need the same")
+    return np.concatenate(arrays)

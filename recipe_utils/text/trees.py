@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recipe_utils.text.documents import Document, chains, length_of, segments_of
-from recipe_utils.text.samples import TextSample
+from recipe_utils.text.samples import TextSample, joined
 
 _LEAST_COMMON = 16
 """Tokens of the shortest beginning that is shared."""
@@ -50,6 +50,7 @@ def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index:
     owners = np.repeat(np.arange(len(sequences)), lengths)
 
     labels = np.concatenate([sequence.labels for sequence in sequences])
+    columns = {name: joined([s.columns[name] for s in sequences], name, sequences) for name in sequences[0].columns}
     flat = _Tokens(np.concatenate([sequence.tokens for sequence in sequences]), labels != ignore_index)
     # From the last sequence on: a conversation's last turns have the longest history, and with as many branches
     # as fit, the next tree's history is shortest.
@@ -72,15 +73,13 @@ def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index:
     places, targets, positions = np.concatenate([columns for columns, _ in trees], axis=1)
     rows = np.empty(len(flat.tokens), dtype=np.int64)
     rows[places] = np.arange(len(places))
-    names = {name for sequence in sequences for name in sequence.columns}
-    first = sequences[0]
-    return first._replace(
+    return sequences[0]._replace(
         tokens=flat.tokens[places],
         labels=labels[targets],
         documents=[document for _, document in trees],
-        columns={name: np.concatenate([s.columns[name] for s in sequences])[targets] for name in sorted(names)},
+        columns={name: column[targets] for name, column in columns.items()},
         firsts={},
-        values={name: np.concatenate([sequence.values[name] for sequence in sequences]) for name in first.values},
+        values={name: joined([s.values[name] for s in sequences], name, sequences) for name in sequences[0].values},
         sequences=(owners[targets], rows[lasts]),
         positions=positions,
         num_shared=[n - root.reach for n, root in zip(num_tokens, roots, strict=True)],
@@ -102,7 +101,8 @@ def sequences_of(sample: TextSample, ignore_index: int) -> Iterator[dict[str, np
         are_targets = (owners[before] == index) & (sample.labels[before] != ignore_index)
         for name, column in {"labels": sample.labels, **sample.columns}.items():
             nothing = ignore_index if name == "labels" else 0
-            made[name] = np.append(nothing, np.where(are_targets, column[before], nothing))
+            made[name] = np.full_like(column[path], nothing)
+            made[name][1:][are_targets] = column[before][are_targets]
         yield made
 
 

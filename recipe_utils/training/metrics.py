@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.parallel.to_device import ToHostLater
 from recipe_utils.torchtune_names import get_memory_stats, instantiate
 from recipe_utils.training.log import TEXT, Log
 from recipe_utils.training.parts.protocol import Metric, Part
@@ -109,12 +110,11 @@ class Metrics:
     """Most samples of an update step that several ranks have computed together."""
 
     def __init__(self, log: Log, ranks: Ranks) -> None:
-        self.reads_late = ranks.device.type != "cpu"
+        self.late = ToHostLater(ranks.device)
         self.shown: dict[str, Any] = {}
         """Latest values, for the progress bar."""
         self.throughput = Throughput(ranks.world_size)
         self._log, self._device = log, ranks.device
-        self._held: Callable[[], None] | None = None
 
     def start(self, wait_seconds: float, groups: Sequence[Mapping[str, Any]]) -> None:
         """Starts an update step, for which the loop has waited, with the rates of the optimizer's groups."""
@@ -144,7 +144,7 @@ class Metrics:
             more: further metrics, equal on all ranks; None is not logged. Rates in it replace the optimizer's.
             logs_memory: also logs the peak memory of an accelerator.
         """
-        self.write_held()
+        self.late.read()
         metrics: dict[str, Metric | None] = {**({} if "lr" in more else self._rates), **more}
         if self.divisor in _TOTALS:
             total = _TOTALS[self.divisor]
@@ -165,12 +165,8 @@ class Metrics:
         ]
         names = [*sums, *tensors, *_OF_GUARD]
         on_device = torch.cat([means, *others])
-        copied = on_device.to("cpu", non_blocking=on_device.is_cuda)  # pinned by PyTorch
-        arrived = torch.cuda.current_stream().record_event() if on_device.is_cuda else None
 
-        def write() -> None:
-            if arrived is not None:
-                arrived.synchronize()
+        def write(copied: Tensor) -> None:
             values: dict[str, Any] = dict(zip(names, copied.tolist(), strict=True))
             of_guard = {name: int(values.pop(name)) for name in _OF_GUARD}
             num_nonfinite, most_in_a_row, _ = of_guard.values()
@@ -178,9 +174,7 @@ class Metrics:
             self.write(state, {**on_host, **values, **self.throughput.read_and_restart(self.reported.rates), **skipped})
             self._log.warn(guard.judge(num_nonfinite, most_in_a_row, num_steps, state.global_step))
 
-        self._held = write
-        if not self.reads_late:
-            self.write_held()
+        self.late.hold(on_device, write)
 
     def measure(self, state: TrainingState, part: Part, step: UpdateStep) -> None:
         """Calls a part that is due, and writes its metrics at once. Its time is no training time."""
@@ -188,12 +182,6 @@ class Metrics:
             values = {name: float(value) for name, value in part.after(step).items()}
             if values:
                 self.write(state, values)
-
-    def write_held(self) -> None:
-        """Writes held metrics after waiting for their update step. All ranks call it."""
-        held, self._held = self._held, None
-        if held is not None:
-            held()
 
     def write(self, state: TrainingState, metrics: Mapping[str, Any]) -> None:
         """Writes metrics of an update step; its epoch, and the data seen, only to the metrics file."""
@@ -205,7 +193,7 @@ class Metrics:
     def close(self) -> None:
         """Writes held metrics and closes the loggers."""
         try:
-            self.write_held()
+            self.late.read()
         except Exception as error:  # the device's, raised elsewhere if it ends the training
             self._log.warn(f"metrics of the last update step are lost ({error})")
         self._log.close()

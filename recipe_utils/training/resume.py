@@ -21,7 +21,7 @@ from recipe_utils.checkpoint.load import DamagedError, TrainingState, difference
 from recipe_utils.checkpoint.tensors import note_options
 from recipe_utils.files import CheckpointError
 from recipe_utils.model_kinds import text_decoder
-from recipe_utils.models.construct import NOISES
+from recipe_utils.models.construct import rates_of
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import adapters_of, local_stages
 from recipe_utils.optim.stepper import Stepper
@@ -250,16 +250,14 @@ def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
         yield "save_adapter_weights_only=True: the model has no adapters; exports all weights"
     rates, name_of_dropout = dict[str, float](), "lora_dropout" if adapters else "dropout"
     for module in model.modules():
-        attributes = {name_of_dropout: module.p} if type(module) is nn.Dropout else vars(module)
-        for name, rate in attributes.items():
-            if isinstance(rate, float) and ("dropout" in name or name in NOISES):
-                rates[name] = max(rate, rates.get(name, 0))
+        for name, rate in rates_of(module).items():
+            name = name_of_dropout if name == "p" else name
+            rates[name] = max(rate, rates.get(name, 0))
     for name, rate in rates.items():
-        if rate > 0:
-            yield (
-                f"model.{name}={rate}: {name.split('_')[-1]} depends on microbatches and ranks, so the "
-                "losses of two layouts are equal in the mean only; 0 is exact"
-            )
+        yield (
+            f"model.{name}={rate}: {name.split('_')[-1]} depends on microbatches and ranks, so the "
+            "losses of two layouts are equal in the mean only; 0 is exact"
+        )
 
 
 def norms_of_frozen_rows(model: nn.Module, tokens: Sequence[int], ranks: Ranks) -> dict[str, None]:

@@ -228,7 +228,7 @@ class Run:
         # Weights that are not finite are neither measured nor saved. The check waits for the device, so the time
         # of the parts is theirs alone.
         if due or is_save_due or self.stop.is_agreed or step.is_last_of_epoch:
-            self.metrics.write_held()
+            self.metrics.late.read()
             guard.check(self.global_step)
         if guard.problem:
             self.save()
@@ -250,7 +250,7 @@ class Run:
 
         Returns a function that waits for what all ranks agree on, a stop and a checkpoint, and metrics of parts.
         """
-        self.metrics.write_held()
+        self.metrics.late.read()
         state, totals, reported = self.state, step.totals, self.metrics.reported
         num_seen = state.num_seen.get(reported.unit, 0) + int(totals.get(next(iter(reported.rates)), 0))
         self.metrics.stop(step)
@@ -269,13 +269,13 @@ class Run:
 
     def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
-        self.metrics.write_held()
+        self.metrics.late.read()
         with self.stop.saving():
             self.checkpointing.save(self.state)
 
     def export(self, name: str) -> str | None:
         """Exports the model with the weights of :attr:`.Parts.weights`; see :meth:`.Checkpointing.export`."""
-        self.metrics.write_held()
+        self.metrics.late.read()
         with self.parts.weights():
             return self.checkpointing.export(name)
 

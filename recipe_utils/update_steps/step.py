@@ -31,17 +31,21 @@ class Targets(NamedTuple):
     ends: Tensor | None = None
     """[p]: index of each sequence's last token in the flattened positions; None in a share of a row."""
     values: Mapping[str, Tensor] = {}
-    """[n] fp64 each: columns of the samples at the targets; ``defaults`` names those that nowhere differ from theirs."""
+    """[n] or [n, k] fp64 each: columns of the samples at the targets; ``defaults`` names those that nowhere differ from theirs."""
     defaults: frozenset[str] = frozenset()
     of_samples: Mapping[str, Tensor] = {}
     """[p, ...] each: values of the sequences' samples."""
     outputs: Mapping[str, Any] = {}
     """Outputs of a pass before the pass at these targets, by its name: tensors in any nesting."""
 
+    @property
+    def sequences(self) -> Tensor:
+        """[n]: the sequence that owns each target."""
+        return self.owners.flatten().index_select(0, self.positions)  # type: ignore[union-attr]
+
     def of_targets(self, of_sequences: Tensor) -> Tensor:
-        """Returns [n, ...] of [p, ...]: at each target what belongs to the sequence that owns it."""
-        assert self.owners is not None
-        return of_sequences.index_select(0, self.owners.flatten().index_select(0, self.positions))
+        """Returns [n, ...] of [p, ...]: at each target what belongs to its sequence."""
+        return of_sequences.index_select(0, self.sequences)
 
 
 @dataclass(frozen=True)

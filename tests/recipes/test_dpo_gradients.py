@@ -7,7 +7,6 @@ import torch
 from gradient_rows import CACHED, OFFLOADED, RECOMPUTED, Row, assert_exact, error_of_mutant, on_ranks
 from recipe_runs import slow
 
-from recipe_utils.losses.sequences import sums_of_sequences
 from recipe_utils.models import frozen, runner
 from recipe_utils.preference import pair_losses as preference
 from recipe_utils.text import trees
@@ -95,8 +94,10 @@ def rejected_sees_chosen(patches):
 
 
 def answers_summed_by_their_order_in_the_row(patches):
-    def sums(of_targets, targets, firsts):
-        _, numbers = sums_of_sequences(of_targets, targets, firsts)
+    sums_of = preference.sums_of_sequences
+
+    def sums(of_targets, targets):
+        _, numbers = sums_of(of_targets, targets)
         found = torch.segment_reduce(of_targets.double(), "sum", lengths=numbers.flatten(), unsafe=True, initial=0)
         return found.view(-1, 2), numbers
 

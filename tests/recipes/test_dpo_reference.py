@@ -4,6 +4,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -58,9 +59,9 @@ LIVE = {"reference": "live", "reference_cache_dir": ...}
 
 
 def num_pairs_in(config):
-    """Returns the number of pairs in all files of the cache, whose answers have 28 bytes each."""
+    """Returns the number of pairs in all files of the cache."""
     files = Path(config["reference_cache_dir"]).iterdir()
-    return sum((file.stat().st_size - 4) / 56 for file in files)
+    return sum(len(np.load(file)["numbers"]) / 2 for file in files)
 
 
 def losses_of(config):

@@ -102,7 +102,7 @@ def test_metrics_are_read_after_the_next_update_step_is_enqueued(log_every_n_ste
     logged_by, read_between, read_in_advance = [], [], []
     with set_up(make(optimizer=optimizer, **changes), recipe) as made:
         run = made.run
-        run.metrics.reads_late = True
+        run.metrics.late.is_late = True
         update, advance, profiled = made.update, run.advance, run.profiler.step
 
         def updating(step):

@@ -56,7 +56,7 @@ def run_with_spoilt_steps(config, spoilt, factor, reads_late=False):
 
     try:
         with keep_messages(logging.WARNING) as warnings, set_up(config) as recipe:
-            recipe.run.metrics.reads_late |= reads_late
+            recipe.run.metrics.late.is_late |= reads_late
             sums, update = recipe.model.sums, recipe.update
             recipe.model.sums, recipe.update = spoilt_sums, watched_update
             recipe.train()

@@ -178,7 +178,7 @@ def train_two_steps(config, recipe, arrivals):
                 made.run.finish(step, metrics, grad_norm)
             assert {each.device for each in metrics.values()} == {META}
             assert len(arrivals) == num_late * (made.run.global_step - 1)
-        made.run.metrics.write_held()
+        made.run.metrics.late.read()
     assert [logged["step"] for logged in ListLogger.logged] == [1, 2]
 
 

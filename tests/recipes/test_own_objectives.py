@@ -13,10 +13,10 @@ from arrays import LAYOUTS
 from big_batch import DATA, STEP_OF_16, metrics_and_gradients, samples_of, steps_of, targets_of
 from distributed_runs import run_distributed
 from gradient_rows import RECOMPUTED, assert_steps, folder_keys, run_row_in, spanning
-from own_objectives import BalancedLoss, Noise
+from own_objectives import BalancedLoss, Noise, likeliest_tokens
 from recipe_runs import SFT, changed_recipe, section_of, slow, tiny_config, writing_to
 from tiny_transformers import Plain
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from recipe_utils.cli.registry import recipe_path
@@ -32,6 +32,10 @@ SHARES = {**PACKED, **spanning(2, 24)}  # of rows with odd numbers of tokens, to
 LOSSES = {
     "balance": {"loss": {"_component_": "own_objectives.BalancedLoss", "weight": 0.3}},
     "z-loss": {"loss": {"_component_": "z_loss_of_the_page.ZLoss", "weight": 0.02, "tokens_per_chunk": 7}},
+    "likeliest": {
+        "loss": {"_component_": "own_objectives.LikeliestLoss"},
+        "dataset": {**COMMON, "_component_": "own_objectives.likeliest_dataset"},
+    },
 }
 ATTACHED = {
     "balance": 'loss_fn.watch(trained_model(self.model, "counts"), ranks)',
@@ -71,6 +75,20 @@ def noisy(model, samples, step):
     return {"loss": torch.cat(losses).mean()}
 
 
+def likeliest(model, samples, step):
+    losses, num_targets = 0, 0
+    for sample in samples:
+        logits, labels = targets_of(model, sample)
+        is_target = torch.tensor(sample["labels"])[1:] != tiny.IGNORE
+        ids, teacher = (torch.from_numpy(column)[1:][is_target] for column in likeliest_tokens(sample).values())
+        student = logits.log_softmax(1).take_along_dim(ids, 1)
+        losses, num_targets = (
+            losses + kl_div(student, teacher, reduction="sum", log_target=True),
+            num_targets + len(labels),
+        )
+    return {"loss": losses / num_targets}
+
+
 def with_z_loss(model, samples, step):
     logits, labels = map(torch.cat, zip(*[targets_of(model, sample) for sample in samples], strict=True))
     z_loss = 0.02 * logits.logsumexp(1).square().mean()
@@ -80,7 +98,10 @@ def with_z_loss(model, samples, step):
 @cache
 def expected_steps(name, folder):
     """Returns metrics and gradients of each update step."""
-    objective, is_folder = {"balance": balanced, "noise": noisy, "z-loss": with_z_loss}[name], name == "balance"
+    objective, is_folder = (
+        {"balance": balanced, "noise": noisy, "z-loss": with_z_loss, "likeliest": likeliest}[name],
+        name == "balance",
+    )
     with tiny.float64_throughout(), DoublePrecision() if is_folder else nullcontext():
         model = Plain(folder / "model" / "qwen3_moe") if is_folder else tiny.tiny_model(KEYS["model"]).double()
         optimizer, found = torch.optim.SGD(model.parameters(), **SGD), []
@@ -120,6 +141,9 @@ ROWS = [
     ("noise", "one", PADDED, "noise by row"),
     ("z-loss", "one", PACKED, None),
     ("z-loss", "fsdp-2", PADDED, None),
+    ("likeliest", "one", PACKED, None),
+    ("likeliest", "fsdp-2", PADDED, None),
+    *[slow("likeliest", *case, None) for case in (("one", PADDED), ("fsdp-2", PACKED), ("fsdp-2", SHARES))],
     *[slow("z-loss", *case, None) for case in (("one", PADDED), ("fsdp-2", PACKED), ("pp-2", PACKED))],
 ]
 

@@ -29,6 +29,7 @@ from recipe_runs import (
 from recipe_utils.settings.problems import ConfigError
 
 RL = "full_policy_update_step"
+ROUNDS = {"_component_": "recipe_utils.policy.rollout_dataset"}
 SAMPLER = {"_component_": "recipe_utils.policy.ModelSampler", "reward": "rewards.of_length", "max_new_tokens": 8}
 NUM_GROUPS, NUM_ROUNDS = 6, 3
 FEW = {
@@ -51,9 +52,8 @@ def module_rounds(module_config, tmp_path_factory):
     prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
     def make(folder, samples=False, **changes):
-        rounds = {"_component_": "recipe_utils.policy.rollout_dataset", "path": str(folder / "rounds")}
         own = {
-            "dataset": {**rounds, "groups_per_round": NUM_GROUPS},
+            "dataset": {**ROUNDS, "path": str(folder / "rounds"), "groups_per_round": NUM_GROUPS},
             "loss": {"_component_": "recipe_utils.policy.PolicyLoss"},
         }
         sampler = {"sampler": {**SAMPLER, "prompts": str(prompts)}} if samples else {}
@@ -121,12 +121,16 @@ def with_reference(row):
     return {**row, "ref_logprobs": [[x - 0.3 * (i % 3) for i, x in enumerate(each)] for each in row["logprobs"]]}
 
 
+def without_logprobs(row):
+    return {key: value for key, value in row.items() if key != "logprobs"}
+
+
 @pytest.mark.parametrize(
     ("change", "dataset", "loss"),
     [
         (with_reference, {}, {"kl_weight": 0.1}),
         (with_reference, {"advantage": "teacher"}, {"kind": "reinforce"}),
-        (lambda row: {key: value for key, value in row.items() if key != "logprobs"}, {}, {}),
+        (without_logprobs, {}, {}),
     ],
 )
 def test_what_a_file_has_counts_also_if_it_comes_after_the_start(change, dataset, loss, module_rounds, whole, tmp_path):
@@ -300,28 +304,22 @@ def test_the_mean_reward_of_other_draws_is_a_validation(module_rounds, tmp_path)
         run_recipe({**validated, "sampler_val": wrong, "run_val_every_n_steps": 1}, RL)
 
 
+def with_each(change):
+    """Returns a function of lines that changes their rows."""
+    return lambda lines: [json.dumps(change(json.loads(line))) for line in lines]
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (
-            lambda lines: [*lines, lines[-1][:-30]],
-            "dataset.path=.*: line 7 of .*round_0002.jsonl: it is not one JSON object per line",
-        ),
+        (lambda lines: [*lines, lines[-1][:-30]], "line 7 of .*round_0002.jsonl: it is not one JSON object per line"),
         (lambda lines: lines[:5], "dataset.groups_per_round=6: .*round_0002.jsonl has 5 groups; write as many"),
         (
-            lambda lines: [
-                json.dumps({k: v for k, v in json.loads(line).items() if k != "logprobs"}) for line in lines
-            ],
-            "dataset.path=.*round_0002.jsonl: it has no logprobs; write them, because all rows of the training have logprobs, reward",
+            with_each(without_logprobs),
+            "it has no logprobs; write them, because all rows of the training have logprobs, r",
         ),
-        (
-            lambda lines: [json.dumps(with_reference(json.loads(line))) for line in lines],
-            "dataset.path=.*round_0002.jsonl: it has ref_logprobs; leave them out",
-        ),
-        (
-            lambda _: None,
-            "wait_seconds=0.3: .*round_0002.jsonl has not come within 0.3 seconds; write it, or wait longer",
-        ),
+        (with_each(with_reference), "dataset.path=.*round_0002.jsonl: it has ref_logprobs; leave them out"),
+        (lambda _: None, "wait_seconds=0.3: .*round_0002.jsonl has not come within 0.3 seconds; write it, or wait"),
     ],
 )
 def test_a_file_that_does_not_fit_or_come_is_named(change, problem, module_rounds, whole, tmp_path):
@@ -339,24 +337,15 @@ def test_a_file_that_does_not_fit_or_come_is_named(change, problem, module_round
     ("changes", "problem"),
     [
         ({"pipeline_parallel_dim": 2}, "sampler: pipeline_parallel_dim=2 cannot generate"),
-        (
-            {"dataset": {"groups_per_round": ...}},
-            "it has no effect without dataset.groups_per_round; set that, or remove",
-        ),
+        ({"dataset": {"groups_per_round": ...}}, "it has no effect without dataset.groups_per_round; set that, or rem"),
         ({"dataset": {"groups_per_round": -1}}, "groups_per_round=-1: set it to 1 or more"),
         ({"dataset": {"fields": ["logprob"]}}, "dataset.fields=['logprob']: logprob is none of logprobs, ref_logprobs"),
         ({"sampler": {"temperature": 0.0}}, "temperature=0.0: set it to a number above 0"),
-        (
-            {"dataset": {"advantage": "given"}},
-            "dataset.advantage=given: a sampler writes rewards and no advantages; set",
-        ),
+        ({"dataset": {"advantage": "given"}}, "dataset.advantage=given: a sampler writes rewards and no advantages"),
         ({"sampler": {"group_size": 1}}, "sampler.group_size=1: one answer has nothing to compare it with"),
         ({"sampler": {"rewards": "x"}}, "sampler.rewards: ModelSampler has no such argument; did you mean reward?"),
         ({"sampler_val": {**SAMPLER, "prompts": "x"}}, "it has no effect with run_val_every_n_steps=null; set"),
-        (
-            {"dataset_val": {"_component_": "recipe_utils.policy.rollout_dataset", "path": "x", "groups_per_round": 2}},
-            "dataset_val.groups_per_round: a validation has no rounds; set path to a file, or sampler_val",
-        ),
+        ({"dataset_val": {**ROUNDS, "path": "x", "groups_per_round": 2}}, "dataset_val.groups_per_round: a validation"),
         ({"run_val_every_n_steps": 1}, "run_val_every_n_steps=1: set dataset_val, too"),
     ],
 )

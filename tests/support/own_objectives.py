@@ -1,8 +1,10 @@
-"""Objectives as authors of recipes write them: a balance of experts over the update step, and noise on embeddings."""
+"""Objectives as authors write them: a balance of experts, noise on embeddings, and a teacher's likeliest tokens."""
 
 from contextlib import contextmanager
+from typing import ClassVar
 
 import numpy as np
+import tiny
 import torch
 import torch.distributed as dist
 
@@ -98,3 +100,26 @@ class Noise:
 
     def places(self, targets):
         return targets.samples.tolist()
+
+
+def likeliest_tokens(sample):
+    """Returns ids and log-probabilities [t, 5] of the likeliest tokens of a teacher that is drawn for a sample's tokens."""
+    logits = np.random.default_rng(sample["tokens"]).normal(size=(len(sample["tokens"]), tiny.VOCAB_SIZE))
+    log_probs, ids = torch.from_numpy(logits).log_softmax(1).topk(5)
+    return {"ids": ids.numpy(), "log_probs": log_probs.numpy()}
+
+
+def likeliest_dataset(tokenizer, **keys):
+    return tiny.Samples([{**s, **likeliest_tokens(s)} for s in tiny.tiny_dataset(tokenizer, **keys).samples])
+
+
+class LikeliestLoss(torch.nn.Module):
+    """Divergence KL(teacher || student) of the teacher's likeliest tokens, without a remainder."""
+
+    takes_hidden_states, ignore_index = True, tiny.IGNORE
+    columns: ClassVar = {"ids": None, "log_probs": None}
+
+    def forward(self, output, hidden, targets, backward_in_parts=False):
+        student = output(hidden.flatten(0, 1)[targets.positions]).log_softmax(1)
+        teacher = targets.values["log_probs"]
+        return (teacher.exp() * (teacher - student.gather(1, targets.values["ids"].long()))).sum()

@@ -185,14 +185,13 @@ def policy_gradient(model, start, reference, groups, loss, how="mean_std"):
     num_tokens, num_answers = sum(map(sum, sizes)), sum(size > 0 for of_group in sizes for size in of_group)
     num_groups = sum(sum(of_group) > 0 for of_group in sizes)
     total, measured, rewards_of_answers, num_equal = 0.0, [], [], 0
-    num_masked = sum(size == 0 for of_group in sizes for size in of_group if any(of_group))
+    num_masked = sum(size == 0 for of_group in sizes for size in of_group)
     for answers, of_group in zip(groups, sizes, strict=True):
         rewards = [parts[0]["reward"] for parts in answers]
         is_equal = len(set(rewards)) == 1
         num_equal += is_equal and sum(of_group) > 0
         for parts, size, reward, of_answer in zip(answers, of_group, rewards, advantages_of(rewards, how), strict=True):
-            if any(of_group):
-                rewards_of_answers.append(reward)
+            rewards_of_answers.append(reward)
             if not size:
                 continue
             weight = {

@@ -266,7 +266,7 @@ def run_recipe(config, recipe=SFT, reads_late=False):
     With ``reads_late`` as on an accelerator, where the device may be behind the host.
     """
     with set_up(config, recipe) as made:
-        made.run.metrics.reads_late |= reads_late
+        made.run.metrics.late.is_late |= reads_late
         made.train()
     return list(ListLogger.logged)
 

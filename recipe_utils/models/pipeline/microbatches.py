@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.torch_version import TorchVersion
 
+from recipe_utils.losses.attach import check_sums
 from recipe_utils.models.pipeline.schedule import SCHEDULES, has_several_stages_per_rank, num_microbatches_to_run
 from recipe_utils.optim.optimizer import trained_parameters, unwrapped
 from recipe_utils.parallel.fsdp import local, reshard
@@ -146,11 +147,9 @@ class Pipeline:
         return torch.linalg.vector_norm(torch.stack(of_stages), dim=0)
 
     def _add_sums(self, totals: Tensor, output: Tensor) -> Tensor:
-        sums = output.reshape(-1)
-        if len(sums) != len(totals):  # a single sum would broadcast to all totals
-            raise ValueError(f"the last stage returned {len(sums)} sums, num_sums={len(totals)}")
-        totals += sums.detach()
-        return sums
+        check_sums(output, self.num_sums)
+        totals += output.detach()
+        return output.reshape(-1)
 
     def _run(
         self, microbatches: Sequence[Microbatch], take: Callable[[int, Any], Tensor | None], has_backward: bool

@@ -7,7 +7,7 @@ dataset [l0, l3]. Sums over ranks, divided by numbers of targets, are each sampl
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from recipe_utils.parallel.process_group import gather_objects, mean_over_ranks
+from recipe_utils.parallel.to_device import ToHostLater
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import Problem
 from recipe_utils.torchtune_names import instantiate
@@ -46,8 +47,7 @@ class SampleLosses(Part):
         loss_module.records = (*loss_module.records, self._add)
         self._sums: Tensor | None = None
         """Losses, and their numbers, of each sample of the update step on this rank [2, samples]."""
-        self._is_open = False
-        self._held: Callable[[], None] | None = None
+        self._is_open, self._late = False, ToHostLater(run.ranks.device)
         self._file: np.ndarray | None = None
         mixture = loader.dataset.sources
         self._starts: dict[str, int] = {}
@@ -90,29 +90,13 @@ class SampleLosses(Part):
 
     def after(self, step: UpdateStep) -> dict[str, float]:
         """Sums an enqueued update step over the ranks, and writes the one before. Returns no metrics."""
-        self.write_held()
+        self._late.read()
         epoch, indices, sums, self._sums = self._run.state.epoch, self._indices, self._sums, None
         assert sums is not None
         means = mean_over_ranks(sums).view(2, -1)
         losses = torch.where(means[1] > 0, means[0] / means[1], torch.nan)
-        on_host = losses.to("cpu", non_blocking=losses.is_cuda)
-        arrived = torch.cuda.current_stream().record_event() if losses.is_cuda else None
-
-        def write() -> None:
-            if arrived is not None:
-                arrived.synchronize()
-            self.write(epoch, indices, on_host[: len(indices)])
-
-        self._held = write
-        if self._ranks.device.type == "cpu":
-            self.write_held()
+        self._late.hold(losses, lambda on_host: self.write(epoch, indices, on_host[: len(indices)]))
         return {}
-
-    def write_held(self) -> None:
-        """Writes the losses of the latest update step."""
-        held, self._held = self._held, None
-        if held is not None:
-            held()
 
     def write(self, epoch: int, indices: np.ndarray, losses: Tensor) -> None:
         """Writes losses [n] of the samples ``indices`` [n]."""
@@ -122,14 +106,14 @@ class SampleLosses(Part):
     def summary(self) -> Iterator[str]:
         """Yields the samples of highest loss, and of the highest rise."""
         self._open()  # if no update step was left
-        self.write_held()
+        self._late.read()
         if self._file is not None:
             cfg = self._run.state.config
             yield "\n".join(report_of(self._file, self._starts, unread(self._loader.dataset.dataset), cfg))
 
     def close(self, error: BaseException | None) -> None:
         """Writes the losses of the latest update step."""
-        self.write_held()
+        self._late.read()
 
 
 class DatasetLosses(Part):

@@ -10,13 +10,13 @@ import datasets
 import numpy as np
 import pytest
 from chats import CHATML, TOOL_CHATML, TOOLS, say, tokenizer_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe_utils.cli.registry import recipe_path
 from recipe_utils.policy import rollout_dataset
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.policy.rollouts import ChangedRollouts, check_whole_answers, shorten_equal_group
+from recipe_utils.policy.rollouts import check_whole_answers, shorten_equal_group
 from recipe_utils.text.conversations.schema import table_of
 from recipe_utils.update_steps.samples import SampleError, UnusedError
 
@@ -168,8 +168,8 @@ def test_rewards_that_are_equal_but_for_rounding_have_the_advantage_0(rewards, s
 
 
 def test_an_equal_group_costs_two_tokens_and_keeps_its_counts(tmp_path):
-    dataset = ChangedRollouts(dataset_of(tmp_path, *REWARDED), shorten_equal_group)
-    (short,) = sequences_of(dataset[1])
+    dataset = dataset_of(tmp_path, *REWARDED)
+    (short,) = sequences_of(shorten_equal_group(dataset[1]))
     assert short["tokens"] == [1, 6]
     sums = {
         name: sum(short[name]) for name in ("answer_tokens", "answers", "groups", "rewards", "equal_groups", "measured")
@@ -177,21 +177,20 @@ def test_an_equal_group_costs_two_tokens_and_keeps_its_counts(tmp_path):
     assert sums == pytest.approx(
         {"answer_tokens": 4, "answers": 2, "groups": 1, "rewards": 2, "equal_groups": 1, "measured": 0}
     )
-    assert len(dataset[0]["sequences"]) == 3
-    by_teacher = ChangedRollouts(dataset_of(tmp_path, *REWARDED, advantage="teacher"), shorten_equal_group)
-    assert len(by_teacher[1]["sequences"]) == 2  # its advantages are not known yet
+    assert len(shorten_equal_group(dataset[0])["sequences"]) == 3
+    by_teacher = dataset_of(tmp_path, *REWARDED, advantage="teacher")
+    assert len(shorten_equal_group(by_teacher[1])["sequences"]) == 2  # its advantages are not known yet
 
 
 def test_an_answer_in_parts_is_refused_where_its_ratio_is_of_the_whole(tmp_path):
     """One row with the mask of both parts, the remedy, is taken."""
     parts = [{**REWARDED[0], "group": 1, "rollout": r, "reward": x} for r, x in (("a", 1), ("a", 1), ("b", 0))]
-    dataset = dataset_of(tmp_path, *parts)
-    assert len(ChangedRollouts(dataset, shorten_equal_group)[0]["sequences"]) == 3
-    with pytest.raises(UnusedError, match=r"^line 1 of .*: its answer has 2 parts, and loss.kind=sequence needs all"):
-        ChangedRollouts(dataset, check_whole_answers)[0]
+    text = r"^group 0: line 1 of .*: its answer has 2 parts, and loss.kind=sequence needs all"
+    with pytest.raises(UnusedError, match=text):
+        check_whole_answers(dataset_of(tmp_path, *parts)[0], "group 0")
     whole = {**parts[0], "completion_ids": [9, 9, 3, 9, 9], "mask": [1, 1, 0, 1, 1], "logprobs": [-1.0] * 4}
-    dataset = ChangedRollouts(dataset_of(tmp_path, whole, {**whole, "rollout": "b", "reward": 0}), check_whole_answers)
-    assert len(dataset[0]["sequences"]) == 2
+    group = dataset_of(tmp_path, whole, {**whole, "rollout": "b", "reward": 0})[0]
+    assert check_whole_answers(group, "group 0") is group
 
 
 def test_texts_are_tokenized_by_the_template_with_their_stop_token(tmp_path):
@@ -322,9 +321,10 @@ ANSWERS = st.lists(
 )  # fmt: skip
 
 
+@settings(max_examples=40)  # each writes two files
 @given(ANSWERS, st.sampled_from(["prompt_ids", "tokens"]), st.booleans())
 def test_a_group_in_a_row_is_its_answers_one_a_line(answers, form, has_logprobs):
-    """Empty answers, masks and log-probabilities are values in both."""
+    """Empty answers, masks and log-probabilities are values in both. A group without a trained token is a masked one."""
 
     def answer(tokens, reward, is_masked, is_cut):
         mask = {"mask": [0] * len(tokens)} if is_masked else {"mask": [1] * len(tokens)}
@@ -345,7 +345,12 @@ def test_a_group_in_a_row_is_its_answers_one_a_line(answers, form, has_logprobs)
         (expected,) = map(sequences_of, dataset_of(Path(folder), group, name="group.jsonl"))
     assert found == expected
     trained = [tokens for tokens, _, is_masked, _ in answers if tokens and not is_masked]
-    assert [[t for t in each["labels"] if t != -100] for each in found] == trained
+    if trained:
+        assert [[t for t in each["labels"] if t != -100] for each in found] == trained
+    elif found:
+        (each,) = found
+        sums = {name: sum(each[name]) for name in ("masked", "rewards", "answers", "answer_tokens", "measured")}
+        assert sums == {**dict.fromkeys(sums, 0), "masked": len(answers), "rewards": sum(each[1] for each in answers)}
 
 
 def test_texts_have_the_system_and_the_tools_of_conversations(tmp_path):
@@ -386,96 +391,57 @@ def changed(**keys):
     return {key: value for key, value in {**REWARDED[0], **keys}.items() if value is not ...}
 
 
+def error_of(folder, *rows, **options):
+    """Returns the error of the first bad group of rows, which names the file."""
+    with pytest.raises(SampleError, match=r"rollouts\.jsonl") as error:
+        [*map(dataset_of(folder, *rows, **options).__getitem__, range(len(rows)))]
+    return str(error.value)
+
+
 @pytest.mark.parametrize(
-    ("rows", "options", "text"),
+    ("text", "rows"),
     [
-        (
-            [changed(logprobs=[-1.0])],
-            {},
-            "1 logprobs for 4 tokens, 2 of them the answer's, 2 trained; write one for each",
-        ),
-        ([changed(logprobs=[-1.0] * 3)], {}, "all but one: beside the token before its own"),
-        (
-            [changed(logprobs=[0, -0.5, -0.25, 0])],
-            {},
-            "logprobs are beside the token before their own: token 1, the last before the answer, has -0.5, and token 3",
-        ),
-        ([changed(logprobs=[-1.0, float("nan")])], {}, "logprobs: token 3 has nan; remove the answer"),
-        ([changed(logprobs=[0.5, 0.25])], {}, "logprobs contains 0.5; logarithms of probabilities are at most 0"),
-        ([changed(completion_ids=...)], {}, "it has a prompt without an answer"),
-        ([changed(prompt_ids=...)], {}, "it has an answer without a prompt; write prompt_ids"),
-        (
-            [changed(tokens=[1, 2, 3], completion_ids=..., prompt_ids=...)],
-            {},
-            "which of its 3 tokens are the answer is unknown",
-        ),
-        ([changed(mask=[1])], {}, "1 mask for 4 tokens, 2 of them the answer's"),
-        (
-            [changed(temperature=0)],
-            {},
-            "temperature contains 0, and divides logits; set it above 0 (greedy answers: 1)",
-        ),
-        ([changed(reward="high")], {}, "reward='high': set it to a finite number"),
-        ([changed(reward=1e308), REWARDED[0]], {}, "reward=1e+308: its square is no number in fp32; scale rewards"),
-        ([REWARDED[0]], {}, "a group of one answer has nothing to compare it with"),
-        ([REWARDED[0]], {"group_size": 2}, "the group is not whole: 1 answers, dataset.group_size=2"),
-        (
-            [changed(completion_ids=[[9], [8]], logprobs=..., reward=[1])],
-            {},
-            "not whole: it has 2 completion_ids, 1 reward",
-        ),
-        (
-            [REWARDED[0], changed(reward=...)],
-            {},
-            "it has no reward, and the first row has; score all answers, or remove those without, or write it in none",
-        ),
-        ([REWARDED[0]], {"advantage": "given"}, "it has no advantage, which dataset.advantage=given needs"),
-        ([changed(rollout=1), changed(rollout=1, reward=0)], {}, "parts of rollout=1 have the rewards"),
-        (
-            [changed(completion_ids=[9] * 7, logprobs=[-1.0] * 7)],
-            {},
-            "it has 9 tokens, more than tokenizer.max_seq_len=8",
-        ),
-        ([changed(logprobs=["-.5", "-.5"])], {}, "logprobs=['-.5', '-.5']: it is no list of numbers"),
-        (
-            [changed(completion_ids=[[9], [8]], logprobs=..., reward=[1, None])],
-            {},
-            "answer 1: it has no reward, and the first row has; score all answers, or remove those without",
-        ),
-        ([changed(logprobs=-2.0)], {}, "logprobs=-2.0: it is no list of numbers; write one"),
-        (
-            [changed(tokens=[9, 9], response_length=2, prompt_ids=..., completion_ids=...)],
-            {},
-            "the first token is trained, and no token before it predicts it; write a prompt",
-        ),
-        (
-            [changed(completion_ids=[[9], [8]], logprobs=[[-1.0], None], reward=[1, 0])],
-            {},
-            "answer 1: it has no logprobs, and the first row has; write it in all rows",
-        ),
-        (
-            [changed(logprobs=..., logprob=[-1.0, -0.5])],
-            {},
-            "logprob: numbers of at most 0, one for each token, would be lost; write log-probabilities as logprobs, or set dataset.ignored_keys=[logprob]",
-        ),
-        (
-            [changed(sampling_params={"temperature": 0.5})],
-            {},
-            "sampling_params.temperature=0.5: it would be lost; write temperature in the row, or set",
-        ),
-        (
-            [changed(reward=None), changed()],
-            {},
-            "it has reward, and the first row has none; score all answers, or remove those without",
-        ),
-        ([changed(image="a.png")], {}, "image='a.png': it would be lost; only text is supported"),
+        ("1 logprobs for 4 tokens, 2 of them the answer's, 2 trained; write one for each", [changed(logprobs=[-1.0])]),
+        ("all but one: beside the token before its own", [changed(logprobs=[-1.0] * 3)]),
+        ("own: token 1, the last before the answer, has -0.5, and token 3", [changed(logprobs=[0, -0.5, -0.25, 0])]),
+        ("logprobs: token 3 has nan; remove the answer", [changed(logprobs=[-1.0, float("nan")])]),
+        ("logprobs contains 0.5; logarithms of probabilities are at most 0", [changed(logprobs=[0.5, 0.25])]),
+        ("it has a prompt without an answer", [changed(completion_ids=...)]),
+        ("it has an answer without a prompt; write prompt_ids", [changed(prompt_ids=...)]),
+        ("which of its 3 tokens are the answer is unknown", [changed(tokens=[1, 2, 3], completion_ids=..., prompt_ids=...)]),
+        ("1 mask for 4 tokens, 2 of them the answer's", [changed(mask=[1])]),
+        ("temperature contains 0, and divides logits; set it above 0 (greedy answers: 1)", [changed(temperature=0)]),
+        ("reward='high': set it to a finite number", [changed(reward="high")]),
+        ("reward=1e+308: its square is no number in fp32; scale rewards", [changed(reward=1e308), REWARDED[0]]),
+        ("a group of one answer has nothing to compare it with", [REWARDED[0]]),
+        ("it has 2 completion_ids, 1 reward", [changed(completion_ids=[[9], [8]], logprobs=..., reward=[1])]),
+        ("it has no reward, and the first row has; score all answers, or", [REWARDED[0], changed(reward=...)]),
+        ("it has reward, and the first row has none; score all answers, or", [changed(reward=None), changed()]),
+        ("parts of rollout=1 have the rewards", [changed(rollout=1), changed(rollout=1, reward=0)]),
+        ("it has 9 tokens, more than tokenizer.max_seq_len=8", [changed(completion_ids=[9] * 7, logprobs=[-1.0] * 7)]),
+        ("logprobs=['-.5', '-.5']: it is no list of numbers", [changed(logprobs=["-.5", "-.5"])]),
+        ("answer 1: it has no reward, and the first row has; score all answers", [changed(completion_ids=[[9], [8]], logprobs=..., reward=[1, None])]),
+        ("logprobs=-2.0: it is no list of numbers; write one", [changed(logprobs=-2.0)]),
+        ("the first token is trained, and no token before it", [changed(tokens=[9, 9], response_length=2, prompt_ids=..., completion_ids=...)]),
+        ("answer 1: it has no logprobs, and the first row has; write it in all rows", [changed(completion_ids=[[9], [8]], logprobs=[[-1.0], None], reward=[1, 0])]),
+        ("logprob: numbers of at most 0, one for each token, would be lost", [changed(logprobs=..., logprob=[-1.0, -0.5])]),
+        ("sampling_params.temperature=0.5: it would be lost; write", [changed(sampling_params={"temperature": 0.5})]),
+        ("image='a.png': it would be lost; only text is supported", [changed(image="a.png")]),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_named(text, rows, tmp_path):
+    assert text in error_of(tmp_path, *rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"group_size": 2}, "the group is not whole: 1 answers, dataset.group_size=2"),
+        ({"advantage": "given"}, "it has no advantage, which dataset.advantage=given needs"),
     ],
 )
-def test_bad_rows_are_named(rows, options, text, tmp_path):
-    with pytest.raises(SampleError) as error:
-        [*map(dataset_of(tmp_path, *rows, **options).__getitem__, range(len(rows)))]
-    assert text in str(error.value)
-    assert "rollouts.jsonl" in str(error.value)
+def test_rows_that_a_key_does_not_fit_are_named(options, text, tmp_path):
+    assert text in error_of(tmp_path, REWARDED[0], **options)
 
 
 def test_too_long_answers_are_cut_by_a_key_and_prompts_never(tmp_path):

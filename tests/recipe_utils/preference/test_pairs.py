@@ -14,7 +14,7 @@ from torchtune.data import padded_collate_dpo
 
 from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.preference.pairs import mask_shared_turns, pair_collator
-from recipe_utils.text.limits import ModelLimits, PackedAttention
+from recipe_utils.text.limits import ModelLimits
 from recipe_utils.update_steps.samples import SampleError, SkippedSampleError
 from recipe_utils.update_steps.settings import DataSettings
 
@@ -129,19 +129,6 @@ def test_padded_rows_are_those_of_torchtune_in_another_order():
     assert torch.equal(microbatch.targets.labels[:, :-1], labels[order, 1:])
 
 
-@pytest.mark.parametrize(("microbatching", "sharing"), LAYOUTS)
-def test_a_dummy_is_no_pair(microbatching, sharing):
-    collator = collator_of(microbatching, sharing)
-    dummy = collator.dummy(prepared(collator, tiny.make_pairs(1))[0])
-    assert dummy.counts == {}
-    assert len(dummy.targets.positions) == 0
-    assert {name: list(value.shape) for name, value in dummy.targets.of_samples.items()} == {
-        "pairs": [0], "chosen_tokens": [0], "common_tokens": [0], "fingerprint": [0, 2]
-    }  # fmt: skip
-    assert not dummy.targets.outputs
-    assert dummy.inputs["tokens"].shape == (1, 2 if microbatching == "packed" else 1)
-
-
 def test_lengths_are_what_a_pair_takes_in_a_row():
     for microbatching, sharing in LAYOUTS:
         collator = collator_of(microbatching, sharing)
@@ -162,15 +149,6 @@ def test_every_pair_is_in_one_microbatch_of_one_rank(num_ranks, microbatching, n
     for part in parts if bound else ():
         tokens = collator.collate([samples[i] for i in part])[0].inputs["tokens"]
         assert tokens.numel() <= 90 or len(part) == 1
-
-
-def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
-    collator = collator_of(limits=LIMITS._replace(attentions=(PackedAttention("flex"),)), batch_size=1)
-    samples = prepared(collator, tiny.make_pairs(3))
-    (microbatch,) = collator.collate(samples)
-    assert microbatch.inputs["tokens"].shape == (1, 128)
-    *_, padding = microbatch.inputs["document_lengths"][0]
-    assert padding == 128 - sum(map(collator.length, samples))
 
 
 def test_an_answer_has_a_fingerprint_of_all_its_tokens_and_labels():

@@ -102,10 +102,17 @@ def test_values_are_those_of_the_samples_beside_their_last_tokens(microbatching,
     assert row.names == tuple(f"sample {i} of dataset" for i in targets.samples.tolist())
 
 
-def test_values_of_two_shapes_are_named():
-    samples = [{**sample, "grade": [1.0] * (2 + i)} for i, sample in enumerate(tiny.make_samples(2))]
-    with pytest.raises(SampleError, match=r"^sample 1 of dataset: its grade has the shape \[3\], and that of sample 0"):
-        row_of(collator_of("packed", Declaration(of_samples=["grade"])), samples)
+@pytest.mark.parametrize("has_tree", [False, True])
+@pytest.mark.parametrize("declared", [Declaration(of_samples=["grade"]), Declaration({"grade": None})])
+def test_values_and_columns_of_two_shapes_are_named(declared, has_tree):
+    samples = tiny.make_samples(2, mask_prompts=False)
+    for number, sample in enumerate(samples):
+        sample["grade"] = np.ones((len(sample["tokens"]), 2 + number) if declared.columns else 2 + number)
+    first, second = (
+        ("sample 0 of dataset, sequence 0", ", sequence 1") if has_tree else ("sample 0", "sample 1 of dataset")
+    )
+    with pytest.raises(SampleError, match=rf"{second}: its grade has the shape \[3\], and that of {first}"):
+        row_of(collator_of("packed", declared, has_trees=has_tree), [{"sequences": samples}] if has_tree else samples)
 
 
 def test_columns_of_a_packed_dataset_lose_its_padding():
@@ -191,21 +198,16 @@ def test_wrong_columns_are_named(weights, error):
         prepared(collator_of("packed"), [{"tokens": [1, 2, 3], "labels": [1, 2, 3], "weights": weights}])
 
 
-def test_other_columns_may_be_negative():
-    declared = Declaration({"rewards": None}, totals=["rewards"])
-    row = row_of(collator_of("packed", declared), [{"tokens": [1, 2, 3], "labels": [1, 2, 3], "rewards": [0, -2, 1]}])
-    assert (row.targets.values["rewards"].tolist(), row.counts["rewards"]) == ([-2, 1], -1)
-
-
-def test_sequences_of_a_tree_have_their_columns_and_defaults():
-    """Of two answers behind a prompt, the first has no weights of its own."""
+@pytest.mark.parametrize(("default", "weight"), [(1.0, 0.5), ([1.0, 1.0], [0.5, 0.25])])
+def test_sequences_of_a_tree_have_their_columns_and_defaults(default, weight):
+    """Of two answers behind a prompt, the first has no weights of its own; they may be vectors."""
     sequences = [
         {"tokens": [1, 2, 3], "labels": [-100, -100, 3]},
-        {"tokens": [1, 2, 4], "labels": [-100, -100, 4], "weights": [1, 1, 0.5]},
+        {"tokens": [1, 2, 4], "labels": [-100, -100, 4], "weights": [default, default, weight]},
     ]
     row = row_of(collator_of("packed", has_trees=True), [{"sequences": sequences}])
     labels = row.targets.labels.flatten()[row.targets.positions].tolist()
-    assert dict(zip(labels, row.targets.values["weights"].tolist(), strict=True)) == {3: 1.0, 4: 0.5}
+    assert dict(zip(labels, row.targets.values["weights"].tolist(), strict=True)) == {3: default, 4: weight}
     assert row.counts["positions"] == 5  # the prompt's last token has a target in both
 
 

@@ -115,7 +115,7 @@ def test_intervals_longer_than_the_training_are_reported(start):
 
 def test_random_numbers_of_a_router_are_reported_as_dropout_is(start):
     router = torch.nn.Linear(2, 2)
-    router.jitter_noise, router.attn_dropout = 0.01, 0.0
+    router.jitter_noise, router.attn_dropout, router.drop_path = 0.01, 0.0, 0.1  # the last is drawn by crop
     (text,) = warnings_of(router, start()[0].run.settings)
     assert text.startswith("model.jitter_noise=0.01: noise depends on microbatches and ranks")
 
@@ -126,7 +126,7 @@ def test_random_numbers_of_a_router_are_reported_as_dropout_is(start):
 def set_up(recipe, cfg):
     recipe.validate = lambda: {"val_loss": torch.tensor(1.0)}
     recipe.setup(cfg)
-    recipe.run.metrics.reads_late = True
+    recipe.run.metrics.late.is_late = True
     return recipe.run.steps(recipe.loader, "target_tokens")
 
 
@@ -161,7 +161,7 @@ def test_an_error_of_the_device_does_not_prevent_the_closing(start, closed):
     recipe, cfg = start()
     with keep_messages() as messages, recipe.run as run:
         finish(recipe, set_up(recipe, cfg), torch.tensor(2.0))
-        run.metrics._held = fail
+        run.metrics.late._held = fail
     assert closed == [True]
     assert "metrics of the last update step are lost (planted)" in messages
 

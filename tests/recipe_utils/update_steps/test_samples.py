@@ -1,7 +1,6 @@
 """Samples are checked as they are loaded, by their name; workers change nothing."""
 
 import json
-from functools import partial
 
 import pytest
 import tiny
@@ -12,7 +11,6 @@ from torch.utils.data import ConcatDataset, Subset
 from recipe_utils.data.inspect_samples import report_of
 from recipe_utils.examples.stdlib_docs import docstring_tokenizer
 from recipe_utils.plans.cost import MicrobatchCost
-from recipe_utils.policy.rollouts import ChangedRollouts, shorten_equal_group
 from recipe_utils.policy.rounds import rollout_dataset
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.text.limits import ModelLimits
@@ -263,7 +261,6 @@ class EverySecond(Wrapper):
         return len(self.inside) // 2
 
 
-without_equal_groups = partial(ChangedRollouts, change=shorten_equal_group)
 ALL = Facts(True, frozenset({"logprobs", "reward"}), True, {"": "hash of a file", ".b": "another"})
 OF_INDEX = ALL._replace(takes_place=True)
 FIRST = {"content": {".0": "hash of a file", ".0.b": "another"}}
@@ -273,7 +270,7 @@ NAMED = {"content": {".a": "hash of a file", ".a.b": "another"}}
 @pytest.mark.parametrize(
     ("wrap", "facts", "changes"),
     [
-        *((wrap, OF_INDEX, {}) for wrap in (Wrapper, without_equal_groups, lambda each: Wrapper(Wrapper(each)))),
+        *((wrap, OF_INDEX, {}) for wrap in (Wrapper, lambda each: Wrapper(Wrapper(each)))),
         *((wrap, ALL, {}) for wrap in (EverySecond, lambda each: Subset(each, [1, 0]))),
         *((wrap, ALL, FIRST) for wrap in (lambda each: ConcatDataset([each]), lambda each: Wrapper([each]))),
         (lambda each: Mixture([each], [{"name": "a"}]), ALL, NAMED),
@@ -294,10 +291,10 @@ def test_a_wrapper_has_the_facts_of_what_it_wraps_or_is_named(wrap, facts, chang
 
 def test_wrapped_mixtures_have_names_and_wrapped_rollouts_have_sequences(tmp_path):
     mixture = Mixture([tiny.Samples(GOOD), tiny.Samples(GOOD)], [{"name": "a"}, {"name": "b"}])
-    wrapped = CheckedDataset(Wrapper(without_equal_groups(mixture)), "dataset", prepare)
+    wrapped = CheckedDataset(Wrapper(Wrapper(mixture)), "dataset", prepare)
     assert wrapped.name_of(3) == "sample 1 of dataset.b"
     (tmp_path / "rollouts.jsonl").write_text(json.dumps({"prompt_ids": [1], "completion_ids": [[2]], "rewards": [1]}))
     for path, groups in (("rollouts.jsonl", None), (".", 3)):
         rollouts = rollout_dataset(None, str(tmp_path / path), groups_per_round=groups)
-        assert facts_of(without_equal_groups(rollouts)) == rollouts.facts()
+        assert facts_of(Wrapper(rollouts)) == rollouts.facts()
         assert rollouts.facts().has_sequences
