@@ -21,6 +21,7 @@ from recipe_utils.text.conversations.file_rows import (
     after_system,
     check_no_variables,
     check_repeated,
+    images_of_rows,
     judge_unread,
     lengths_of,
     name_unread_of_first,
@@ -28,6 +29,8 @@ from recipe_utils.text.conversations.file_rows import (
 )
 from recipe_utils.text.conversations.messages import Chat, Conversation, Turns, as_turns, content_as_text
 from recipe_utils.text.conversations.template import HistoryChangesError, num_common
+from recipe_utils.text.images.sample import ImageInputs
+from recipe_utils.text.images.sources import images_of
 from recipe_utils.text.torchtune_messages import check_no_fraction, tokenize_conversation
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import SampleError
@@ -44,6 +47,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         path: file or files of rows, see :class:`.PathRows`.
         split, validation_fraction: take the rows of one side, see :class:`.PathRows`.
         ignored_keys: keys of rows, turns and calls that are dropped, and would be refused for their form otherwise.
+        image_folder: folder of images, see :class:`.ConversationDataset`.
 
     Raises:
         ValueError: a wrong split, or a file of another format.
@@ -57,9 +61,12 @@ class PairDataset(Dataset[dict[str, Any]]):
         split: str | None = None,
         validation_fraction: float | None = None,
         ignored_keys: Sequence[str] = (),
+        image_folder: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._rows = KeyedRows(PairRow, ignored_keys, path, split, validation_fraction)
+        self._variables = getattr(tokenizer, "template_variables", ())
+        self._images = images_of_rows(self._rows, tokenizer, image_folder, self._chosen_of)
         name_unread_of_first(self, self._rows, lambda index: _unread(self._read(index)))
 
     def __len__(self) -> int:
@@ -69,23 +76,32 @@ class PairDataset(Dataset[dict[str, Any]]):
         """Returns a pair as torchtune's preference datasets; a SampleError names the row."""
         with self._rows.naming(index):
             row = self._read(index)
-            tokenized: Sequence[tuple[Sequence[int], Any]]
+            tokenized: Sequence[tuple[Sequence[int], Any, ImageInputs | None]]
             if isinstance(row, Texts):
-                tokenized = tokenize_texts(self._tokenizer, row)
+                tokenized = [(*both, None) for both in tokenize_texts(self._tokenizer, row)]
             else:
                 tokenized = self._of_messages(row)
-            judge_unread(self, f"{self._rows.path}", _unread(row), lengths_of(mask for _, mask in tokenized))
-        sample = {}
-        for side, (tokens, mask) in zip(SIDES, tokenized, strict=True):
+            judge_unread(self, f"{self._rows.path}", _unread(row), lengths_of(mask for _, mask, _ in tokenized))
+        sample: dict[str, Any] = {}
+        for side, (tokens, mask, images) in zip(SIDES, tokenized, strict=True):
             sample[f"{side}_input_ids"] = tokens
             sample[f"{side}_labels"] = np.where(mask, IGNORE_INDEX, tokens).tolist()
+            sample |= {} if images is None else {f"{side}_image_inputs": images}
         return sample
 
-    def _read(self, index: int) -> tuple[Conversation, Conversation] | Texts:
-        return read_pair(self._rows[index], getattr(self._tokenizer, "template_variables", ()))
+    def _chosen_of(self, row: Mapping[str, Any]) -> Conversation | Texts:
+        read = read_pair(row, self._variables)
+        return read if isinstance(read, Texts) else read[0]
 
-    def _of_messages(self, sides: Sequence[Conversation]) -> list[tuple[Sequence[int], Any]]:
-        tokenized = list[tuple[Sequence[int], Any]]()
+    def _read(self, index: int) -> tuple[Conversation, Conversation] | Texts:
+        row = read_pair(self._rows[index], self._variables)
+        if isinstance(row, Texts):
+            return row
+        chosen, rejected = map(self._images.of, row)
+        return chosen, rejected
+
+    def _of_messages(self, sides: Sequence[Conversation]) -> list[tuple[Sequence[int], Any, ImageInputs | None]]:
+        tokenized = list[tuple[Sequence[int], Any, ImageInputs | None]]()
         for name, side in zip(SIDES, sides, strict=True):
             try:
                 tokenized.append(tokenize_conversation(self._tokenizer, side))
@@ -140,12 +156,17 @@ def read_pair(
     most = min(len(chosen.chat), len(rejected.chat)) - 1
     num_shared = num_common(chosen.chat[:most], rejected.chat)
     context = [*prompt, *chosen.chat[:num_shared]]
-    answers = (Turns(turns.chat[num_shared:], turns.weights[num_shared:]) for turns in sides.values())
     one, other = (
-        Conversation(*after_system(keys.system, answer.behind(context)), keys.tools, variables, keys.others)
-        for answer in answers
+        _conversation(keys, Turns(turns.chat[num_shared:], turns.weights[num_shared:]).behind(context), variables)
+        for turns in sides.values()
     )
     return one, other
+
+
+def _conversation(keys: PairRow, turns: Turns, variables: Mapping[str, Any]) -> Conversation:
+    chat, weights = after_system(keys.system, turns)
+    chat, images = images_of(chat, keys.images or ())
+    return Conversation(chat, weights, keys.tools, variables, keys.others, images or None)
 
 
 def _without_answer(turns: Chat, answer: Chat) -> Chat:

@@ -16,6 +16,7 @@ from recipe_utils.text.conversations.file_rows import (
     KeyedRows,
     Texts,
     conversation_of,
+    images_of_rows,
     judge_unread,
     lengths_of,
     name_unread_of_first,
@@ -24,7 +25,8 @@ from recipe_utils.text.conversations.files import temporary_file
 from recipe_utils.text.conversations.messages import Conversation
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.text.conversations.template import num_common
-from recipe_utils.text.conversations.tokenizer import FolderTokenizer
+from recipe_utils.text.conversations.tokenizer import FolderTokenizer, Tokenized
+from recipe_utils.text.images.sample import ImageInputs
 from recipe_utils.torchtune_names import IGNORE_INDEX, log_rank_zero
 from recipe_utils.update_steps.samples import Facts, SampleError
 
@@ -42,6 +44,8 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             one of each conversation, whose turns compute common beginnings once.
         split, validation_fraction: take the rows of one side, see :class:`.PathRows`.
         ignored_keys: keys of rows, turns and calls that are dropped, and would be refused for their form otherwise.
+        image_folder: folder of the images that rows have as paths. Without it, rows may have images whose content is in
+            the file, if one of those that are read at the start has.
 
     Raises:
         ValueError: another tokenizer, another value of ``split_turns`` or ``split``, or a file of another format.
@@ -56,6 +60,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         split: str | None = None,
         validation_fraction: float | None = None,
         ignored_keys: Sequence[str] = (),
+        image_folder: str | None = None,
     ) -> None:
         if not isinstance(tokenizer, FolderTokenizer):
             raise ValueError("dataset: set tokenizer to a folder_tokenizer, which takes tool calls")
@@ -64,6 +69,9 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         self._has_sequences = split_turns == "shared"
         self._tokenizer = tokenizer
         self._rows = rows = KeyedRows(FileRow, ignored_keys, path, split, validation_fraction)
+        self._images = images_of_rows(
+            rows, tokenizer, image_folder, partial(conversation_of, variable_names=tokenizer.template_variables)
+        )
         name_unread_of_first(self, rows, self._unread_of)
         # Row, and number of messages, of each sample.
         self._turns: tuple[array[int], array[int]] | None = None
@@ -106,7 +114,8 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         return row.unread
 
     def _read(self, index: int) -> Conversation | Texts:
-        return conversation_of(self._rows[index], self._tokenizer.template_variables)
+        row = conversation_of(self._rows[index], self._tokenizer.template_variables)
+        return row if isinstance(row, Texts) else self._images.of(row)
 
     def _of_texts(self, row: Texts) -> dict[str, Any]:
         (sample,) = (_sample(*each) for each in tokenize_texts(self._tokenizer, row))
@@ -119,13 +128,17 @@ class ConversationDataset(Dataset[dict[str, Any]]):
                 text = "split_turns=shared keeps no weights of targets; set split_turns=True"
                 raise SampleError(f"weight={row.weights[is_fraction.index(True)]:g}: {text}")
             both = self._tokenizer.tokenize_turns(row, [end or len(row.chat) for end in _ends_of_turns(row)])
-            return {"sequences": [_sample(tokens, turns < 0) for tokens, turns in both]}
+            return {"sequences": [{**_sample(each.tokens, each.turns < 0), **_beside(each)} for each in both]}
         # A sample of one turn trains that alone: its history is context.
         if end != _ALL:
             weights = [0.0] * (end - 1) + row.weights[end - 1 : end]
             row = replace(row, chat=row.chat[:end], weights=weights)
-        tokens, turns = self._tokenizer.tokenize(row)
-        sample = {"tokens": tokens.tolist(), "labels": np.where(turns < 0, IGNORE_INDEX, tokens).tolist()}
+        tokens, turns, _ = made = self._tokenizer.tokenize(row)
+        sample = {
+            "tokens": tokens.tolist(),
+            "labels": np.where(turns < 0, IGNORE_INDEX, tokens).tolist(),
+            **_beside(made),
+        }
         if any(is_fraction[: len(row.chat)]):
             # A turn of weight 0 is trained only by tokenizer.train_on_last, which disregards it; -1 is no target.
             sample["weights"] = np.array([*(weight or 1.0 for weight in row.weights), 1.0])[turns]
@@ -155,6 +168,11 @@ def tokenize_texts(tokenizer: Any, texts: Texts) -> list[tuple[list[int], list[b
 def _sample(tokens: Any, mask: Any) -> dict[str, Any]:
     """Returns tokens as they are, and labels as an array."""
     return {"tokens": tokens, "labels": np.where(mask, IGNORE_INDEX, tokens)}
+
+
+def _beside(made: Tokenized) -> dict[str, ImageInputs]:
+    """Returns what a sample has beside tokens and labels."""
+    return {} if made.images is None else {"image_inputs": made.images}
 
 
 _ALL = 0

@@ -8,8 +8,9 @@ table of the page from the keys of :class:`FileRow`, :class:`.Turn` and :class:`
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from pydantic import BeforeValidator, PlainValidator, ValidationInfo
@@ -44,6 +45,7 @@ from recipe_utils.text.conversations.schema import (
     table_of,
     without_keys,
 )
+from recipe_utils.text.images.sources import Source, images_of
 from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.update_steps.samples import SampleError
 
@@ -61,6 +63,10 @@ def _answer(value: Any, info: ValidationInfo) -> str | Turns:
     if info.data.get("tools") and _are(value, "name"):
         return read_turns([{"role": "assistant", "content": None, "tool_calls": value}])
     return read_text_or_turns(value)
+
+
+def _images(value: Any) -> list[Source]:
+    return value if isinstance(value, list) else [value]
 
 
 Row = TypeVar("Row", bound="FileRow")
@@ -90,6 +96,9 @@ class FileRow(Keys):
     )  # fmt: skip
     answer: Annotated[str | Turns | None, PlainValidator(_answer)] = known_as(
         "answer of the assistant, or its calls", "output", "response", "answer", "answers", is_empty=True
+    )
+    images: Annotated[list[Source] | None, PlainValidator(_images)] = known_as(
+        'one for each part `{"type": "image"}`, or for each `<image>` in texts', "images", "image"
     )
     chat_template_kwargs: dict[str, Any] | None = known_as(
         "variables of the chat template (`false`, not its text); so is each key that the template reads, such as `documents`",
@@ -245,7 +254,40 @@ def conversation_of(row: Mapping[str, Any], variable_names: Collection[str] = ()
         turns = answers.pop(next(iter(answers))).behind(turns.chat)
     turns = after_system(keys.system, turns)
     check_repeated({**sources, **answers}, turns.chat, name)
-    return Conversation(*turns, keys.tools, variables, keys.others)
+    chat, images = images_of(turns.chat, keys.images or ())
+    return Conversation(chat, turns.weights, keys.tools, variables, keys.others, images or None)
+
+
+class ImagesOfRows(NamedTuple):
+    """Decision of a dataset about images, for all of its rows."""
+
+    folder: Path | None
+    """Folder of those that are paths."""
+    are_read: bool
+
+    def of(self, conversation: Conversation) -> Conversation:
+        """Returns a conversation with its images, none of texts; raises SampleError for one where no other row has any."""
+        if conversation.images and not self.are_read:
+            raise SampleError("it has an image, and other rows have none; set dataset.image_folder, to any folder")
+        images = (conversation.images or ()) if self.are_read else None
+        return replace(conversation, images=images, image_folder=self.folder)
+
+
+def images_of_rows(
+    rows: KeyedRows, tokenizer: Any, folder: str | None, read: Callable[[Mapping[str, Any]], Conversation | Texts]
+) -> ImagesOfRows:
+    """Returns the decision: rows have images if there is a ``folder`` of them, or if one of up to 128 rows has one.
+
+    ``read`` maps a row to a conversation. Raises ValueError if the tokenizer's folder has no processor of images.
+    """
+    are_read = folder is not None
+    for index in rows.first() if not are_read else ():
+        with suppress(Exception):  # any: raised again with the sample
+            row = read(rows[index])
+            are_read |= isinstance(row, Conversation) and bool(row.images)
+    if are_read and not hasattr(tokenizer, "images"):
+        raise ValueError("dataset: its rows have images; set tokenizer to a folder_tokenizer")
+    return ImagesOfRows(None if folder is None else Path(folder), are_read)
 
 
 def check_no_variables(variables: Mapping[str, Any]) -> None:

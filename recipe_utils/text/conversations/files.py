@@ -269,6 +269,13 @@ class FileRows:
             self._refuse(f"a table that cannot be read ({type(error).__name__}: {error})")
         if len(self._table) == 0:
             self._refuse("empty; it needs at least one row")
+        # Images stay as the bytes of their files, which are decoded with their sample.
+        plain = datasets.Image(decode=False)
+        for name, kind in self._table.features.items():
+            if isinstance(kind, datasets.Image):
+                self._table = self._table.cast_column(name, plain)
+            elif isinstance(getattr(kind, "feature", None), datasets.Image):
+                self._table = self._table.cast_column(name, datasets.List(plain))
 
 
 def _without_padding(value: Any) -> Any:

@@ -5,10 +5,11 @@ Example: {"from": "gpt", "value": "So.", "function_call": {"name": "f"}} is {"ro
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from math import inf
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import PlainValidator, ValidationInfo
@@ -29,6 +30,7 @@ from recipe_utils.text.conversations.schema import (
     role_of,
     shown,
 )
+from recipe_utils.text.images.sources import is_image, source_of
 from recipe_utils.update_steps.samples import SampleError
 
 Chat = list[dict[str, Any]]
@@ -63,6 +65,10 @@ class Conversation:
     """Variables of the chat template."""
     unread: dict[str, Any] = field(default_factory=dict)
     """What is not read of the row and of its turns, by its key."""
+    images: Sequence[object] | None = None
+    """Images of the parts of type ``image``, see :mod:`recipe_utils.text.images.sources`; None if the data are texts."""
+    image_folder: Path | None = None
+    """Folder of images that are paths."""
 
 
 # ---- Keys of a turn and of its calls, whose validators return what templates take --------------------
@@ -100,8 +106,10 @@ def _content(content: Any, info: ValidationInfo) -> str | Chat | None:
 def _part(part: Any, role: str) -> dict[str, Any]:
     """Returns a part of a content as templates take it; raises SampleError if it is no text, and would be lost."""
     part = {"type": "text", "text": part} if isinstance(part, str) else part
+    if is_image(part):
+        return {"type": "image", "image": source_of(part)}
     if _kind_of(part) not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-        raise PartError(f"only text is supported, not {shown(part)}")
+        raise PartError(f"only text and images are supported, not {shown(part)}")
     check_not_said({key: value for key, value in part.items() if key not in ("type", "text")}, role)
     return {"type": "text", "text": part["text"]}
 
@@ -159,8 +167,8 @@ class Turn(Keys):
         "`system`, `developer`, `user`, `assistant`, `tool`, or what other tools call them", "role", "from"
     )
     content: Annotated[str | Chat | None, PlainValidator(_content)] = known_as(
-        "text, or a list of text parts, joined if the template has no branch for lists; of a tool also any other value, "
-        "as JSON text", "content", "value", is_empty=True
+        "text, or a list of parts: text, joined if the template has no branch for lists, and [images](#images); of a tool also any "
+        "other value, as JSON text", "content", "value", is_empty=True
     )  # fmt: skip
     tool_calls: Annotated[Chat | None, PlainValidator(_calls)] = known_as(
         "a list, one call, or JSON text; a turn `from` `function_call` has them as its `value`",
@@ -313,4 +321,4 @@ def _in_openai_format(turn: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
 
 def content_as_text(content: Any) -> str:
     """Returns the text of a content: of a list, that of its parts, one after the other."""
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content or ""

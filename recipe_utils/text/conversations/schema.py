@@ -237,7 +237,7 @@ class Keys(BaseModel):
 
 
 WEIGH = 'write "weight": 0 in the messages that do not train'
-MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is supported")
+MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is supported here")
 
 
 def table_of(keys_by_place: Mapping[str, type[Keys]]) -> str:

@@ -167,7 +167,7 @@ def test_a_greeting_of_a_template_without_a_header_is_history(read, caplog):
         ({"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}, CHATML, "of Gemini's form; write messages"),
         ({"messages": [say("user", None)]}, CHATML, r"turn 0 \(user\): content=None: it has no text"),
         ({"messages": [say("user", 3)]}, CHATML, r"turn 0 \(user\): content=3: it is no text"),
-        ({"messages": [say("user", [{"type": "image"}])]}, CHATML, r"turn 0 \(user\): content: only text is supported"),
+        ({"messages": [say("user", [{"type": "image"}])]}, CHATML, "its messages have 1 places for the 0 images"),
         ({"messages": [say("alien", "x")]}, CHATML, r"turn 0 \(alien\): role='alien': set it to one of system"),
         ({"messages": [say("user", "x", weight=1)]}, CHATML, r"turn 0 \(user\): weight=1: only assistants train; remove it"),
         ({"messages": [say("assistant", "x", weight=-1)]}, CHATML, r"turn 0 \(assistant\): weight=-1: set it to 0 or 1"),
@@ -351,9 +351,9 @@ def test_anthropic_s_conversations_are_those_of_openai(read):
     late = say("assistant", [text, hm])
     beside, redacted = {**say("assistant", [hm, text]), "reasoning": "a"}, {"type": "redacted_thinking", "data": "x"}
     for parts, error in (
-        (late, "only text is supported, not {'type': 'thinking'"),
+        (late, "only text and images are supported, not {'type': 'thinking'"),
         (beside, "thinking beside reasoning"),
-        (say("assistant", [redacted, text]), "only text is supported"),
+        (say("assistant", [redacted, text]), "only text and images are supported"),
     ):
         with pytest.raises(SampleError, match=rf"turn 1 \(assistant\): .*{error}"):
             read({"messages": [say("user", "Hi"), parts]}, THINKS)

@@ -1,0 +1,132 @@
+"""Images as rows of data have them, opened.
+
+Example: with ``image_folder: /data/images`` the part ``{"type": "image", "path": "cats/1.jpg"}`` is the file
+/data/images/cats/1.jpg, turned as its EXIF says, in RGB, as ``transformers.image_utils.load_image`` opens it.
+``"../1.jpg"``, a link out of the folder and ``https://...`` are refused: a data file must not choose what is read.
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps
+
+from recipe_utils.text.conversations.schema import shown
+from recipe_utils.update_steps.samples import SampleError
+
+Source = object
+"""A path, a ``data:`` URL, ``{"bytes", "path"}`` of datasets' Image feature, or a Pillow image."""
+_MARK = "<image>"
+"""What stands for an image in texts of LLaVA's and ShareGPT's files."""
+_KEYS = ("image", "path", "url", "image_url", "bytes", "base64")
+"""Keys of a part with its image, which differ between tools."""
+
+
+def is_image(part: object) -> bool:
+    """Returns True for a part of a content that is an image: transformers', or OpenAI's ``image_url``."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
+
+
+def num_images_in(chat: Sequence[Mapping[str, object]]) -> int:
+    """Returns the number of images of messages."""
+    contents = [message.get("content") for message in chat]
+    return sum(is_image(part) for content in contents if isinstance(content, list) for part in content)
+
+
+def source_of(part: Mapping[str, object]) -> Source | None:
+    """Returns the image of a part; None for the mark of one in a column of the row. Raises SampleError for two of them."""
+    given = {key: part[key] for key in _KEYS if part.get(key) is not None}
+    if len(given) > 1 and given.keys() != {"bytes", "path"}:
+        raise SampleError(f"content: a part of type image has {' and '.join(given)}; remove one of them")
+    if "bytes" in given:
+        return given
+    value = next(iter(given.values()), None)
+    if isinstance(value, Mapping) and "url" in value:  # OpenAI's
+        return value["url"]
+    return f"data:;base64,{value}" if "base64" in given else value
+
+
+def images_of(chat: Sequence[Mapping[str, Any]], given: Sequence[Source]) -> tuple[list[dict[str, Any]], list[Source]]:
+    """Returns messages whose images are parts ``{"type": "image"}``, and the images in their order.
+
+    ``given`` are those of a column of the row. They belong to the parts without an image or, if there are none, to
+    ``<image>`` in texts (LLaVA, ShareGPT). Raises SampleError unless there is one for each.
+    """
+    if given and not num_images_in(chat):
+        chat = [{**message, "content": _with_marks_as_parts(message.get("content"))} for message in chat]
+    waiting, found, made = [*given], list[Source](), list[dict[str, Any]]()
+    num_marks = sum(
+        is_image(part) and part["image"] is None
+        for message in chat
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+    )
+    if num_marks != len(given):
+        text = f"its messages have {num_marks} places for the {len(given)} images of its column"
+        raise SampleError(f"{text}; write a part of type image, or <image> in the text, for each")
+    for message in chat:
+        content = message.get("content")
+        if isinstance(content, list):
+            for part in filter(is_image, content):
+                found.append(waiting.pop(0) if part["image"] is None else part["image"])
+            content = [{"type": "image"} if is_image(part) else part for part in content]
+        made.append({**message, "content": content} if "content" in message else dict(message))
+    return made, found
+
+
+def _with_marks_as_parts(content: Any) -> Any:
+    """Returns a text with ``<image>`` as parts; other contents as they are."""
+    if not isinstance(content, str) or _MARK not in content:
+        return content
+    first, *others = content.split(_MARK)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
+    for text in others:
+        parts += [{"type": "image", "image": None}, {"type": "text", "text": text}]
+    return [part for part in parts if part.get("text") != ""]
+
+
+def open_image(source: Source, folder: Path | None) -> Image.Image:
+    """Returns an image in RGB. Raises SampleError if it cannot be opened, or is no file below ``folder``."""
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, Image.Image):
+        return _in_rgb(source)
+    name = shown(source)
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else _file_of(source, folder)) as image:
+            return _in_rgb(image)
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise SampleError(f"image {name}: it cannot be opened ({error}); write it again, or remove the row") from None
+
+
+def _file_of(source: Source, folder: Path | None) -> io.BytesIO | Path:
+    """Returns the content of a ``data:`` URL, or a path. Raises SampleError for others, and for one out of ``folder``."""
+    if not isinstance(source, str) or not source:
+        raise SampleError(f"image {shown(source)}: it is no path, data URL or bytes; write one of them")
+    if source.startswith("data:"):
+        head, _, data = source.partition(",")
+        try:
+            if not head.endswith(";base64"):
+                raise ValueError("its data are not base64")
+            return io.BytesIO(base64.b64decode(data, validate=True))
+        except (ValueError, binascii.Error) as error:
+            raise SampleError(f"image {shown(source)}: {error}; write data:image/png;base64,...") from None
+    if "://" in source:
+        raise SampleError(
+            f"image {shown(source)}: nothing is downloaded; copy it to dataset.image_folder, and write its path"
+        )
+    if folder is None:
+        raise SampleError(f"image {shown(source)}: set dataset.image_folder to the folder that it is in")
+    path = (folder / source).resolve()  # links, too
+    if not path.is_relative_to(folder.resolve()):
+        raise SampleError(f"image {shown(source)}: it is not below dataset.image_folder={folder}; copy it there")
+    if not path.is_file():
+        raise SampleError(f"image {shown(source)}: dataset.image_folder={folder} has no such file; correct its path")
+    return path
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    return ImageOps.exif_transpose(image).convert("RGB")
