@@ -172,7 +172,7 @@ def _tokens_of(keys: Rollout, tokenizer: Any) -> tuple[np.ndarray, int, np.ndarr
         raise SampleError(f"{key}={value}: {text}; write token ids, remove it, {IGNORE.format(key)}")
     conversation = Conversation(*after_system(keys.system, turns), keys.tools, unread=keys.others)
     try:
-        token_ids, is_masked = tokenize_conversation(tokenizer, conversation)
+        token_ids, is_masked, _ = tokenize_conversation(tokenizer, conversation)
     except HistoryChangesError as error:
         remedy = "write a row for each turn of the assistant, with what precedes it as prompt and one value of rollout"
         raise SampleError(f"{error.problem}; {remedy}, or token ids") from None

@@ -28,6 +28,7 @@ from recipe_utils.text.conversations.file_rows import (
 )
 from recipe_utils.text.conversations.messages import Conversation, Turn, Turns, content_as_text
 from recipe_utils.text.conversations.schema import CALLS, MEDIA, THINKING, check_not_said, role_of
+from recipe_utils.text.images.sample import ImageInputs
 from recipe_utils.update_steps.samples import SampleError
 
 
@@ -46,15 +47,15 @@ def check_no_fraction(weights: Sequence[float], owner: str = "") -> None:
 
 def tokenize_conversation(
     tokenizer: Any, conversation: Conversation
-) -> tuple[Sequence[int], Sequence[bool] | np.ndarray]:
-    """Returns tokens [t] of a conversation and True for those that are no targets [t], by any tokenizer.
+) -> tuple[Sequence[int], Sequence[bool] | np.ndarray, ImageInputs | None]:
+    """Returns tokens [t] of a conversation, True for those that are no targets [t], and its images, by any tokenizer.
 
     Raises SampleError for weights, which the mask does not have, and for content that one of torchtune's would lose.
     """
     check_no_fraction(conversation.weights)
     if hasattr(tokenizer, "template_variables"):  # a FolderTokenizer, which needs the library transformers
-        tokens, turns = tokenizer.tokenize(conversation)
-        return tokens.tolist(), turns < 0
+        tokens, turns, images = tokenizer.tokenize(conversation)
+        return tokens.tolist(), turns < 0, images
     if conversation.tools:
         raise SampleError("torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer")
     messages = []
@@ -65,8 +66,8 @@ def tokenize_conversation(
             check_not_said({key: message[key] for key in message if key not in ("role", "content")}, message["role"])
         content = content_as_text(message.get("content"))
         messages.append(Message(role=message["role"], content=content, masked=not weight))
-    both: tuple[list[int], list[bool]] = tokenizer.tokenize_messages(messages)
-    return both
+    tokens, mask = tokenizer.tokenize_messages(messages)
+    return tokens, mask, None
 
 
 def check_row(transform: Any, row: Mapping[str, Any], columns: Sequence[str], remedy: str) -> None:

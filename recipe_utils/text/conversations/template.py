@@ -25,6 +25,7 @@ import numpy as np
 
 from recipe_utils.text.conversations.messages import Chat, Conversation, content_as_text
 from recipe_utils.text.conversations.schema import CONTENT, THINKING, check_not_said
+from recipe_utils.text.images.sources import num_images_in
 from recipe_utils.update_steps.samples import SampleError
 
 Encoded = tuple[np.ndarray, np.ndarray]
@@ -111,13 +112,15 @@ class ChatTemplate:
         """Returns a conversation in a form of which the template prints the values as text.
 
         Lists of parts, and None, stay as they are if the template has branches for them. Otherwise the texts of the
-        parts are joined, and None becomes an empty text. Arguments of calls become JSON text if the template prints
+        parts are joined, and None becomes an empty text; beside images, all texts become parts. Arguments of calls become JSON text if the template prints
         text alone.
         """
         chat, texts = given.chat, f"{given}{self._source}"
         mark = next(mark for n in count() if (mark := f"⟪{n}:") not in texts)
         contents, arguments = [chat], [False, True][: 1 + any("tool_calls" in message for message in chat)]
-        if not all(isinstance(message.get("content"), str) for message in chat):
+        if num_images_in(chat):
+            contents.append([*map(_with_parts, chat)])
+        elif not all(isinstance(message.get("content"), str) for message in chat):
             contents.append([{**message, "content": content_as_text(message.get("content"))} for message in chat])
         scored: list[tuple[tuple[int, int], Rendering]] = []
         for as_json, content in product(arguments, contents):
@@ -514,6 +517,11 @@ def _frames(chat: Chat, text: str, printed: Sequence[Printed]) -> dict[int, tupl
             roles = [message["role"] for message in chat[index - 1 : index + 2]]
             frames[index] = (*roles, *between), own[0].begin, own[-1].end
     return frames
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date as calendar_date
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError, nodes
@@ -20,6 +20,9 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from recipe_utils.text.conversations.messages import Conversation, read_tools, read_turns
 from recipe_utils.text.conversations.template import ChatTemplate, Encoded, Rendering, any_of, num_common
+from recipe_utils.text.images.processor import ImageProcessor, ProcessedImages, replaced
+from recipe_utils.text.images.sample import ImageInputs
+from recipe_utils.text.images.sources import num_images_in, open_image
 from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.update_steps.samples import SampleError
 
@@ -37,6 +40,17 @@ _PROBES = [
 """Texts on which tokenizers differ that split digits, spaces, accents or scripts otherwise."""
 
 
+class Tokenized(NamedTuple):
+    """Tokens of a conversation."""
+
+    tokens: np.ndarray
+    """[t] int64."""
+    turns: np.ndarray
+    """[t] int64: the index of the turn whose target each is, or -1."""
+    images: ImageInputs | None = None
+    """What a model takes beside them if the data have images."""
+
+
 class FolderTokenizer:
     """Tokenizer of a local transformers folder, for recipes and datasets of torchtune.
 
@@ -48,6 +62,7 @@ class FolderTokenizer:
         template_variables: further variables of the chat template, such as ``enable_thinking``.
         from_pretrained: arguments of ``AutoTokenizer.from_pretrained``, such as ``fix_mistral_regex: True``.
             Ids are then those of the class that it chooses, otherwise those of ``tokenizer.json``.
+        images: arguments of the folder's image processor, such as ``max_pixels: 262144`` or ``size``.
 
     Raises:
         ValueError: the folder has no fast tokenizer, or its chat template needs a date or does not use a variable.
@@ -61,6 +76,7 @@ class FolderTokenizer:
         date: str | None = None,
         template_variables: dict[str, Any] | None = None,
         from_pretrained: dict[str, Any] | None = None,
+        images: dict[str, Any] | None = None,
     ) -> None:
         if not Path(path, "tokenizer.json").is_file():
             text = "no tokenizer.json; set it to a folder of transformers with a fast tokenizer"
@@ -69,6 +85,7 @@ class FolderTokenizer:
             raise ValueError(f"tokenizer.max_seq_len={max_seq_len}: set it to at least 1")
         self.max_seq_len, self._path, self._train_on_last = max_seq_len, Path(path), train_on_last
         self._warned: set[str] = set()
+        self._image_options = images or {}
         files = "tokenizer_config", "generation_config", "config", "special_tokens_map", "added_tokens", "tokenizer"
         config, *models = [self._json_of(f"{name}.json") for name in files][:3]
         self.tokenizer, self._backend = inner, backend = self._load(from_pretrained)
@@ -123,6 +140,11 @@ class FolderTokenizer:
         self._template = ChatTemplate(
             self._render, source, variables, names, used, self._separators, self._path, self._warn
         )
+
+    @cached_property
+    def images(self) -> ImageProcessor:
+        """The folder's processor of images. Raises ValueError if it has none that can be used."""
+        return ImageProcessor(self._path, self.tokenizer, self._image_options)
 
     def _json_of(self, name: str) -> dict[str, Any]:
         """Returns the content of a file of the folder, if it exists."""
@@ -215,43 +237,108 @@ class FolderTokenizer:
         # A training has the whole conversation, a generation its prompt.
         conversation = Conversation(chat, weights, read_tools(tools))
         if add_eos:
-            tokens, turns = self.tokenize(conversation)
+            tokens, turns, _ = self.tokenize(conversation)
             return tokens.tolist(), (turns < 0).tolist()
         if chat[-1]["role"] == "assistant" and not chat[-1].get("content"):
             conversation = replace(conversation, chat=chat[:-1])
-        text = self._rendering(conversation).text(len(conversation.chat), True)
-        prompt = self._encoded(text)[0][: self.max_seq_len].tolist()
+        prompt = self._prompt(conversation).tokens.tolist()
         return prompt, [True] * len(prompt)
 
-    def tokenize(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of a conversation, and the index of the turn whose target each is, or -1; int64 [n] each.
+    def prompt_beside_image(self, prompt: str | Mapping[str, str]) -> Tokenized:
+        """Returns the tokens of a prompt, ``{"image": path, "text": ...}`` or a text alone, for a model that takes images."""
+        text, image = (prompt, None) if isinstance(prompt, str) else (prompt.get("text", ""), prompt.get("image"))
+        parts = [{"type": "image"}] * (image is not None) + [{"type": "text", "text": text}]
+        sources = [] if image is None else [str(Path(image).absolute())]
+        chat: Any = [{"role": "user", "content": parts}]
+        return self._prompt(Conversation(chat, [0.0], images=sources, image_folder=Path("/")))
 
-        Raises SampleError, with the turn, if the template does not determine the targets.
+    def _prompt(self, conversation: Conversation) -> Tokenized:
+        """Returns the tokens of a conversation, and of the beginning of an answer to it. Raises SampleError."""
+        images = self._processed(conversation)
+        text = self._rendering(conversation).text(len(conversation.chat), True)
+        tokens = self._encoded(text, images)[0][: self.max_seq_len]
+        beside = None if images is None else self.images.inputs(tokens, images)
+        return Tokenized(tokens, np.full(len(tokens), -1), beside)
+
+    def tokenize(self, conversation: Conversation) -> Tokenized:
+        """Returns the tokens of a conversation, and the turn whose target each is.
+
+        Raises SampleError, with the turn, if the template does not determine the targets, or a cut would lose an image.
         """
         trains = [weight > 0 for weight in conversation.weights]
         if self._train_on_last:
             answers = [i for i, message in enumerate(conversation.chat) if message["role"] == "assistant"]
             trains = [i in answers[-1:] for i in range(len(trains))]
-        tokens, turns = self._template.targets(self._rendering(conversation), trains, self._encoded)
-        return tokens[: self.max_seq_len], turns[: self.max_seq_len]
+        return self._tokenized(self._rendering(conversation), trains, self._processed(conversation))
 
-    def tokenize_turns(
-        self, conversation: Conversation, ends: Sequence[int]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def tokenize_turns(self, conversation: Conversation, ends: Sequence[int]) -> Iterator[Tokenized]:
         """Yields the same as :meth:`tokenize` for the first ``end`` messages, of which only the last trains.
 
         Each is rendered, about once. What it shares with the longest is encoded once.
         """
-        rendering = self._rendering(replace(conversation, chat=conversation.chat[: ends[-1]]))
-        encode = self._encode_like(rendering.text(ends[-1]))
-        only = {end: [i == end - 1 and conversation.weights[i] > 0 for i in range(end)] for end in ends}
-        longest = self._template.targets(rendering, only[ends[-1]], encode)  # first: others are compared to it
+        conversation = replace(conversation, chat=conversation.chat[: ends[-1]])
+        rendering, encode = self._rendering(conversation), None
+        if conversation.images is None:
+            encode = self._encode_like(rendering.text(ends[-1]))
+        else:  # opened once
+            opened = [open_image(each, conversation.image_folder) for each in conversation.images]
+            conversation = replace(conversation, images=opened)
+
+        def tokenized(end: int) -> Tokenized:
+            only = [i == end - 1 and conversation.weights[i] > 0 for i in range(end)]
+            images = self._processed(replace(conversation, chat=conversation.chat[:end]))
+            return self._tokenized(rendering, only, images, encode)
+
+        longest = tokenized(ends[-1])  # first: others are compared to it
         for end in ends:
-            both = self._template.targets(rendering, only[end], encode) if end < ends[-1] else longest
-            yield both[0][: self.max_seq_len], both[1][: self.max_seq_len]
+            yield tokenized(end) if end < ends[-1] else longest
+
+    def _tokenized(
+        self,
+        rendering: Rendering,
+        trains: Sequence[bool],
+        images: ProcessedImages | None,
+        encode: Callable[[str], Encoded] | None = None,
+    ) -> Tokenized:
+        """Returns what :meth:`tokenize` does for the first ``len(trains)`` messages."""
+        if images is not None:
+            encode = partial(self._encoded, images=images)
+        tokens, turns = self._template.targets(rendering, trains, encode or self._encoded)
+        end = self.max_seq_len
+        if images is None:
+            return Tokenized(tokens[:end], turns[:end])
+        num_printed = rendering.text(len(trains)).count(self.images.placeholder)
+        if num_printed != len(images.texts):
+            text = f"prints {num_printed} of its {len(images.texts)} images; train its texts alone, or change"
+            raise SampleError(f"the chat template {text} chat_template.jinja")
+        # An image stands in a turn that is not trained, and is in the sample as a whole.
+        beside = self.images.inputs(tokens, images)
+        are_images = beside.identities < 0
+        if len(turn := turns[are_images & (turns >= 0)]):
+            raise SampleError(
+                f"turn {turn[0]} ({rendering.chat[turn[0]]['role']}): it has an image, and is trained; write images in users' turns"
+            )
+        if end is not None and are_images[end:].any():
+            last = int(np.flatnonzero(are_images)[-1])
+            text = (
+                f"it would cut an image, whose last token is {last}; set it to at least {last + 2}, or smaller images"
+            )
+            raise SampleError(f"tokenizer.max_seq_len={end}: {text}")
+        return Tokenized(tokens[:end], turns[:end], beside.at(np.arange(len(tokens[:end]))))
+
+    def _processed(self, conversation: Conversation) -> ProcessedImages | None:
+        """Returns the images of a conversation as the model takes them; None if it is of texts alone."""
+        if conversation.images is None:
+            return None
+        num = num_images_in(conversation.chat)
+        return self.images.processed(
+            [open_image(each, conversation.image_folder) for each in conversation.images[:num]]
+        )
 
     def _rendering(self, conversation: Conversation) -> Rendering:
         """Returns a conversation in the form that the template takes; raises SampleError if its texts cannot be trained."""
+        if conversation.images is None and num_images_in(conversation.chat):
+            raise SampleError("it has an image; set dataset to a conversation_dataset, which reads images")
         given = replace(conversation, variables={**self._variables, **conversation.variables})
         texts: dict[str, Any] = {f"turn {i} ({message['role']})": message for i, message in enumerate(given.chat)}
         for i, tool in enumerate(given.tools or ()):
@@ -282,10 +369,14 @@ class FolderTokenizer:
             half = f"{text[error.start]!r}, half of a character (a lone surrogate)"
             raise SampleError(f"{owner}it contains {half}; remove it, or write the whole character") from None
 
-    def _encoded(self, text: str) -> Encoded:
+    def _encoded(self, text: str, images: ProcessedImages | None = None) -> Encoded:
+        places = None
+        if images is not None:
+            text, places = replaced(text, self.images.placeholder, images.texts)
         encoded = self._backend.encode(text, add_special_tokens=False)
         tokens = np.array(encoded.ids, dtype=np.int64)
-        return tokens, np.fromiter((end for _, end in encoded.offsets), np.int64, len(tokens))
+        ends = np.fromiter((end for _, end in encoded.offsets), np.int64, len(tokens))
+        return tokens, ends if places is None else places[ends]
 
     def _encode_like(self, known: str) -> Callable[[str], Encoded]:
         """Returns a function that encodes texts, from the last added token on that begins what differs from ``known``."""

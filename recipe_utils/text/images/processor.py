@@ -1,0 +1,180 @@
+"""Processor of a transformers folder: what a model takes for images, and the tokens that stand for them.
+
+Example: of a chat template that prints ``<|image_pad|>`` for an image, Qwen2-VL's processor makes ``pixel_values``
+[64 patches, 1176], ``image_grid_thw`` [1, 3], and the text of 16 placeholders for it. Texts are tokenized as those
+without images are, so that targets are found in the same way; the end of each token is moved back to where it is in
+what the template printed:
+
+    printed   a < | i m a g e _ p a d | > b          ends of tokens  1, 14, 15
+    replaced  a < | i m a g e _ p a d | > ... b      ends of tokens  1, 14 (of the first placeholder), 27, ..., 209
+    moved back                                                        1, 14, 14, ..., 15
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from inspect import signature
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedTokenizerBase
+
+from recipe_utils.text.images.sample import ImageInputs, Pixels
+from recipe_utils.update_steps.samples import SampleError
+
+_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+"""Files of a folder that may name the class of its processor."""
+_OF_TEXT = {"input_ids", "attention_mask", "text_replacement_offsets"}
+"""What a processor returns of the text."""
+
+
+class ProcessedImages(NamedTuple):
+    """Images of a sample as a model takes them."""
+
+    texts: Sequence[str] = ()
+    """What stands for each image in place of its placeholder."""
+    tensors: Mapping[str, torch.Tensor] = {}
+    """Those of all images together, by the model's argument."""
+    sizes: Sequence[tuple[int, int]] = ()
+    """Width and height of each image as it was opened [pixels]."""
+    identity: int = 0
+    """A number below 0 that only these images have, in these sizes."""
+
+
+class ImageProcessor:
+    """Processor of a folder, for images beside text.
+
+    Args:
+        path: the folder.
+        tokenizer: the tokenizer of its class, which has the names of special tokens.
+        options: further arguments of its image processor, such as ``max_pixels`` or ``size``.
+
+    Raises:
+        ValueError: the folder has no processor that says which tokens stand for an image, or it lacks a package.
+    """
+
+    def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> None:
+        self._processor, self.tokenizer = _processor_of(path, tokenizer, options), tokenizer
+        self.placeholder: str = self._processor.image_token
+        """What a chat template prints for an image."""
+        self.token_ids: list[int] = self._processor.image_token_ids
+        """Tokens that images take the place of."""
+        # An image shows what the processor makes, and whether it makes it at all.
+        try:
+            made = self._call([Image.new("RGB", (64, 48))])
+        except Exception as error:  # any: a processor is a program
+            text = f"does not say which tokens stand for an image ({type(error).__name__}); train it with texts alone"
+            raise ValueError(f"tokenizer.path={path}: its {type(self._processor).__name__} {text}") from None
+        tokens = made["input_ids"][0].numpy()
+        self._columns = [name for name in made if name not in _OF_TEXT and made[name].shape == made["input_ids"].shape]
+        for name in self._columns:
+            if not np.array_equal(self._types(tokens), made[name][0]):
+                raise ValueError(
+                    f"tokenizer.path={path}: its {name} are not those of tokens; train it with texts alone"
+                )
+        self._rope_index = _rope_index_of(path)
+        arguments = {name: value for name, value in vars(self._processor).items() if isinstance(value, int | str)}
+        self.settings = f"{self._processor.image_processor.to_json_string()} {json.dumps(arguments)}"
+        """What tokens and pixels depend on beside the images, as JSON texts."""
+
+    def processed(self, images: Sequence[Image.Image]) -> ProcessedImages:
+        """Returns the images of a sample as the model takes them, all together."""
+        if not images:
+            return ProcessedImages()
+        made, digest = self._call(images), blake2b(self.settings.encode(), digest_size=7)
+        for image in images:
+            digest.update(repr(image.size).encode() + image.tobytes())
+        return ProcessedImages(
+            [each["replacement"] for each in made["text_replacement_offsets"][0]],
+            {name: made[name] for name in made if name not in {*_OF_TEXT, *self._columns}},
+            [image.size for image in images],
+            -1 - int.from_bytes(digest.digest(), "little"),
+        )
+
+    def inputs(self, tokens: np.ndarray, images: ProcessedImages) -> ImageInputs:
+        """Returns the inputs beside the tokens [t] of a sample."""
+        types = self._types(tokens)
+        columns = dict.fromkeys(self._columns, types)
+        positions = np.arange(len(tokens))[None]
+        if self._rope_index is not None:
+            beside = {name: torch.from_numpy(column)[None] for name, column in columns.items()}
+            takes = signature(self._rope_index).parameters
+            given = {name: tensor for name, tensor in {**beside, **images.tensors}.items() if name in takes}
+            axes, _ = self._rope_index(torch.from_numpy(tokens)[None], **given)
+            # Three axes are those of images, behind the text's; the four of HunYuan begin with the text's.
+            positions = np.concatenate([positions[: len(axes) == 3], axes[:, 0].numpy()])
+        identities = np.where(types == 1, images.identity, 0)
+        pixels = [Pixels(int(np.argmax(types == 1)), images.sizes, images.tensors)] if images.texts else []
+        return ImageInputs(positions, identities, columns, pixels)
+
+    def _call(self, images: Sequence[Image.Image]) -> Mapping[str, Any]:
+        made: Mapping[str, Any] = self._processor(
+            images=[*images],
+            text=[self.placeholder * len(images)],
+            return_text_replacement_offsets=True,
+            return_tensors="pt",
+            add_special_tokens=False,
+        )
+        return made
+
+    def token_ids_of(self, text: str) -> list[int]:
+        """Returns the tokens of what stands for an image."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _types(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns for each token whether an image takes its place: 1, else 0."""
+        return np.isin(tokens, self.token_ids).astype(np.int64)
+
+
+def replaced(text: str, placeholder: str, texts: Sequence[str]) -> tuple[str, np.ndarray]:
+    """Returns a text with ``texts`` in place of its placeholders, and where each place [characters + 1] of it was before.
+
+    Places within a replacement were at the placeholder's end. Raises SampleError for more placeholders than texts.
+    """
+    parts = text.split(placeholder)
+    if len(parts) - 1 > len(texts):
+        raise SampleError(f"it has {len(parts) - 1} of {placeholder} for {len(texts)} images; remove it from its texts")
+    pieces, places, start = [parts[0]], [np.arange(len(parts[0]) + 1)], len(parts[0])
+    for new, part in zip(texts, parts[1:], strict=False):
+        start += len(placeholder)
+        places += [np.full(len(new), start), np.arange(start + 1, start + 1 + len(part))]
+        pieces += [new, part]
+        start += len(part)
+    return "".join(pieces), np.concatenate(places)
+
+
+def _processor_of(path: Path, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> Any:
+    """Returns the processor of a folder without those of video and audio, which need further packages."""
+    contents = [json.loads((path / name).read_text("utf-8")) for name in _FILES if (path / name).is_file()]
+    name = next((name for each in contents if (name := each.get("processor_class"))), None)
+    kind = getattr(transformers, name or "", None)
+    if kind is None:
+        text = "no processor of images" if name is None else f"transformers {transformers.__version__} has no {name}"
+        raise ValueError(
+            f"tokenizer.path={path}: {text}; copy preprocessor_config.json and processor_config.json there"
+        )
+    try:
+        # Pillow's where there is one: torchvision resizes otherwise, and would have to be installed.
+        images = AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True, **options)
+        own: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+        others = dict.fromkeys({*kind.get_attributes()} - {"image_processor", "tokenizer"})
+        arguments, _ = kind.get_processor_dict(path, local_files_only=True)
+        return own.from_args_and_dict([], arguments, image_processor=images, tokenizer=tokenizer, **others)
+    except (ImportError, OSError, ValueError, TypeError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise ValueError(f"tokenizer.path={path}: its {name} cannot be made: {cause}") from None
+
+
+def _rope_index_of(path: Path) -> Any:
+    """Returns the function that computes positions of several axes, of a model without weights; None if it has one axis."""
+    if not (path / "config.json").is_file():
+        text = "no config.json, which says how positions in images count; a training with model.config writes it"
+        raise ValueError(f"tokenizer.path={path}: {text}")
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+    return getattr(getattr(model, "model", model), "get_rope_index", None)
