@@ -25,6 +25,8 @@ from recipe_utils.update_steps.samples import CheckedDataset, Prepared, SampleEr
 
 _NUM_REMARKED = 100
 """Maximum number of samples that are read for remarks."""
+_MOST_IMAGE_BYTES = 4e9
+"""Images in memory on a rank, above which a warning says so."""
 _MAX_SECONDS = 10.0
 """Time after which no further sample is read for remarks."""
 _PLACE = re.compile(r"^\w+ \d+ of [^:]*: ((line|row) \d+ of [^:]*: )?((chosen|rejected): )?(turn \d+ \(\w+\): )?")
@@ -124,6 +126,13 @@ def log_data(loader: UpdateStepLoader, epochs: int, microbatching: str) -> None:
             fewer = sum(lengths) / (sum(lengths) - report.num_shared)
             text += f", {fewer:.1f} times fewer positions than in a row for each sequence"
     logger.info(text)
+    # Images wait as tensors, which are much larger than their files.
+    in_memory = report.num_image_bytes / max(len(lengths), 1) * -(-size // num_ranks) * (1 + loader.num_prefetched)
+    if in_memory > _MOST_IMAGE_BYTES:
+        logger.warning(
+            f"images of prefetched update steps take about {in_memory / 1e9:.0f} GB on each rank; set "
+            "prefetch_update_steps to a smaller number, or images of tokenizer to smaller ones (max_pixels or size)"
+        )
     on_ranks = ""
     if num_ranks > 1:
         on_ranks = f" ({'at most ' * is_uneven}{-(-size // num_ranks)} on each of {num_ranks} data-parallel ranks)"
@@ -209,7 +218,7 @@ def _with_remarks(
     """Returns what the log says about samples; no remarks if training ``stops`` at one of them."""
     # By name of a dataset, because one without any target takes its share of each update step for nothing.
     remarks, lengths = Counter[str](), list[int]()
-    num_read, num_without_targets, totals = Counter[str](), Counter[str](), Counter[str]()
+    num_read, num_without_targets, totals, num_image_bytes = Counter[str](), Counter[str](), Counter[str](), 0
     for index, sample in read.items():
         if isinstance(sample, SampleError):
             if dataset.skips(sample):
@@ -219,6 +228,7 @@ def _with_remarks(
         remarks.update(collator.remarks(sample))
         lengths += [int(counts["real_tokens"])] if "real_tokens" in counts else []
         totals.update(counts)
+        num_image_bytes += getattr(sample, "num_bytes", 0)
         name = "" if dataset.sources is None else dataset.sources.names[dataset.sources.dataset_of(index)]
         num_read[name] += 1
         num_without_targets[name] += not counts[collator.counts[0]]
@@ -229,6 +239,7 @@ def _with_remarks(
         lengths=lengths,
         num_targets=int(totals["target_tokens"]),
         num_shared=int(totals["shared_tokens"]),
+        num_image_bytes=num_image_bytes,
     )
 
 

@@ -20,6 +20,7 @@ from recipe_utils.data.collators import text_collator
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.collator import RowCollator
+from recipe_utils.text.images.sample import ImageInputs
 from recipe_utils.text.limits import ModelLimits
 from recipe_utils.text.reader import fingerprint_of
 from recipe_utils.torchtune_names import IGNORE_INDEX
@@ -110,15 +111,17 @@ def pair_as_group(pair: Sample, name: str, shares: bool = False) -> Sample:
         mask_shared_turns(tokens, labels)
         if np.array_equal(tokens[0], tokens[1]) and np.array_equal(labels[0], labels[1]):
             raise SkippedSampleError(f"{name}: its sides are equal")
-    fingerprints = [fingerprint_of(*side) for side in zip(tokens, labels, strict=True)]
+    images: list[ImageInputs | None] = [pair.get(f"{side}_image_inputs") for side in SIDES]
+    of_sides = [ids if beside is None else beside.keys_of(ids) for ids, beside in zip(tokens, images, strict=True)]
+    fingerprints = [fingerprint_of(*side) for side in zip(of_sides, labels, strict=True)]
     num_chosen, num_common = int((labels[0][1:] != IGNORE_INDEX).sum()), 0
     if shares:
         end = num_common_tokens(tokens, labels)
         num_common = int((labels[1][1:end] != IGNORE_INDEX).sum())
         labels[1][1:end] = IGNORE_INDEX
     numbers = {"pairs": (1, 0), "chosen_tokens": (num_chosen, 0), "common_tokens": (num_common, 0)}
-    beside_sides = zip(tokens, labels, fingerprints, *numbers.values(), strict=True)
-    keys = ("tokens", "labels", "fingerprint", *numbers)
+    beside_sides = zip(tokens, labels, images, fingerprints, *numbers.values(), strict=True)
+    keys = ("tokens", "labels", "image_inputs", "fingerprint", *numbers)
     sides = ({**beside, **dict(zip(keys, each, strict=True))} for each in beside_sides)
     return {"sequences": dict(zip(SIDES, sides, strict=True))}
 

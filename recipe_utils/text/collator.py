@@ -129,10 +129,16 @@ class RowCollator(Collator):
             )
 
     def length(self, sample: TextSample) -> int:
-        """Returns the positions of a sample in a packed row; if padded, those of its longest row."""
+        """Returns the positions of a sample in a packed row; if padded, those of its longest row.
+
+        With images, the positions of text that take as long as the tower are added: plans balance them, and budgets bound both.
+        """
+        of_images = 0
+        if sample.images is not None:
+            of_images = round(sample.images.num_values * self.bounds.limits.tokens_per_pixel)
         if self.settings.is_packed or len(sample.documents) == 1 or sample.is_row:
-            return len(sample.tokens)
-        return max(map(length_of, sample.documents))
+            return len(sample.tokens) + of_images
+        return max(map(length_of, sample.documents)) + of_images
 
     def collate(self, samples: Sequence[TextSample], share: Share = WHOLE) -> list[Microbatch]:
         """Makes a microbatch of at least one sample, or a share of it, or one of each tree that a sample was cut into."""
@@ -174,10 +180,11 @@ class RowCollator(Collator):
         columns = {name: column[:num_kept] for name, column in sample.columns.items()}
         dummy = sample._replace(labels=labels, others={**sample.others, **own})
         if not keeps_shape:
-            own["tokens"], values = sample.tokens[:1].tolist(), sample.values
-            dummy = TextSample(
-                sample.name, sample.at, sample.tokens[:1], labels, [1], columns, values=values, others=own
-            )
+            place = np.argmax(sample.keys >= 0, keepdims=True)  # a token of text: the dummy has no image
+            own["tokens"] = sample.tokens[place].tolist()
+            images = None if sample.images is None else sample.images.at(place)._replace(pixels=())
+            dummy = TextSample(sample.name, sample.at, sample.tokens[place], labels, [1], columns)
+            dummy = dummy._replace(values=sample.values, images=images, others=own)
         made = self._row([dummy])
         # Its positions belong to no sequence, so nothing of the sample reaches a loss.
         nothing = torch.zeros(0, dtype=torch.int64)

@@ -10,6 +10,7 @@ from recipe_utils.plans.cost import MicrobatchCost
 from recipe_utils.plans.microbatching import FIRST_TOKENS, MOST_TOKENS, MicrobatchSettings
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.documents import Documents
+from recipe_utils.text.images.sample import Join
 from recipe_utils.torchtune_names import log_once
 
 Kernel = Literal["varlen", "flex", "by_document", "dense"]
@@ -94,6 +95,10 @@ class ModelLimits(NamedTuple):
     """Number of positions that packed rows are padded to a multiple of; None for no padding."""
     limits_length: str = "the model's"
     """Owner of ``max_seq_len``, for errors."""
+    joins: Mapping[str, Join] = {}
+    """How the tensors of several samples with images become one, by the model's argument; empty: it takes no images."""
+    tokens_per_pixel: float = 0.0
+    """Work of the tower for one number of a tensor of images, in that for one token of text."""
 
     @property
     def merges_rows(self) -> bool:

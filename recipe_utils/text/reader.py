@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from recipe_utils.text.images.sample import ImageInputs
 from recipe_utils.text.limits import NO_BOUNDS, ModelLimits, RowBounds
 from recipe_utils.text.samples import FIRST, TextSample, beside_predictors, beside_tokens
 from recipe_utils.text.trees import merge, sequences_of
@@ -21,7 +22,7 @@ from recipe_utils.update_steps.samples import (
     whole_numbers,
 )
 
-_KEYS = {"tokens", "labels", "mask"}
+_KEYS = {"tokens", "labels", "mask", "image_inputs"}
 KNOWN_KEYS = {*_KEYS, "seq_lens", "input_pos", "is_cut"}
 """Keys of torchtune's datasets and of ours."""
 _WEIGHTS = ("weights", "weight", "loss_weight")
@@ -68,7 +69,8 @@ class TextReader:
     def counts(self) -> Sequence[str]:
         """Names of counts; real tokens exclude padding, positions include it; samples with values."""
         samples = ("samples",) if self.of_samples else ()
-        return (*samples, "target_tokens", "real_tokens", "positions", *self.totals)
+        images = ("images", "image_tokens") if self.bounds.limits.joins else ()
+        return (*samples, "target_tokens", "real_tokens", "positions", *images, *self.totals)
 
     def prepare(self, sample: Sample, name: str, at: StepIndex = FIRST) -> TextSample:
         """Returns the sample with tokens, labels, columns and values as arrays.
@@ -102,10 +104,6 @@ class TextReader:
             for key in ones:
                 _finite(sample[key], key, name)
         values |= {key: numbers[index : index + 1] for index, key in enumerate(ones)}
-        if self.has_fingerprints:
-            values["fingerprint"] = fingerprint_of(
-                tokens, labels, {**values, **columns}.get("temperatures", labels[:0])
-            )[None]
         # The rest is kept for a collate_fn.
         unused = {"mask"} if self.keeps_types else {*_KEYS, *columns, *values}
         others = {key: value for key, value in sample.items() if key not in unused}
@@ -114,7 +112,16 @@ class TextReader:
             others |= {key: array for key, array in arrays.items() if np.asarray(sample[key][:1]).dtype != np.int64}
         elif not self.drops_columns:
             check_all_taken(others, tokens, labels, name)
-        made = TextSample(name, at, tokens, labels, [len(tokens)], columns, values=values, others=others)
+        images: ImageInputs | None = sample.get("image_inputs")
+        made = TextSample(name, at, tokens, labels, [len(tokens)], columns, values=values, images=images, others=others)
+        if images is not None and not self.bounds.limits.joins and not self.drops_columns:
+            text = (
+                "the data have images, and the model takes none; set model.images=True, or remove dataset.image_folder"
+            )
+            raise UnusedError(f"{name}: {text}")
+        if self.has_fingerprints:
+            temperatures = {**values, **columns}.get("temperatures", labels[:0])
+            values["fingerprint"] = fingerprint_of(made.keys, labels, temperatures)[None]
         made = _with_documents(made, self.ignore_index) if made.is_row else made
         return beside_predictors(made, self.ignore_index)
 
@@ -155,7 +162,7 @@ class TextReader:
         values = {} if self.is_of_pairs else {name: sample.values[name] for name in self.of_samples}
         if not sample.num_shared:
             columns = beside_tokens(sample, self.ignore_index)
-            return (sample.tokens, columns.pop("labels")), {**others, **columns, **values}
+            return (sample.keys, columns.pop("labels")), {**others, **columns, **values}
         sample = sample.with_columns(self.columns)
         made = self._answers_of(sample)
         columns = {name: np.concatenate([each[name] for each in made]) for name in sample.columns}

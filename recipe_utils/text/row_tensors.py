@@ -24,6 +24,7 @@ from torch import Tensor
 
 from recipe_utils.plans.rounds import Share
 from recipe_utils.text.documents import DocumentLengths, Documents, length_of
+from recipe_utils.text.images.sample import ImageInputs, join_pixels
 from recipe_utils.text.reader import TextReader
 from recipe_utils.text.samples import TextSample, beside_tokens, joined
 from recipe_utils.text.trees import Shared, apart
@@ -100,6 +101,12 @@ def _lay_out(
     inputs: dict[str, Any] = {"tokens": rows(tokens, pad_id)}
     if documents is not None:
         inputs |= {"input_pos": rows(positions, 0), "document_lengths": Documents(documents)}
+    if beside := _images_of(row):
+        axes = [rows(axis, 0) for axis in zip(*(each.positions for each in beside), strict=True)]
+        inputs["input_pos"] = axes[0] if len(axes) == 1 else torch.stack(axes)  # [k, b, s]
+        types = {name: rows([each.types[name] for each in beside], 0) for name in beside[0].types}
+        pixels = [each for of_sample in beside for each in of_sample.pixels]
+        inputs["images"] = {**types, **join_pixels(pixels, reader.bounds.limits.joins)}
     targets = Targets(
         *_with_positions(rows(labels, reader.ignore_index), reader.ignore_index),
         owners=rows(owners, -1),
@@ -220,7 +227,13 @@ def _microbatch(
     )
     # Tokens count as often as samples have them, also where a row computes them once.
     num_shared = sum(sum(sample.num_shared) for sample in samples)
+    images = {}
+    if "images" in inputs:
+        beside = [sample.images for sample in samples if sample.images is not None]
+        num_tokens = sum(int((s.identities < 0).sum()) for s in beside)
+        images = {"images": sum(len(each.sizes) for s in beside for each in s.pixels), "image_tokens": num_tokens}
     counts = {
+        **images,
         "target_tokens": num_targets,
         "real_tokens": sum(sample.num_real for sample in samples) + num_shared,
         "positions": targets.labels.numel(),
@@ -233,6 +246,18 @@ def _microbatch(
 def _with_positions(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Returns labels [b, s] of the next positions, and the positions [n] of targets."""
     return labels, torch.from_numpy(np.flatnonzero(labels.numpy() != ignore_index))
+
+
+def _images_of(row: Shared) -> list[ImageInputs]:
+    """Returns the inputs beside what is computed of each sample, if one of them is of data with images."""
+    like = next((sample.images for sample in row.samples if sample.images is not None), None)
+    if like is None:
+        return []
+    beside = []
+    for sample, first in zip(row.samples, row.starts, strict=True):
+        images = like.of_text(_positions_of(sample)) if sample.images is None else sample.images
+        beside.append(images.at(np.arange(first, len(sample.tokens))))
+    return beside
 
 
 def _positions_of(sample: TextSample) -> np.ndarray:

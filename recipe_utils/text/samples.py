@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recipe_utils.text.documents import Document, length_of
+from recipe_utils.text.images.sample import ImageInputs
 from recipe_utils.update_steps.order import StepIndex
 from recipe_utils.update_steps.samples import SampleError
 
@@ -50,6 +51,8 @@ class TextSample(NamedTuple):
     """[t]; None if they count from 0 in each document."""
     num_shared: Sequence[int] = ()
     """Of each tree, the positions that it saves."""
+    images: ImageInputs | None = None
+    """Of a model that takes images, also if the sample has none."""
     others: Mapping[str, Any] = {}
     """What else the dataset returned, for a ``collate_fn``."""
 
@@ -66,6 +69,17 @@ class TextSample(NamedTuple):
     def is_row(self) -> bool:
         """Returns True for a row of a packed dataset, whose documents stay in one row also if padded."""
         return "seq_lens" in self.others
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Returns tokens [t], with numbers below 0 for placeholders, which are equal if the images are."""
+        return self.tokens if self.images is None else self.images.keys_of(self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the memory of its images [bytes]."""
+        pixels = [] if self.images is None else self.images.pixels
+        return sum(tensor.nbytes for each in pixels for tensor in each.tensors.values())
 
     @property
     def num_real(self) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recipe_utils.text.documents import Document, chains, length_of, segments_of
+from recipe_utils.text.images.sample import before_or_behind_images, joined_images
 from recipe_utils.text.samples import TextSample, joined
 
 _LEAST_COMMON = 16
@@ -27,7 +28,8 @@ _LEAST_SAVED = 0.1
 class _Tokens(NamedTuple):
     """All tokens of the sequences, one after the other, in which places are indices [n]."""
 
-    tokens: np.ndarray
+    keys: np.ndarray
+    """Tokens; of images numbers below 0, which are equal if the images are."""
     are_targets: np.ndarray
     """True where the label of the next token of the sequence is a target."""
 
@@ -51,7 +53,7 @@ def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index:
 
     labels = np.concatenate([sequence.labels for sequence in sequences])
     columns = {name: joined([s.columns[name] for s in sequences], name, sequences) for name in sequences[0].columns}
-    flat = _Tokens(np.concatenate([sequence.tokens for sequence in sequences]), labels != ignore_index)
+    flat = _Tokens(np.concatenate([sequence.keys for sequence in sequences]), labels != ignore_index)
     # From the last sequence on: a conversation's last turns have the longest history, and with as many branches
     # as fit, the next tree's history is shortest.
     roots, num_tokens, lasts = list[_Segment](), list[int](), ends - 1
@@ -71,10 +73,11 @@ def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index:
     # Depth first, position i of the row has the token of place places[i] and the target of targets[i].
     trees = [_in_order(root) for root in roots]
     places, targets, positions = np.concatenate([columns for columns, _ in trees], axis=1)
-    rows = np.empty(len(flat.tokens), dtype=np.int64)
+    rows = np.empty(len(flat.keys), dtype=np.int64)
     rows[places] = np.arange(len(places))
+    images = [sequence.images for sequence in sequences if sequence.images is not None]
     return sequences[0]._replace(
-        tokens=flat.tokens[places],
+        tokens=np.concatenate([sequence.tokens for sequence in sequences])[places],
         labels=labels[targets],
         documents=[document for _, document in trees],
         columns={name: column[targets] for name, column in columns.items()},
@@ -83,12 +86,13 @@ def merge(sequences: Sequence[TextSample], max_tokens: int | None, ignore_index:
         sequences=(owners[targets], rows[lasts]),
         positions=positions,
         num_shared=[n - root.reach for n, root in zip(num_tokens, roots, strict=True)],
+        images=joined_images(images).at(places) if images else None,
         others={},
     )
 
 
 def sequences_of(sample: TextSample, ignore_index: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yields tokens [t] of each merged sequence, and beside them labels and columns [t] of its targets.
+    """Yields tokens [t] of each merged sequence (:attr:`.TextSample.keys`), and beside them labels and columns [t] of its targets.
 
     They do not depend on how trees were cut.
     """
@@ -97,7 +101,7 @@ def sequences_of(sample: TextSample, ignore_index: int) -> Iterator[dict[str, np
     for index, end in enumerate(ends):
         path = next(path for path in paths if end in path)
         path = path[: path.searchsorted(end) + 1]
-        before, made = path[:-1], {"tokens": sample.tokens[path]}
+        before, made = path[:-1], {"tokens": sample.keys[path]}
         are_targets = (owners[before] == index) & (sample.labels[before] != ignore_index)
         for name, column in {"labels": sample.labels, **sample.columns}.items():
             nothing = ignore_index if name == "labels" else 0
@@ -125,6 +129,7 @@ def split_trees(sample: TextSample) -> list[TextSample]:
             sequences=(np.searchsorted(which, owners[here]), ends[which] - start),
             positions=sample.positions[here],
             num_shared=[num_shared],
+            images=None if sample.images is None else sample.images.at(np.arange(start, stop)),
         )
         trees.append(tree)
         start = stop
@@ -144,15 +149,23 @@ def _path(root: _Segment, places: np.ndarray, flat: _Tokens) -> list[tuple[_Segm
         start += longest
         if longest < len(segment.places):
             break
+    # All of a sequence's images are shared, or none.
+    most = before_or_behind_images(flat.keys[places], start)
+    while start > most:
+        segment, num_shared = path.pop()
+        start -= num_shared
+        if start < most:
+            path.append((segment, most - start))
+            start = most
     return path
 
 
 def _num_shared(segment: _Segment, places: np.ndarray, flat: _Tokens) -> int:
-    if flat.tokens[segment.places[0]] != flat.tokens[places[0]]:
+    if flat.keys[segment.places[0]] != flat.keys[places[0]]:
         return 0
     end = min(len(segment.places), len(places))
     both = flat.are_targets[segment.targets[:end]] & flat.are_targets[places[:end]]
-    return _first(both | (flat.tokens[segment.places[:end]] != flat.tokens[places[:end]]))
+    return _first(both | (flat.keys[segment.places[:end]] != flat.keys[places[:end]]))
 
 
 def _first(flags: np.ndarray) -> int:
@@ -222,7 +235,7 @@ def share_beginnings(samples: Sequence[TextSample], ignore_index: int) -> Shared
     common = []
     for one, other in pairwise(order):
         end = min(len(keys[one]), len(keys[other]))
-        common.append(_first(keys[one][:end] != keys[other][:end]))
+        common.append(before_or_behind_images(samples[one].keys, _first(keys[one][:end] != keys[other][:end])))
     # The best cut into trees, by a dynamic program: saved[j] are the positions that the first j samples save, the
     # last of which is in a tree with those from first[j] on.
     saved, first, shared = [0], [0], [0]
@@ -257,7 +270,7 @@ def _beginning(sample: TextSample, ignore_index: int) -> np.ndarray:
         return sample.tokens[:0]
     (length, _), *below = segments_of(sample.documents[0])
     end = length if below else length - 1
-    return sample.tokens[: _first(sample.labels[:end] != ignore_index)]
+    return sample.keys[: _first(sample.labels[:end] != ignore_index)]
 
 
 def _tree_of(samples: Sequence[TextSample], num_common: int) -> Document:

@@ -116,7 +116,8 @@ class Collator(Protocol):
     @property
     def noun(self) -> str:
         """Name of a sample in messages."""
-        return next((noun for noun in ("pair", "group", "image") if f"{noun}s" in self.counts), "sample")
+        of_several = [noun for noun in ("pair", "group") if f"{noun}s" in self.counts]
+        return [*of_several, "image" if self.counts[0] == "images" else "sample"][0]
 
     def with_budget(self, max_tokens: int) -> Self:
         """Returns a collator of microbatches of at most ``max_tokens``, if their tokens are bounded."""

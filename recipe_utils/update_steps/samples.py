@@ -166,6 +166,8 @@ class SampleReport(NamedTuple):
     """Target tokens of all of them."""
     num_shared: int = 0
     """Tokens of all of them that are not computed again."""
+    num_image_bytes: int = 0
+    """Memory of the images of all of them."""
 
 
 @dataclass(frozen=True)
