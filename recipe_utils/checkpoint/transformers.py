@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from recipe_utils.checkpoint.export import WEIGHTS, copy_files
@@ -146,7 +147,7 @@ class FolderCheckpointer:
             verbosity = get_verbosity()
             set_verbosity_error()  # hides a table with the advice to ignore missing keys
             try:
-                model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+                model, info = auto_class_of(config).from_pretrained(folder, output_loading_info=True, **options)
             finally:
                 set_verbosity(verbosity)
             info["unexpected_keys"] -= self._carried(model, info["unexpected_keys"])
@@ -309,5 +310,16 @@ def names_of_weights(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
+def auto_class_of(config: PreTrainedConfig) -> Any:
+    """Returns the auto class that builds the model of a folder: that of causal language models where it has one.
+
+    mllama's causal language model has a config that no auto class takes, so it is a model of images and text.
+    """
+    known, text = MODEL_FOR_CAUSAL_LM_MAPPING, type(config.get_text_config())
+    is_known = type(config) in known and (known[type(config)].config_class is not text or text in known)
+    return AutoModelForCausalLM if is_known else AutoModelForImageTextToText
+
+
 def _new_model(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return auto_class_of(config).from_config(config)

@@ -30,6 +30,7 @@ from recipe_utils.models.adapters.qat import simulate_quantization
 from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import Stages, cut_to_stage, layers_of_stages
 from recipe_utils.models.settings import ModelSettings
+from recipe_utils.models.transformers.interface import modules_for_images
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import ConfigError, Problem
@@ -63,6 +64,9 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
     for name in settings.custom_sharded_layers or ():
         if name.rpartition(".")[2] not in last_names:
             raise ConfigError(Problem("custom_sharded_layers", "the model has no such module; take it out", name))
+        if name in modules_for_images(model):
+            text = "ranks without images would not compute it, and wait for one another; take it out"
+            raise ConfigError(Problem("custom_sharded_layers", text, name))
     drop_upcast_hooks(model)
     freeze_base(model)
     return model

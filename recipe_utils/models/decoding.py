@@ -15,15 +15,23 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.attention.document_mask import longest_document
 from recipe_utils.models.attention.packed_attention import other_attention, self_attentions
 from recipe_utils.models.transformers.interface import DecoderOfTransformers
+from recipe_utils.text.images.sample import ImageInputs
+from recipe_utils.text.limits import ModelLimits, RowBounds
+from recipe_utils.text.reader import TextReader
+from recipe_utils.text.row_tensors import padded
+from recipe_utils.text.samples import FIRST, TextSample
+from recipe_utils.torchtune_names import IGNORE_INDEX
 
 NextLogits = Callable[[Tensor, Tensor], Tensor]
 """Maps tokens [b, s] and the lengths of their rows [b] to logits of the next tokens [b, v]."""
@@ -57,6 +65,7 @@ def decode(
     draws: Draws | None = None,
     same_prompts: dist.ProcessGroup | None = None,
     max_length: int | None = None,
+    images: Sequence[ImageInputs] = (),
 ) -> list[Decoded]:
     """Decodes answers to all prompts at once, greedily or as drawn. Draws no random numbers itself.
 
@@ -65,6 +74,7 @@ def decode(
     of ``ends``, or at the model's ``max_seq_len``, or ``max_length`` if that is less [tokens, with the prompt].
 
     ``same_prompts`` are ranks with equal prompts, which get the tokens of the first of them; None for all ranks.
+    ``images`` are the inputs beside each prompt of a model of images; all tokens are then computed again for each new one.
     """
     # A rank without prompts computes a dummy row, whose answer is complete from the start.
     given = [*prompts] or [[0]]
@@ -81,7 +91,7 @@ def decode(
     trains = model.training
     model.eval()
     try:
-        with _next_logits(model, max(starts) + max_new_tokens) as next_logits:
+        with _next_logits(model, max(starts) + max_new_tokens, images) as next_logits:
             is_open = (lengths < longest) & bool(prompts)
             for step in range(max_new_tokens):
                 if not _on_any_rank(is_open.any()):
@@ -123,7 +133,7 @@ def _on_any_rank(flag: Tensor) -> bool:
 
 
 @contextmanager
-def _next_logits(model: nn.Module, num_keys: int) -> Iterator[NextLogits]:
+def _next_logits(model: nn.Module, num_keys: int, images: Sequence[ImageInputs]) -> Iterator[NextLogits]:
     """Yields the function that computes logits of the next tokens, with caches where the decoder has them."""
     last: list[Tensor] = []  # place of each row's last token in the forward [b], by default the last one
 
@@ -136,7 +146,9 @@ def _next_logits(model: nn.Module, num_keys: int) -> Iterator[NextLogits]:
     hook = text_decoder(model).norm.register_forward_hook(last_only)
     attentions = self_attentions(model) if text_decoder(model) is model else []
     try:
-        if isinstance(model, DecoderOfTransformers) and model.check.spans_ranks:
+        if images:
+            yield lambda tokens, lengths: _recomputed_with_images(model, last, tokens, lengths, images)
+        elif isinstance(model, DecoderOfTransformers) and model.check.spans_ranks:
             # All but causal attention is computed token by token.
             yield _Cached(*_of_transformers(model))
         elif attentions and other_attention(model) is None and len(attentions) == len(text_decoder(model).layers):
@@ -152,6 +164,20 @@ def _recomputed(model: nn.Module, last: list[Tensor], tokens: Tensor, lengths: T
     """Computes all tokens so far."""
     last.append(lengths - 1)
     return _logits(model(tokens[:, : int(lengths.max())]))
+
+
+def _recomputed_with_images(
+    model: Any, last: list[Tensor], tokens: Tensor, lengths: Tensor, images: Sequence[ImageInputs]
+) -> Tensor:
+    """Computes all tokens so far, behind the images of their prompts."""
+    last.append(lengths - 1)
+    samples = []
+    for row, length, beside in zip(tokens.cpu().numpy(), lengths.tolist(), images, strict=True):
+        no_targets = np.full(length, IGNORE_INDEX)
+        samples.append(TextSample("prompt", FIRST, row[:length], no_targets, [length], images=beside.continued(length)))
+    reader = TextReader(bounds=RowBounds(limits=ModelLimits(joins=model.check.joins)))
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.to(tokens.device), padded(samples, reader).inputs)
+    return _logits(model(**inputs))
 
 
 class _Cached:

@@ -143,4 +143,5 @@ def apply_fsdp(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> None:
         reshard_after_forward=ranks.dims.pp == 1 if reshards is None else reshards,
         compute_dtype=settings.torch_dtype if is_cast else None,
         ignored=frozen,
+        of_root=model.of_images() if isinstance(model, DecoderOfTransformers) and model.check.joins else (),
     )

@@ -2,12 +2,14 @@
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.attention.packed_attention import attention_of
+from recipe_utils.models.transformers.interface import DecoderOfTransformers
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.plans.cost import cost_on
 from recipe_utils.text.limits import Kernel, ModelLimits
@@ -50,7 +52,26 @@ def limits_of(
         tuple(attentions),
         row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
         limits_length=limits_length,
+        **_of_images(model),
     )
+
+
+def _of_images(model: nn.Module) -> dict[str, Any]:
+    """Returns how a model takes images, and the work of its tower for one number of them, in that for a token of text.
+
+    A tower computes each patch with all of its weights, as layers of text do each token; without gradients it computes the
+    forward alone, a third. Attention between patches is left out.
+    """
+    decoder = text_decoder(model)
+    if not isinstance(decoder, DecoderOfTransformers) or not decoder.check.joins:
+        return {}
+    of_images = decoder.of_images()
+    ids = {id(parameter) for parameter in of_images}
+    num_of_text = sum(p.numel() for layer in decoder.layers for p in layer.parameters())
+    num_of_images = sum(p.numel() * (1 if p.requires_grad else 1 / 3) for p in of_images)
+    # The first matrix of a tower maps the numbers of a patch to its width.
+    patch = next(p[0].numel() for m in decoder.modules() for p in m.parameters(False) if id(p) in ids and p.dim() > 1)
+    return {"joins": decoder.check.joins, "tokens_per_pixel": num_of_images / num_of_text / patch}
 
 
 def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:

@@ -23,12 +23,14 @@ def shard_model(
     reshard_after_forward: bool,
     compute_dtype: torch.dtype | None = None,
     ignored: Collection[nn.Parameter] = (),
+    of_root: Collection[nn.Parameter] = (),
 ) -> None:
     """Shards a model in place with FSDP2 over ``dp_shard``; HSDP if ``dp_replicate`` is above 1.
 
     Units are the layers and the modules in ``custom_sharded_layers``. For a ``compute_dtype``
     parameters are cast as they are gathered, and gradients are upcast before they are summed;
-    ``ignored`` parameters are neither sharded nor cast.
+    ``ignored`` parameters are neither sharded nor cast. ``of_root`` are parameters that some ranks do not compute, as those
+    of a tower without images: modules of these alone are no units, whose collectives would not meet.
     """
     hsdp = mesh["dp_replicate"].size() > 1
 
@@ -51,12 +53,13 @@ def shard_model(
         )
     if ignored:
         options["ignored_params"] = set(ignored)
+    ids_of_root = set(map(id, of_root))
     # From the leaves to the root, with the units of torchtune.training.shard_model: ``layers.0``, and modules by name.
     for name, module in reversed(list(model.named_modules())):
         is_layer = re.fullmatch(r"(.*\.)?layers\.\d+", name) or id(module) in layers_of_transformers
         is_unit = is_layer or name in (custom_sharded_layers or ())
         # Layers of other pipeline stages have no parameters.
-        if module is not model and is_unit and any(True for _ in module.parameters()):
+        if module is not model and is_unit and any(id(p) not in ids_of_root for p in module.parameters()):
             fully_shard(module, **options)
     fully_shard(model, **options)
 

@@ -41,7 +41,7 @@ FAST = [  # one per way to train
     Row("fsdp-2", "untied", "in_order", 2, objective="targets"),
     Row("fsdp-2", "untied", objective="targets and datasets", changes=spanning(2)),
     Row("pp-2", "lora", "in_order", 1, "1F1B"),
-    *(Row("one", name) for name in ("qwen3", "gpt_oss", "lfm2")),
+    *(Row("one", name) for name in ("qwen3", "gpt_oss", "lfm2", "qwen2_5_vl")),
     Row("fsdp-2", "lfm2", changes=RECOMPUTED),
     Row("fsdp-2", "qwen3", changes=spanning(2)),
     Row("pp-2", "gemma3_text"),  # its output is tied
@@ -104,6 +104,8 @@ ROWS = [
     # With a tower that text does not train
     Row("fsdp-2", "gemma3", changes=RECOMPUTED),
     Row("pp-2-fsdp-2", "gemma3"),
+    Row("fsdp-2", "llava", changes=RECOMPUTED),
+    Row("pp-2", "qwen2_5_vl"),
     Row("pp-2-fsdp-2", "lfm2"),
 ]  # fmt: skip
 

@@ -24,6 +24,7 @@ from recipe_runs import (
     slow,
 )
 from tiny_transformers import save_tiny
+from transformers import masking_utils
 
 from recipe_utils.models.attention import chains
 from recipe_utils.models.transformers import decoder, masks, packing_check
@@ -151,8 +152,11 @@ def test_a_model_that_computes_no_trees_shares_no_prefix(tiny_dpo_config, tmp_pa
     assert text.strip().endswith("set prefix_sharing=False")
 
 
-def windows_of_places_in_the_row(patches):
-    patches.setattr(masks, "remap_positions_for_packed_sequence", lambda own, _: own)
+def chunks_of_places_in_the_row(patches):
+    def overlay(size, _):
+        return lambda b, h, q, k: q // size == k // size
+
+    patches.setattr(masking_utils, "chunked_overlay", overlay)
 
 
 def one_mask_for_all_layers(patches):
@@ -197,7 +201,7 @@ def ancestors_but_the_nearest(patches):
         slow(ancestors_but_the_nearest, "gemma3_text"),
         slow(ancestors_but_the_nearest, "mamba2"),
         slow(siblings_that_see_each_other, "gpt_oss"),
-        slow(windows_of_places_in_the_row, "llama4_text"),
+        slow(chunks_of_places_in_the_row, "llama4_text"),
         slow(one_mask_for_all_layers, "llama4_text"),
     ],
 )

@@ -18,7 +18,10 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from recipe_utils.models.transformers.causal_lm import config_of
 from recipe_utils.models.transformers.packing_check import check_packing
@@ -31,6 +34,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0, "is_decoder": True, "n_head": 4, "n_layer": 4,
     # windows, chunks and selections
     "sliding_window": 8, "attention_chunk_size": 8, "index_topk": 8, "index_n_heads": 16, "index_head_dim": 16,
+    "vocab_size_per_layer_input": 200, "hidden_size_per_layer_input": 16,
     # experts
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
     "topk_group": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "intermediate_size_mlp": 96,
@@ -44,19 +48,28 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 """Arguments of all configs that have them."""
 TOWER: dict[str, Any] = {
-    "hidden_size": 32, "d_model": 32, "intermediate_size": 48, "num_hidden_layers": 6, "depth": 6, "num_layers": 6,
+    "hidden_size": 32, "d_model": 32, "embed_dim": 32, "intermediate_size": 48, "num_hidden_layers": 6, "depth": 6, "num_layers": 6,
     "num_attention_heads": 2, "num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 64,
     "use_clipped_linears": False, "projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64,
+    "base_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 64, "num_res_blocks": 1, "latent_channels": 32,
 }  # fmt: skip
 """Arguments of parts for other data than text. They have more layers than the part for text."""
+MROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+"""RoPE of three positions per token: 16 channels of a head are 8 frequencies."""
 WINDOWS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 OF_TYPE: dict[str, dict[str, Any]] = {
     "cohere2": WINDOWS,
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [3, 3, 2]}, "moe_intermediate_size": [32, 32],
+    },
     "gemma2": {**WINDOWS, "query_pre_attn_scalar": 16},
     "gemma3_text": {**WINDOWS, "query_pre_attn_scalar": 16},
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), WINDOWS),
     "gemma3n_text": {**WINDOWS, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4},
+    **dict.fromkeys(("glm4v_text", "glm_ocr_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), MROPE),
+    "glm4v_moe_text": {"rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 2]}},  # of half a head
     "gpt_oss": WINDOWS,
+    "hunyuan_vl_text": {"rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [2, 2, 2, 2]}},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "llama4_text": {
         "no_rope_layers": [1, 1, 1, 0], "moe_layers": [1, 3],
@@ -69,6 +82,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
     },
     "olmo3": WINDOWS,
+    "paddleocr_vl_text": MROPE,
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
         "indexer_compress_ratio": 2,
@@ -89,7 +103,7 @@ def tiny_config_of(model_type: str, **changes: Any) -> Any:
     default = make()
     if "text_config" in make.sub_configs:
         text = tiny_config_of(default.text_config.model_type, **changes)
-        towers = {name: _tower_of(getattr(default, name) or made()) for name, made in make.sub_configs.items()}
+        towers = {name: tower_of(getattr(default, name) or made()) for name, made in make.sub_configs.items()}
         return make(**towers | {"text_config": text})
     known = {*make.__dataclass_fields__, *make.attribute_map}
     num_layers = getattr(default, "num_hidden_layers", None)
@@ -111,7 +125,7 @@ def read_config_of(model_type: str, **changes: Any) -> Any:
         return config_of(folder)
 
 
-def _tower_of(default: Any) -> Any:
+def tower_of(default: Any) -> Any:
     known = {*type(default).__dataclass_fields__, *type(default).attribute_map}
     return type(default)(**{key: value for key, value in TOWER.items() if key in known})
 
@@ -162,4 +176,4 @@ def main(model_types: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    main(sys.argv[1:] or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES])

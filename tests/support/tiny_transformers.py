@@ -13,7 +13,7 @@ from recipe_runs import SFT, run_recipe_recording_gradients
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchtune.training import set_default_dtype
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from recipe_utils.checkpoint import transformers as checkpoint
@@ -93,15 +93,20 @@ def keys_of_folder(folder):
     return {"model": model, "checkpointer": checkpointer}
 
 
+def load(folder, **options):
+    """Returns the model of a folder, for text alone where transformers has one."""
+    return checkpoint.auto_class_of(AutoConfig.from_pretrained(folder)).from_pretrained(folder, **options)
+
+
 class Plain(nn.Module):
     """The model of a folder as transformers computes it, buffers in float64, too."""
 
     def __init__(self, folder):
         super().__init__()
         options = {"dtype": torch.float64, "experts_implementation": "eager"}
-        saved = AutoModelForCausalLM.from_pretrained(folder, **options)
+        saved = load(folder, **options)
         with set_default_dtype(torch.float64), DoublePrecision():
-            self.model = AutoModelForCausalLM.from_config(saved.config)
+            self.model = checkpoint.auto_class_of(saved.config).from_config(saved.config)
         self.model.load_state_dict(saved.state_dict())
 
     def forward(self, tokens):

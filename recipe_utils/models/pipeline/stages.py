@@ -62,8 +62,9 @@ def layers_of_stages(model: Any, num_stages: int, split_points: Sequence[int] | 
     """
     if isinstance(model, DecoderOfTransformers):
         if not model.check.can_be_cut:
+            beside = " with images" if model.check.joins else ""
             raise ValueError(
-                f"pipeline_parallel_dim: {type(model.model).__name__} cannot be cut into stages that compute what "
+                f"pipeline_parallel_dim: {type(model.model).__name__}{beside} cannot be cut into stages that compute what "
                 "the whole model computes; set pipeline_parallel_dim=1"
             )
     elif not isinstance(model, TransformerDecoder) or model.output_hidden_states:

@@ -2,26 +2,35 @@
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from recipe_utils.checkpoint.export import WEIGHTS
-from recipe_utils.checkpoint.transformers import check_folder
+from recipe_utils.checkpoint.transformers import auto_class_of, check_folder
 from recipe_utils.files import write_atomically
-from recipe_utils.models.transformers.decoder import Decoder, build, reached_by_text
+from recipe_utils.models.transformers.decoder import Decoder, build, parts_for_images, reached_by_text
+from recipe_utils.models.transformers.image_check import cached_image_check
 from recipe_utils.models.transformers.packing_check import cached_packing_check, error_on_device
 from recipe_utils.settings.components import DEFAULTS_OF_MODELS
 from recipe_utils.torchtune_names import log_once
 
+Part = Literal["text", "projector", "tower"]
+"""Part of a model of images: what text passes through, what images pass through, and what is between."""
 
-def causal_lm(path: str, attention: str | None = None, config: dict[str, Any] | None = None) -> Decoder:
+
+def causal_lm(
+    path: str,
+    attention: str | None = None,
+    config: dict[str, Any] | None = None,
+    images: bool = False,
+    trains: list[Part] | None = None,
+) -> Decoder:
     """Returns the decoder that a folder's ``config.json`` describes, without its weights.
 
     It is checked to compute packed rows, see :mod:`recipe_utils.models.transformers.packing_check`. A recipe
@@ -33,12 +42,19 @@ def causal_lm(path: str, attention: str | None = None, config: dict[str, Any] | 
             where the model supports it. ``packed_attention`` selects the kernel of packed rows.
         config: architecture to train from fresh weights: the content of ``config.json``, which is
             written to the folder. ``checkpointer.seed`` seeds the weights.
+        images: takes images beside text; rows are then compared with images, too, see
+            :mod:`recipe_utils.models.transformers.image_check`.
+        trains: parts that are trained with ``images``; null: ``[text, projector]``. What no image reaches never is.
 
     Raises:
         ValueError: there is no ``config.json``, it is of no causal language model, or its model
             cannot be trained exactly.
     """
-    return decoder_of(path, attention, config)
+    if trains is not None and (not images or not trains or {*trains} - {*get_args(Part)}):
+        names = ", ".join(get_args(Part))
+        raise ValueError(f"model.trains={trains}: it lists parts of a model with images=True, of {names}; correct it")
+    default: list[Part] = ["text", "projector"] if images else ["text"]
+    return decoder_of(path, attention, config, images=images, trains=trains or default)
 
 
 def decoder_of(
@@ -46,23 +62,31 @@ def decoder_of(
     attention: str | None,
     config: dict[str, Any] | None,
     adapt: Callable[[PreTrainedModel], None] | None = None,
+    images: bool = False,
+    trains: Sequence[Part] = ("text",),
 ) -> Decoder:
     """Returns what :func:`causal_lm` does; ``adapt`` replaces linear layers by linear layers."""
     if config is not None:
         _write_config(Path(path), config)
-    described = config_of(path)
+    described = config_of(path, images)
     if attention not in (None, "sdpa", "eager"):
         raise ValueError(
             f"model.attention={attention}: it must be sdpa or eager; packed_attention selects kernels of packed rows"
         )
     model = build(described, attention)
-    reached = reached_by_text(model)
-    for parameter in model.parameters():
-        if id(parameter) not in reached:
-            parameter.requires_grad_(False)
+    reached, parts = reached_by_text(model), parts_for_images(model)
+    of_text = [parameter for parameter in model.parameters() if id(parameter) in reached]
+    for name, parameters in {"text": of_text, **parts}.items():
+        for parameter in parameters:
+            parameter.requires_grad_(name in trains)
     if adapt is not None:
         adapt(model)  # before the check, which takes longer than to find a wrong name
     check = cached_packing_check(described, attention)
+    if images:
+        check = cached_image_check(described, attention, check, path)
+        for name, parameter in model.named_parameters():
+            if name in check.unreached:
+                parameter.requires_grad_(False)
     log_once(f"{path}: {check}")
     error_on = None
     if torch.cuda.is_available():
@@ -76,10 +100,10 @@ def decoder_of(
     return decoder
 
 
-def best_plan(path: str, attention: Any = None, config: Any = None, **_: Any) -> str:
+def best_plan(path: str, attention: Any = None, config: Any = None, images: bool = False, **_: Any) -> str:
     """Returns the ``microbatching`` of a recipe that sets none, for arguments of :func:`causal_lm` and adapters'."""
     with torch.device("meta"):
-        pads = causal_lm(path, attention, config).check.problem
+        pads = causal_lm(path, attention, config, images).check.problem
         return "least_padding" if pads else "packed"
 
 
@@ -107,8 +131,11 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     write_atomically(folder / "config.json", make(**arguments).to_json_string(use_diff=False))
 
 
-def config_of(path: str) -> Any:
-    """Returns the config of a folder. Raises ValueError if it is of no causal language model."""
+def config_of(path: str, images: bool = False) -> Any:
+    """Returns the config of a folder, of its text alone if it is of a text model, too, and ``images`` is False.
+
+    Raises ValueError if it is of no causal language model, or not of images and text.
+    """
     if not Path(path, "config.json").is_file():
         hint = "set it to a folder of transformers"
         if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
@@ -116,14 +143,22 @@ def config_of(path: str) -> Any:
         raise ValueError(f"model.path={path}: no config.json; {hint}")
     check_folder(Path(path), f"model.path={path}")
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    model_type, known = config.model_type, MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) in known and known[type(config)].config_class is type(config.get_text_config()):
-        config = config.get_text_config()  # as AutoModelForCausalLM does for models of several kinds of data
+    auto_class = AutoModelForImageTextToText if images else auto_class_of(config)
+    known = auto_class._model_mapping
     if type(config) not in known:
-        text = f"model.path={path}: transformers has no causal language model for model_type={model_type}"
-        if model_type == "mllama":
-            text += ", Llama 3.2 Vision, whose decoder attends to images; set model to torchtune's llama3_2_vision_11b"
-        raise ValueError(text)
+        kind = "model of images and text" if images else "causal language model"
+        raise ValueError(f"model.path={path}: transformers has no {kind} for model_type={config.model_type}")
+    if auto_class is AutoModelForImageTextToText and config.is_encoder_decoder:
+        raise ValueError(
+            f"model.path={path}: model_type={config.model_type} encodes its inputs, and only decoders are trained"
+        )
+    if images and getattr(config.get_text_config(), "cross_attention_layers", None):
+        raise ValueError(
+            f"model.images=True: text of model_type={config.model_type} attends to the images of all samples of a row; train "
+            "it on texts, or set model to torchtune's llama3_2_vision_11b"
+        )
+    if not images and known[type(config)].config_class is type(config.get_text_config()):
+        config = config.get_text_config()  # as AutoModelForCausalLM does for models of several kinds of data
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise ValueError(
             "model: output_router_logits=True: the router's loss is no sum over tokens; set it to false in "

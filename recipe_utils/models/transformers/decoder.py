@@ -13,6 +13,7 @@ import copy
 import inspect
 import json
 import zlib
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,14 +27,20 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from recipe_utils.checkpoint.transformers import names_of_weights
 from recipe_utils.model_kinds import NotOnThisStage
 from recipe_utils.models.attention.attend import PackedRows
 from recipe_utils.models.attention.kernels import choose_kernel
 from recipe_utils.models.transformers.interface import DecoderOfTransformers, ErrorOn, PackingCheck
-from recipe_utils.models.transformers.masks import ROWS, Setting, attention_within_documents, run_by_document
+from recipe_utils.models.transformers.masks import (
+    ROWS,
+    Setting,
+    attention_within_documents,
+    run_by_document,
+    run_without_documents,
+)
 from recipe_utils.text.documents import Documents
 
 _NOT_COMPUTED = {
@@ -46,12 +53,13 @@ _TEXT = ("", "text_config")
 
 
 def build(config: Any, attention: str | None = None) -> PreTrainedModel:
-    """Returns a causal language model on the current device, in the default precision.
+    """Returns a causal language model, or one of images and text, on the current device, in the default precision.
 
     Its ``attention`` is ``sdpa`` or ``eager``; None is ``sdpa`` where the model supports it.
     """
     config = copy.deepcopy(config)
-    make = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    make = (known if type(config) in known else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     attention = (attention or "sdpa") if make._supports_sdpa else "eager"
     config._attn_implementation = dict.fromkeys(_TEXT, attention)
     config.use_cache = False
@@ -91,6 +99,8 @@ class Decoder(DecoderOfTransformers):
         for module in model.modules():
             if (axes := check.modules.get(type(module).__name__)) is not None:
                 run_by_document(module, axes)
+        for tower in towers_of(model):
+            run_without_documents(tower)
         # The output layer is a part of the model; what else follows the decoder is a module without parameters.
         self._tail: nn.Module | None = None if check.head_is_tail else Tail(model)
         self._ties = {n: first for first, others in names_of_weights(self).items() for n in others}
@@ -122,9 +132,12 @@ class Decoder(DecoderOfTransformers):
         document_lengths: Documents | None = None,
         mask: Tensor | None = None,
         cache: Any = None,
+        images: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Returns logits [b, s, v] of tokens [b, s]. Packed rows have positions that restart [b, s].
 
+        ``images`` are what a model of images takes under its own names: columns beside tokens [b, s], and tensors of the
+        images of all rows, if they have any. Positions may then be [k, b, s], of which the first are the text's.
         A ``cache`` of transformers takes the keys of the tokens, at ``input_pos`` [b, s], behind those of earlier
         forwards; ``mask`` [b, m] is False where a key is padding.
         Pipeline stages take hidden states [b, s, d] instead of tokens, or return them; see :meth:`cut_to_stage`.
@@ -139,16 +152,28 @@ class Decoder(DecoderOfTransformers):
                 raise ValueError(f"{type(self.model).__name__} cannot compute a part of a row")
             kernel = self.attention.kernel_of(documents)
             exchange = self.row_groups[documents.num_ranks] if documents.num_ranks > 1 else None
-            rows = PackedRows(documents, kernel, exchange, positions=input_pos)
+            of_text = input_pos[0] if input_pos is not None and input_pos.dim() == 3 else input_pos
+            rows = PackedRows(documents, kernel, exchange, positions=of_text)
         # The model's own decoder up to the hidden states; a later pipeline stage gets them in place of tokens.
         with Setting(ROWS, rows):
             out = getattr(self.model, decoder_name(self.model))(
                 **{"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens},
-                position_ids=input_pos if documents is not None or cache is not None else None,
+                position_ids=input_pos if (documents, cache, images) != (None, None, None) else None,
                 use_cache=cache is not None,
+                **(images or {}),
                 **({} if cache is None else {"attention_mask": mask, self._name_of_cache: cache}),
             )
-        return self.unembed(out[0] if isinstance(out, tuple) else out.last_hidden_state)
+        hidden = out[0] if isinstance(out, tuple) else out.last_hidden_state
+        # Ranks whose rows have no image reduce gradients of the tower, too; they are 0.
+        if self.check.joins and not any(map(torch.is_floating_point, (images or {}).values())):
+            for parameter in self.of_images():
+                hidden = hidden + 0.0 * parameter.flatten()[0] if parameter.requires_grad else hidden
+        return self.unembed(hidden)
+
+    def of_images(self) -> list[nn.Parameter]:
+        """Returns the parameters that text does not pass through: those of towers and projectors."""
+        reached = reached_by_text(self.model)
+        return [parameter for parameter in self.model.parameters() if id(parameter) not in reached]
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """Returns logits [b, s, v] of hidden states [b, s, d]."""
@@ -315,11 +340,51 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 def reached_by_text(model: PreTrainedModel) -> set[int]:
     """Returns the ids of the modules and parameters that text passes through, in models of images or audio, too."""
-    is_part = model.config.get_text_config() is not model.config
-    parts = [model.get_decoder(), model.get_output_embeddings()] if is_part else [model]
-    towers = [m for m in model.modules() if isinstance(m, PreTrainedModel) and "text" not in m.input_modalities]
-    ids = ({id(each) for m in every for each in (*m.modules(), *m.parameters())} for every in (parts, towers))
-    return set.difference(*ids)
+    of_towers = {id(each) for tower in towers_of(model) for each in (*tower.modules(), *tower.parameters())}
+    return {id(each) for part in _parts_for_text(model) for each in (*part.modules(), *part.parameters())} - of_towers
+
+
+def towers_of(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Returns the modules of a model that are models of images or audio, without text or beside the decoder of the text."""
+    of_text = {id(parameter) for part in _parts_for_text(model) for parameter in part.parameters()}
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        if "text" not in module.input_modalities or of_text.isdisjoint(map(id, module.parameters()))
+    ]
+
+
+def _parts_for_text(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the modules that have all weights of the text. Raises ValueError if the model has no decoder."""
+    if model.config.get_text_config() is model.config:
+        return [model]
+    if (decoder := model.get_decoder()) is None:
+        raise ValueError(f"model: {type(model).__name__} has no decoder of its own")
+    return [decoder, model.get_output_embeddings()]
+
+
+def parts_for_images(model: PreTrainedModel) -> dict[str, list[nn.Parameter]]:
+    """Returns the parameters of the ``tower``, and of the ``projector`` behind it, which ends in the width of the text.
+
+    That is what text does not pass through, without the models of other data than text; or it is in the tower, behind its
+    layers (Qwen's ``visual.merger``).
+    """
+    reached, width = reached_by_text(model), model.config.get_text_config().hidden_size
+    of_tower = set[int]()
+    for tower in towers_of(model):
+        is_behind = False
+        for child in tower.children():
+            ends_in_text = any(p.dim() > 1 and p.size(0) == width for p in child.parameters())
+            if not (is_behind and ends_in_text):
+                of_tower |= {id(parameter) for parameter in child.parameters()}
+            is_behind |= any(isinstance(module, nn.ModuleList) for module in child.modules())
+        of_tower |= {id(parameter) for parameter in tower.parameters(recurse=False)}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in reached]
+    return {
+        "tower": [parameter for parameter in others if id(parameter) in of_tower],
+        "projector": [parameter for parameter in others if id(parameter) not in of_tower],
+    }
 
 
 def _drop_ties(model: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

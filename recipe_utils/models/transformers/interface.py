@@ -1,7 +1,7 @@
 """Decoders of transformers for code that does not import transformers, which takes seconds: what they compute."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from torch import nn
 
 from recipe_utils.models.attention.exchange import RowGroups
 from recipe_utils.models.attention.kernels import AttentionNeeds
+from recipe_utils.text.images.sample import Join
 from recipe_utils.text.limits import Kernel, Layout, PackedAttention
 
 Axes = dict[str, list[int]]
@@ -33,6 +34,8 @@ class PackingCheck:
         computes_trees: sequences may share what they begin with in a packed row.
         can_be_cut: pipeline stages of any layers compute packed rows.
         spans_ranks: ranks may compute parts of a row; all but attention is computed token by token.
+        joins: how tensors of several samples with images become one, by the model's argument; empty: it takes no images.
+        unreached: parameters of towers that no image reaches, such as a layer behind the one whose output is taken.
     """
 
     head_is_tail: bool
@@ -45,6 +48,8 @@ class PackingCheck:
     computes_trees: bool = False
     can_be_cut: bool = False
     spans_ranks: bool = False
+    joins: Mapping[str, Join] = field(default_factory=dict)
+    unreached: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         how = "packed rows are exact"
@@ -92,6 +97,10 @@ class DecoderOfTransformers(nn.Module):
     def fingerprint(self, folder: str | Path | None) -> str:
         """Returns the CRC-32 of what ``config.json`` describes. Raises ValueError if that in ``folder`` differs."""
 
+    @abstractmethod
+    def of_images(self) -> list[nn.Parameter]:
+        """Returns the parameters that text does not pass through: those of towers and projectors."""
+
     def attend_within_documents(
         self, attention: PackedAttention, max_row_length: int = 0, row_groups: RowGroups = MappingProxyType({})
     ) -> None:
@@ -126,8 +135,19 @@ class DecoderOfTransformers(nn.Module):
         if not check.computes_trees:
             refused["trees"] = f"{name} does not compute trees as it computes their sequences"
         if not check.spans_ranks:
+            reason = "has windows, or mixes tokens elsewhere than in causal attention"
+            if check.joins:
+                reason = "takes images, which are not cut"
             refused["over ranks"] = (
-                f"{name} has windows, or mixes tokens elsewhere than in causal attention, so ranks do not "
-                "compute parts of its rows; remove max_ranks_per_row"
+                f"{name} {reason}, so ranks do not compute parts of its rows; remove max_ranks_per_row"
             )
         return refused
+
+
+def modules_for_images(model: nn.Module) -> set[str]:
+    """Returns the names of the modules of a model that texts do not pass through; none if it takes no images."""
+    if not isinstance(model, DecoderOfTransformers) or not model.check.joins:
+        return set()
+    of_images = set(map(id, model.of_images()))
+    numbers = {name: [id(p) in of_images for p in module.parameters()] for name, module in model.named_modules()}
+    return {name for name, are_of_images in numbers.items() if are_of_images and all(are_of_images)}

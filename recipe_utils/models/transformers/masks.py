@@ -22,7 +22,7 @@ from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
     causal_mask_function,
-    remap_positions_for_packed_sequence,
+    or_masks,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -94,6 +94,22 @@ def _window_of_length(length: int) -> Any:
 masking_utils.sliding_window_causal_mask_function = _window_of_length
 
 
+def _of_documents(make_overlay: Any) -> Any:
+    """Returns a maker of windows or chunks, which are counted in the positions of documents; blocks of images are the row's."""
+
+    def make(*args: Any) -> Any:
+        overlay, rows = make_overlay(*args), ROWS.get(None)
+        if rows is None or (positions := rows.positions) is None:
+            return overlay
+        return lambda b, h, q, k: overlay(b, h, positions[b, q], positions[b, k])
+
+    return make
+
+
+for _name in ("sliding_window_overlay", "chunked_overlay"):
+    setattr(masking_utils, _name, _of_documents(getattr(masking_utils, _name)))
+
+
 def _mask(
     make_mask: Any, *, mask_function: Any, allow_is_causal_skip: bool = True, **kwargs: Any
 ) -> Tensor | BlockMask | Window | None:
@@ -111,9 +127,10 @@ def _mask(
     # Any other mask, and windows of trees in flex attention, are computed for all pairs of positions.
     if rows.exchange is not None:
         raise ValueError("only causal masks and windows are those of a whole row on each of its ranks")
-    if not is_causal:
-        mask_function = remap_positions_for_packed_sequence(mask_function, rows.positions)
-    mask_function = and_masks(sees(rows.documents), mask_function)
+    # It says itself what is causal: tokens of an image may see each other both ways, in their document.
+    is_seen = sees(rows.documents)
+    both_ways = or_masks(is_seen, lambda b, h, q, k: is_seen(b, h, k, q))
+    mask_function = and_masks(is_seen if is_causal else both_ways, mask_function)
     make_mask = _MASKS["flex_attention"] if rows.kernel == "flex" else make_mask
     kwargs["attention_mask"] = None
     return make_mask(mask_function=mask_function, allow_is_causal_skip=False, **kwargs)
@@ -203,3 +220,14 @@ def run_by_document(module: nn.Module, axes: Axes) -> None:
 
     # Compiled, it would be compiled again for each length. A method, so that a copy of the module calls its own.
     module.forward = MethodType(torch.compiler.disable(forward), module)
+
+
+def run_without_documents(tower: nn.Module) -> None:
+    """Makes a tower compute its images without the documents of the row, whose masks are of another length, in place."""
+    whole = type(tower).forward
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with Setting(ROWS, None):
+            return whole(module, *args, **kwargs)
+
+    tower.forward = MethodType(forward, tower)

@@ -62,7 +62,9 @@ _MOST = {
 """Largest values of config keys in a copy."""
 _OF_ONE_LAYER = ("_idx", "_id", "index", "store_full_length_kv")
 """Endings of attributes that do not make another kind of layer. Gemma 4's last layers store keys for later ones."""
-_BOUND = 1e-8
+_DEPTHS = ("num_hidden_layers", "depth", "encoder_layers", "n_layers")
+"""Keys of the number of layers in configs of parts for other data than text."""
+BOUND = 1e-8
 """Largest relative difference of a parameter's gradient."""
 
 
@@ -72,7 +74,7 @@ def cached_packing_check(config: Any, attention: str | None = None) -> PackingCh
     Raises ValueError if the model is not causal, its padded rows are not exact, or its logits are
     not made of its decoder's hidden states.
     """
-    result = _cached([config, attention], lambda: asdict(check_packing(config, attention)))
+    result = cached([config, attention], lambda: asdict(check_packing(config, attention)))
     return TypeAdapter(PackingCheck).validate_python(result)  # lists of JSON become tuples
 
 
@@ -89,7 +91,7 @@ def error_on_device(
         # fp32: some versions of PyTorch draw other weights in bf16.
         with torch.device(device), set_default_dtype(torch.float32), torch.random.fork_rng():
             copied = cut(config)
-            in_fp32, in_dtype = (_copies(copied, attention, precision) for precision in (torch.float32, dtype))
+            in_fp32, in_dtype = (copies(copied, attention, precision) for precision in (torch.float32, dtype))
             lengths = [n * _TIMES_ON_DEVICE for n in _LENGTHS]
             documents = _drawn(copied, lengths)
             expected = gradients(in_fp32(), one_by_one, documents)
@@ -101,7 +103,7 @@ def error_on_device(
         return {"row": distance(row, expected), "alone": distance(alone, expected)}
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    distances = _cached([config, attention, name, kernel, str(dtype)], measure)
+    distances = cached([config, attention, name, kernel, str(dtype)], measure)
     if distances["row"] <= 2 * distances["alone"] + 1e-5:
         return None
     return f"gradients differ by {distances['row']:.0e}, and by {distances['alone']:.0e} of rounding"
@@ -115,7 +117,7 @@ def paths_of_code() -> list[Path]:
     return [*of_folders, *(package / name for name in files)]
 
 
-def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Returns the cached result of ``make`` for these values, versions and code; calls it if there is none.
 
     If the cache cannot be read, locked or written, the result is only returned, after a warning.
@@ -151,7 +153,7 @@ def check_packing(config: Any, attention: str | None = None) -> PackingCheck:
     """
     with torch.device("cpu"), set_default_dtype(torch.float64), torch.random.fork_rng(devices=[]), DoublePrecision():
         copied = cut(config)
-        return _compare(_Comparison(_copies(copied, attention, torch.float64), _drawn(copied, _LENGTHS)))
+        return _compare(_Comparison(copies(copied, attention, torch.float64), _drawn(copied, _LENGTHS)))
 
 
 def _drawn(config: Any, lengths: Sequence[int]) -> list[Tensor]:
@@ -159,7 +161,7 @@ def _drawn(config: Any, lengths: Sequence[int]) -> list[Tensor]:
     return [torch.randint(min(3, num_tokens - 1), num_tokens, (n,)) for n in lengths]
 
 
-def _copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[[], Any]:
+def copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[[], Any]:
     """Returns a function that makes equal models with weights of order 1, drawn in the default dtype."""
     torch.manual_seed(0)
     first = build(config, attention).eval()
@@ -169,13 +171,11 @@ def _copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    weights = first.state_dict()
 
     def make() -> Any:
-        model = build(config, attention).eval()
+        model = copy.deepcopy(first)  # to initialize another one takes twice as long as a check
         for parameter in model.parameters():  # buffers, such as RoPE's frequencies, stay wide
             parameter.data = parameter.data.to(dtype)
-        model.load_state_dict(weights)
         return model
 
     return make
@@ -192,7 +192,11 @@ class _Comparison:
         self.make, self.documents = make, documents
         self._lengths = [len(document) for document in documents]
         self._tokens = torch.cat(list(documents))
-        self._expected = gradients(make(), one_by_one, documents)
+        try:
+            self._expected = gradients(make(), one_by_one, documents)
+        except Exception as error:  # any: each model has its own, such as a TypeError for a missing argument
+            name = type(make()).__name__
+            raise ValueError(f"model: {name} cannot compute texts without images or audio: {error}") from error
         self._expected_of_trees = gradients(make(), one_by_one, self._sequences(_FOREST))
 
     def padded_rows(self, check: PackingCheck) -> float:
@@ -237,7 +241,7 @@ def _compare(comparison: _Comparison) -> PackingCheck:
     for head_is_tail in (True, False):
         padded = PackingCheck(head_is_tail)
         padded = replace(padded, error=comparison.padded_rows(padded))
-        if padded.error <= _BOUND:
+        if padded.error <= BOUND:
             break
     else:
         raise ValueError(
@@ -251,7 +255,7 @@ def _compare(comparison: _Comparison) -> PackingCheck:
         needs = set[str | tuple[int, int]]()
         with Setting(NEEDS, needs):
             error = comparison.packed_row(check)
-        if error > _BOUND:
+        if error > BOUND:
             continue
         # A rank computes some of the heads, and sinks (s_aux) are those of all.
         can_span = check.splits_attention and not check.modules and "s_aux" not in needs
@@ -260,9 +264,9 @@ def _compare(comparison: _Comparison) -> PackingCheck:
             error=error,
             head_dims=tuple(sorted(need for need in needs if isinstance(need, tuple))),
             attention_needs=tuple(sorted(need for need in needs if isinstance(need, str))),
-            computes_trees=comparison.row_of_trees(check) <= _BOUND,
-            can_be_cut=comparison.row_by_stages(check) <= _BOUND,
-            spans_ranks=can_span and comparison.row_in_parts(check) <= _BOUND,
+            computes_trees=comparison.row_of_trees(check) <= BOUND,
+            can_be_cut=comparison.row_by_stages(check) <= BOUND,
+            spans_ranks=can_span and comparison.row_in_parts(check) <= BOUND,
         )
     problem, _ = _modules_that_mix(comparison.make, comparison.documents, padded)
     return replace(padded, problem=problem or type(comparison.make()).__name__)
@@ -436,8 +440,8 @@ def cut(config: Any) -> Any:
     return config
 
 
-def with_few_layers(config: Any) -> Any:
-    """Returns a config of the first layers, at least 2, that have all kinds; parts for images have one layer."""
+def with_few_layers(config: Any, num_layers_of_tower: int | None = 1) -> Any:
+    """Returns a config of the first layers, at least 2, that have all kinds; parts for images have one, or all for None."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     with torch.device("meta"):
@@ -451,8 +455,9 @@ def with_few_layers(config: Any) -> Any:
                 setattr(part, name, value[:num_layers])
     text.num_hidden_layers = num_layers
     for part in (getattr(config, name) for name in config.sub_configs):
-        if part is not text and hasattr(part, "num_hidden_layers"):
-            part.num_hidden_layers = 1
+        for name in _DEPTHS:
+            if part is not text and (depth := getattr(part, name, None)):
+                setattr(part, name, min(depth, num_layers_of_tower or depth))
     return config
 
 

@@ -31,6 +31,7 @@ def lora_causal_lm(
     use_rslora: bool = False,
     attention: str | None = None,
     config: dict[str, Any] | None = None,
+    images: bool = False,
 ) -> Decoder:
     """Returns the decoder of :func:`causal_lm`, with adapters. Arguments are named as in PEFT's ``LoraConfig``.
 
@@ -45,6 +46,7 @@ def lora_causal_lm(
         use_rslora: multiplies with ``lora_alpha / sqrt(r)`` instead.
         attention: attention of transformers, see :func:`causal_lm`.
         config: architecture to train from fresh weights, see :func:`causal_lm`.
+        images: takes images beside text; adapters are in the text alone.
 
     Raises:
         ValueError: adapters that cannot be trained, or a layer that cannot have them; and what
@@ -61,7 +63,7 @@ def lora_causal_lm(
             model.set_submodule(name, adapted)
 
     # An adapted model computes what its base does with other weights, so the base's check is its own, too.
-    return decoder_of(path, attention, config, adapt)
+    return decoder_of(path, attention, config, adapt, images)
 
 
 DEFAULTS_OF_MODELS[lora_causal_lm] = {"microbatching": best_plan}

@@ -31,7 +31,7 @@ def model_of(name, folder):
     [
         "MODEL",
         "mistral",  # it has a window of fewer tokens than its rows
-        *map(slow, ("GEMMA2_MODEL", "qwen3", "gemma3_text", "phi3", "gpt2", "lfm2")),
+        *map(slow, ("GEMMA2_MODEL", "qwen3", "gemma3_text", "phi3", "gpt2", "lfm2", "qwen2_5_vl")),
     ],
 )
 def test_each_token_is_that_of_a_forward_of_its_own_row(name, tmp_path):
