@@ -30,6 +30,7 @@ from recipe_utils.settings.keys import groups_of, keys_of
 from recipe_utils.settings.problems import ConfigError, build
 from recipe_utils.settings.read import check_keys, read_settings
 from recipe_utils.text.documents import chains
+from recipe_utils.text.images.sample import ImageInputs
 from recipe_utils.text.limits import NO_LIMITS
 from recipe_utils.text.mixture import MixtureOrder, load_dataset
 from recipe_utils.text.trees import sequences_of
@@ -96,7 +97,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
             tokens, labels = row.inputs["tokens"][0, places], row.targets.labels[0, places]
             are_targets = [False, *(labels[:-1] == tokens[1:]).tolist()]
             yield f"\n{checked.name_of(index)}, branch {number}: {len(places)} tokens, {sum(are_targets)} targets"
-            yield _marked(tokenizer, tokens.tolist(), are_targets)
+            yield _marked(tokenizer, tokens.tolist(), are_targets, sample.images)
         if is_tree:
             continue
         whole = [("", {"tokens": sample.tokens, "labels": np.append(ignore_index, sample.labels[:-1])})]
@@ -104,7 +105,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
             are_targets = each["labels"] != ignore_index
             name = checked.name_of(index) + (side and f", {side}")
             yield f"\n{name}: {len(are_targets)} tokens, {are_targets.sum()} targets"
-            yield _marked(tokenizer, each["tokens"].tolist(), are_targets.tolist())
+            yield _marked(tokenizer, each["tokens"].tolist(), are_targets.tolist(), sample.images)
     if not num_good:
         raise SampleError(f"dataset: none of the {collator.noun}s that were read can be trained on")
 
@@ -142,8 +143,24 @@ def _statistics(checked: CheckedDataset, collator: Any) -> Generator[str, None, 
     return len(lengths)
 
 
-def _marked(tokenizer: Any, tokens: list[int], are_targets: list[bool]) -> str:
-    """Returns the text of tokens, with marks around targets."""
+def _marked(tokenizer: Any, tokens: list[int], are_targets: list[bool], images: ImageInputs | None) -> str:
+    """Returns the text of tokens, with marks around targets, and images as ``[image 1: 1024x768, 1036 tokens]``."""
+    if images is not None:
+        are_images = [token < 0 or token in tokenizer.images.token_ids for token in tokens]
+        sizes = [size for each in images.pixels for size in each.sizes]
+        runs = [(is_run, [*group]) for is_run, group in groupby(range(len(tokens)), are_images.__getitem__)]
+        is_each = sum(is_run for is_run, _ in runs) == len(sizes)  # a processor may cut an image into tiles
+        text, number = "", 0
+        for is_run, places in runs:
+            first, stop = places[0], places[-1] + 1
+            if is_run:
+                number += 1
+                width, height = sizes[number - 1] if is_each else (0, 0)
+                size = f"{width}x{height}, " if is_each else ""
+                text += f"[image {number}: {size}{stop - first} tokens]"
+            else:
+                text += _marked(tokenizer, tokens[first:stop], are_targets[first:stop], None)
+        return text
     begin, end_mark = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("⟦", "⟧")
     takes = signature(tokenizer.decode).parameters
     options = dict.fromkeys({"skip_special_tokens", "truncate_at_eos"} & takes.keys(), False)

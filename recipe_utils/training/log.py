@@ -36,7 +36,9 @@ class Reported:
     in 00:58 (70 images/s)``. With ``metrics=("mean_reward",)`` the bar contains ``reward 0.412``.
     """
 
-    rates: Mapping[str, str] = field(default_factory=lambda: {"target_tokens": "tokens", "real_tokens": "real_tokens"})
+    rates: Mapping[str, str] = field(
+        default_factory=lambda: {"target_tokens": "tokens", "real_tokens": "real_tokens", "images": "images"}
+    )
     """Totals of update steps whose rates are logged, and their names there. The first one counts the data seen."""
     abbreviation: str = "tok"
     """Its unit in the progress bar."""
@@ -121,7 +123,7 @@ class Log:
             position = also if name == METRICS_FILE else {}
             self._call(name, "log_dict", {**position, **metrics}, step=step)
 
-    def write_answers(self, step: int, prompts: Sequence[str], answers: Sequence[str]) -> None:
+    def write_answers(self, step: int, prompts: Sequence[str | Mapping[str, str]], answers: Sequence[str]) -> None:
         """Logs answers to prompts and appends them to ``samples.jsonl``."""
         if not self._is_shown:
             return

@@ -54,8 +54,8 @@ class RunSettings:
     early_stopping_threshold: Annotated[float, Field(ge=0), OnlyWith("early_stopping_patience")] = 0.0
     """Amount by which a validation must be better than the best one to count as a new best for
     ``early_stopping_patience``."""
-    sample_prompts: Annotated[list[str], Field(min_length=1)] | None = None
-    """Prompts. Answers are logged, and appended to ``logs/samples.jsonl``."""
+    sample_prompts: Annotated[list[str | dict[str, str]], Field(min_length=1)] | None = None
+    """Prompts; with an image ``{image: /data/1.png, text: What is it?}``. Answers are logged, and appended to ``logs/samples.jsonl``."""
     sample_every_n_steps: Count | None = None
     """Update steps between answers to ``sample_prompts``."""
     sample_max_new_tokens: Annotated[Count, OnlyWith("sample_prompts")] = 64

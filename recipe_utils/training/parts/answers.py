@@ -30,11 +30,20 @@ class Answers(Part):
 
 
 def generate(
-    model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, device: torch.device
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str | Mapping[str, str]],
+    max_new_tokens: int,
+    device: torch.device,
 ) -> list[str]:
     """Decodes greedily, all prompts at once. Returns the answers, equal on all ranks; see :func:`.decode`."""
-    rows, ends = [tokens_of(tokenizer, prompt) for prompt in prompts], end_tokens(tokenizer)
-    answers = decode(model, rows, max_new_tokens, ends, device)
+    ends, images = end_tokens(tokenizer), []
+    if any(isinstance(prompt, Mapping) for prompt in prompts):
+        made = [tokenizer.prompt_beside_image(prompt) for prompt in prompts]
+        rows, images = [each.tokens.tolist() for each in made], [each.images for each in made]
+    else:
+        rows = [tokens_of(tokenizer, prompt) for prompt in prompts if isinstance(prompt, str)]
+    answers = decode(model, rows, max_new_tokens, ends, device, images=images)
     return [text_of(tokenizer, answer.tokens) for answer in answers]
 
 

@@ -1,0 +1,387 @@
+"""Images beside text, through the recipe: the gradient of every parameter is that of single samples, in any layout.
+
+The oracle is transformers' own forward, one sample at a time, in float64. In the second update step one of two ranks has
+no image. Tower, projector and text are trained.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from arrays import LAYOUTS
+from big_batch import TOLERANCE, error
+from distributed_runs import run_distributed
+from image_folders import write_image_folder
+from omegaconf import OmegaConf
+from PIL import Image
+from recipe_runs import DPO, KD, SFT, refusal, run_recipe, slow, tiny_config, writing_to
+from safetensors.torch import load_file
+from tiny_transformers import DoublePrecision, gradients_in_float64
+from torchtune.training import set_default_dtype
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from recipe_utils.files import CheckpointError
+from recipe_utils.policy.rollouts import RolloutDataset
+from recipe_utils.preference.pair_files import PairDataset
+from recipe_utils.show_data.__main__ import report
+from recipe_utils.text.conversations.file_datasets import ConversationDataset
+from recipe_utils.text.conversations.tokenizer import FolderTokenizer
+from recipe_utils.update_steps.samples import SampleError
+
+ALL_PARTS = ["text", "projector", "tower"]
+SIZES = {"cat": (24, 40), "dog": (24, 16), "fox": (32, 24)}
+MARK = {"type": "image"}
+
+
+def turn(*parts):
+    content = [
+        {"type": "image", "path": f"{part}.png"} if part in SIZES else {"type": "text", "text": part} for part in parts
+    ]
+    return {"role": "user", "content": content}
+
+
+def answer(text):
+    return {"role": "assistant", "content": text}
+
+
+CHATS = [
+    [turn("cat", "What?"), answer("A cat."), turn("And ", "dog", "?"), answer("A dog, I think.")],
+    [turn("Hello"), answer("Yes?")],
+    [turn("fox"), answer("Fox")],
+    [turn("A text of more than sixteen tokens before ", "dog", "?"), answer("Dog")],
+    # One of these has an image, so one rank has none.
+    [turn("Hi"), answer("Yes, hello to you.")],
+    [turn("fox", "dog", "?"), answer("Two")],
+    [turn("Ho"), answer("No.")],
+    [turn("A text of more than sixteen tokens before nothing"), answer("?")],
+]
+SAMPLES_PER_STEP = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Returns a folder of a model of each kind, with weights of order 1, and of chats with their images."""
+    path = tmp_path_factory.mktemp("images")
+    for seed, (name, (width, height)) in enumerate(SIZES.items()):
+        pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path / f"{name}.png")
+    (path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    return path
+
+
+def model_folder(folder, kind):
+    """Returns the folder of a model, which the first call writes."""
+    path = folder / kind
+    if not (path / "model.safetensors").exists():
+        write_image_folder(path, kind)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path))
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() < 2 else parameter[0].numel() ** -0.5)
+        chat_template = (path / "chat_template.jinja").read_text()
+        model.save_pretrained(path)
+        (path / "chat_template.jinja").write_text(chat_template)
+    return str(path)
+
+
+class Row(NamedTuple):
+    """One training whose gradients are compared."""
+
+    kind: str
+    plan: str = "packed"
+    layout: str = "one"
+    trains: list[str] = ALL_PARTS
+    changes: dict = {}  # noqa: RUF012
+
+
+def config_of(row, folder, out):
+    path = model_folder(folder, row.kind)
+    return writing_to(
+        out,
+        tiny_config(
+            str(out),
+            model={"_component_": "recipe_utils.models.causal_lm", "path": path, "images": True, "trains": row.trains},
+            tokenizer={"_component_": "recipe_utils.text.folder_tokenizer", "path": path},
+            checkpointer={
+                "_component_": "recipe_utils.checkpoint.FolderCheckpointer",
+                "checkpoint_dir": path,
+                "output_dir": str(out),
+            },
+            dataset={
+                "_component_": "recipe_utils.text.conversation_dataset",
+                "path": str(folder / "chats.jsonl"),
+                "image_folder": str(folder),
+            },
+            shuffle=False,
+            microbatching=row.plan,
+            batch_size=2,
+            global_batch_size=SAMPLES_PER_STEP,
+            gradient_accumulation_steps=...,
+            **({"max_tokens_per_microbatch": 150} if row.plan != "in_order" else {}),
+            **LAYOUTS[row.layout][1],
+            **row.changes,
+        ),
+    )
+
+
+def single_samples(folder, row):
+    """Returns the gradients of each update step, by transformers' own forward of one sample at a time."""
+    path = model_folder(folder, row.kind)
+    dataset = ConversationDataset(FolderTokenizer(path), str(folder / "chats.jsonl"), image_folder=str(folder))
+    with set_default_dtype(torch.float64), DoublePrecision():
+        saved = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
+        model = AutoModelForImageTextToText.from_config(saved.config)
+        model.load_state_dict(saved.state_dict())
+        steps = []
+        for first in range(0, len(CHATS), SAMPLES_PER_STEP):
+            samples = [dataset[index] for index in range(first, first + SAMPLES_PER_STEP)]
+            num_targets = sum(int((np.array(sample["labels"]) >= 0).sum()) for sample in samples)
+            for sample in samples:
+                images = sample["image_inputs"]
+                inputs = {"input_ids": torch.tensor([sample["tokens"]])}
+                inputs |= {name: torch.from_numpy(column)[None] for name, column in images.types.items()}
+                for pixels in images.pixels:
+                    inputs |= {n: t.double() if t.is_floating_point() else t for n, t in pixels.tensors.items()}
+                logits = model(**inputs, use_cache=False).logits[0, :-1]
+                (F.cross_entropy(logits, torch.tensor(sample["labels"][1:]), reduction="sum") / num_targets).backward()
+            # A parameter that no sample of the update step reaches has a gradient of zero.
+            steps.append({name: (0 * p if p.grad is None else p.grad) for name, p in model.named_parameters()})
+            model.zero_grad()
+    return steps
+
+
+def gradients_of_rows(folder, rows, out):
+    """Returns the gradients of rows; all of them run on the same ranks."""
+    return [gradients_in_float64(config_of(row, folder, out / str(number))) for number, row in enumerate(rows)]
+
+
+FAST = [
+    Row("qwen2_vl"),
+    Row("gemma3", "least_padding"),
+    Row("qwen2_vl", layout="fsdp-2"),
+    Row("idefics3", "in_order", "fsdp-2"),
+]
+ROWS = [
+    Row("llava"), Row("gemma3"), Row("idefics3"), Row("llava", "least_padding"), Row("idefics3", "in_order"),
+    Row("qwen2_vl", changes={"enable_activation_checkpointing": True}),
+    Row("qwen2_vl", trains=["text", "projector"]), Row("qwen2_vl", trains=["projector"]), Row("llava", trains=["tower"]),
+    Row("qwen2_vl", "least_padding", "fsdp-2"), Row("gemma3", layout="fsdp-2"), Row("llava", layout="fsdp-2"),
+    Row("idefics3", layout="fsdp-2", trains=["text", "projector"]),
+    Row("gemma3", "in_order", "hsdp-2x2"), Row("qwen2_vl", "packed", "fsdp-4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "world_size"),
+    [
+        (FAST[:2], 1),
+        (FAST[2:], 2),
+        slow([row for row in ROWS if row.layout == "one"], 1),
+        slow([row for row in ROWS if row.layout == "fsdp-2"], 2),
+        slow([row for row in ROWS if LAYOUTS[row.layout][0] == 4], 4),
+    ],
+)
+def test_gradients_are_those_of_single_samples(folder, tmp_path, rows, world_size):
+    for row in rows:
+        model_folder(folder, row.kind)
+    run = gradients_of_rows
+    on_ranks = (
+        [run(folder, rows, tmp_path)] if world_size == 1 else run_distributed(run, world_size, folder, rows, tmp_path)
+    )
+    for number, row in enumerate(rows):
+        expected = single_samples(folder, row)
+        for computed in on_ranks:
+            assert len(computed[number]) == len(CHATS) // SAMPLES_PER_STEP
+            for step, reference in zip(computed[number], expected, strict=True):
+                of_row = {f"model.{name}": gradient for name, gradient in reference.items()}
+                assert step.keys() <= of_row.keys()
+                assert error(step, {name: of_row[name] for name in step}) < TOLERANCE, row
+        has_tower = any("vis" in name for name in on_ranks[0][number][0])
+        assert has_tower == ("tower" in row.trains or (row.kind == "qwen2_vl" and "projector" in row.trains)), row
+
+
+LR = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01}}
+
+
+def metrics_of(config):
+    """Returns what a training logs, without times."""
+    kept = ("loss", "grad_norm", "num_tokens", "lr")
+    return [{name: line[name] for name in kept if name in line} for line in run_recipe(config)]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", slow("gemma3"), slow("idefics3"), slow("llava")])
+def test_a_resume_is_bitwise_and_the_export_opens_with_its_processor(folder, tmp_path, kind):
+    row = Row(kind, changes={**LR, "epochs": 2, "save_every_n_steps": 1})
+    whole = metrics_of(config_of(row, folder, tmp_path / "whole"))
+    stopped = config_of(row, folder, tmp_path / "stopped")
+    first = metrics_of({**stopped, "epochs": 1})
+    rest = metrics_of({**stopped, "resume_from_checkpoint": True})
+    assert [*first, *rest] == whole
+    # Weights, and all other files of the folder.
+    exported, given = tmp_path / "whole" / "epoch_1", Path(model_folder(folder, kind))
+    model = AutoModelForImageTextToText.from_pretrained(exported)
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "stopped" / "epoch_1")
+    before = AutoModelForImageTextToText.from_pretrained(given)
+    moved = [name for name, p in model.named_parameters() if not torch.equal(p, before.get_parameter(name))]
+    assert any("vis" in name for name in moved)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+    for name in (
+        "preprocessor_config.json",
+        "processor_config.json",
+        "chat_template.jinja",
+        "tokenizer.json",
+        "config.json",
+    ):
+        assert (exported / name).read_bytes() == (given / name).read_bytes(), name
+    assert FolderTokenizer(str(exported)).images.settings == FolderTokenizer(str(given)).images.settings
+
+
+def test_adapters_are_in_the_text_alone(folder, tmp_path):
+    row = Row("qwen2_vl", changes=LR)
+    config = config_of(row, folder, tmp_path)
+    config["model"] = {
+        "_component_": "recipe_utils.models.lora_causal_lm",
+        "path": config["model"]["path"],
+        "images": True,
+        "r": 2,
+    }
+    first, *_, last = metrics_of(config)
+    assert last["loss"] != first["loss"]
+    names = {
+        name.split(".lora_")[0] for name in load_file(tmp_path / "epoch_0" / "adapter" / "adapter_model.safetensors")
+    }
+    assert names
+    assert not any("visual" in name for name in names)
+    from peft import PeftModel
+
+    base = AutoModelForImageTextToText.from_pretrained(config["model"]["path"])
+    assert PeftModel.from_pretrained(base, tmp_path / "epoch_0" / "adapter")
+
+
+def test_data_with_images_needs_a_model_that_takes_them(folder, tmp_path):
+    config = config_of(Row("qwen2_vl"), folder, tmp_path)
+    del config["model"]["images"], config["model"]["trains"]
+    assert "set model.images=True" in refusal(config)
+
+
+def test_changed_images_are_noticed_by_a_resume(folder, tmp_path):
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for path in folder.glob("*.*"):
+        (copied / path.name).write_bytes(path.read_bytes())
+    changes = {**LR, "epochs": 2, "save_every_n_steps": 1}
+    config = config_of(Row("qwen2_vl", changes=changes), folder, tmp_path / "out")
+    config["dataset"] |= {"path": str(copied / "chats.jsonl"), "image_folder": str(copied)}
+    run_recipe({**config, "epochs": 1})
+    Image.open(copied / "cat.png").rotate(180).save(copied / "cat.png")
+    with pytest.raises(CheckpointError, match="hash_of_samples"):
+        run_recipe({**config, "resume_from_checkpoint": True})
+
+
+def test_an_answer_to_a_prompt_with_an_image_is_that_of_transformers(folder, tmp_path):
+    prompts = [
+        {"image": str(folder / "cat.png"), "text": "What?"},
+        "Hello",
+        {"image": str(folder / "fox.png"), "text": "And?"},
+    ]
+    sampled = {"sample_prompts": prompts, "sample_every_n_steps": 2, "sample_max_new_tokens": 5}
+    config = config_of(Row("qwen2_vl", changes={**LR, **sampled}), folder, tmp_path)
+    run_recipe(config)
+    answers = [json.loads(line)["answer"] for line in (tmp_path / "logs" / "samples.jsonl").read_text().splitlines()]
+    tokenizer = FolderTokenizer(str(tmp_path / "epoch_0"))
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "epoch_0")
+    for prompt, answer_text in zip(prompts, answers[-3:], strict=True):
+        made = tokenizer.prompt_beside_image(prompt)
+        inputs = {"input_ids": torch.from_numpy(made.tokens)[None]}
+        inputs |= {name: torch.from_numpy(column)[None] for name, column in made.images.types.items()}
+        for pixels in made.images.pixels:
+            inputs |= pixels.tensors
+        generated = model.generate(**inputs, max_new_tokens=5, do_sample=False)[0, len(made.tokens) :]
+        text = tokenizer.decode([token for token in generated.tolist() if token not in tokenizer.stop_tokens])
+        assert answer_text == text
+
+
+def test_the_image_of_a_pair_is_computed_once(folder, tmp_path):
+    """The oracle is transformers' own forward of each side: DPO's loss and gradients, with the model at the start."""
+    path = model_folder(folder, "qwen2_vl")
+    rows = [
+        {"prompt": [turn("cat", "What?")], "chosen": [answer("A cat.")], "rejected": [answer("A dog")]},
+        {"prompt": [turn("Hello")], "chosen": [answer("Yes?")], "rejected": [answer("No")]},
+        {"prompt": [turn("Look: ", "fox", "dog")], "chosen": [answer("Two")], "rejected": [answer("One, I think")]},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(Row("qwen2_vl"), folder, tmp_path)
+    config |= {
+        "dataset": {
+            "_component_": "recipe_utils.preference.pair_dataset",
+            "path": str(tmp_path / "pairs.jsonl"),
+            "image_folder": str(folder),
+        },
+        "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.3},
+        "global_batch_size": 3,
+        "max_tokens_per_microbatch": 500,
+    }
+    (computed,) = gradients_in_float64(config, DPO)
+    dataset = PairDataset(FolderTokenizer(path), str(tmp_path / "pairs.jsonl"), image_folder=str(folder))
+    with set_default_dtype(torch.float64), DoublePrecision():
+        saved = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
+        model = AutoModelForImageTextToText.from_config(saved.config)
+        model.load_state_dict(saved.state_dict())
+        for index in range(3):
+            pair, log_probs = dataset[index], []
+            for side in ("chosen", "rejected"):
+                images, tokens, labels = (
+                    torch.tensor(pair[f"{side}_{key}"]) if key != "image_inputs" else pair[f"{side}_{key}"]
+                    for key in ("image_inputs", "input_ids", "labels")
+                )
+                inputs = {name: torch.from_numpy(column)[None] for name, column in images.types.items()}
+                for pixels in images.pixels:
+                    inputs |= {n: t.double() if t.is_floating_point() else t for n, t in pixels.tensors.items()}
+                logits = model(input_ids=tokens[None], **inputs, use_cache=False).logits[0, :-1]
+                log_probs.append(-F.cross_entropy(logits, labels[1:], reduction="sum"))
+            margin = 0.3 * (log_probs[0] - log_probs[1] - (log_probs[0] - log_probs[1]).detach())
+            (-F.logsigmoid(margin) / 3).backward()
+        expected = {f"model.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert error(computed, expected) < TOLERANCE
+
+
+def test_samples_are_printed_with_their_images(folder, tmp_path):
+    lines = "\n".join(report(SFT, OmegaConf.create(config_of(Row("qwen2_vl"), folder, tmp_path)), 4))
+    assert "<|vision_start|>[image 1: 24x40, 15 tokens]<|vision_end|>What?" in lines
+    assert "And <|vision_start|>[image 2: 24x16, " in lines
+    assert "⟦A dog, I think.<|im_end|>⟧" in lines
+    tiles = "\n".join(report(SFT, OmegaConf.create(config_of(Row("idefics3"), folder, tmp_path / "tiles")), 4))
+    assert re.search(r"<row_1_col_1>\[image 1: \d+ tokens\]", tiles)
+
+
+def test_a_teacher_computes_images_too(folder, tmp_path):
+    """The gradient of samples in a packed row is that of samples each in a row of its own."""
+    computed = []
+    for plan in ("packed", "in_order"):
+        config = config_of(Row("qwen2_vl", plan), folder, tmp_path / plan)
+        config |= {"batch_size": 1} if plan == "in_order" else {"max_tokens_per_microbatch": 500}
+        model, checkpointer = config["model"], config["checkpointer"]
+        config |= {"teacher_model": model, "teacher_checkpointer": checkpointer, "kd_ratio": 0.5}
+        config["kd_loss"] = {"_component_": "recipe_utils.distillation.LinearDistillationLoss"}
+        computed.append(gradients_in_float64(config, KD))
+    assert len(computed[0]) == 2
+    for packed, alone in zip(*computed, strict=True):
+        assert error(packed, alone) < TOLERANCE
+
+
+def test_rollouts_with_images_are_refused(folder, tmp_path):
+    path = model_folder(folder, "qwen2_vl")
+    rows = [
+        {"group": 0, "prompt": [turn("cat", "What?")], "completion": "A cat.", "reward": reward} for reward in (0, 1)
+    ]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = RolloutDataset(FolderTokenizer(path), str(tmp_path / "rollouts.jsonl"))
+    with pytest.raises(SampleError, match="it has an image; set dataset to a conversation_dataset"):
+        dataset[0]
