@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from recipe_utils.plans.microbatching import MicrobatchSettings
 from recipe_utils.preference.pairs import pair_as_group
@@ -21,12 +22,18 @@ from recipe_utils.update_steps.samples import Sample
 
 def samples_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> list[Sample]:
     """Returns the samples of ``max_steps_per_epoch`` update steps in the recipes' order."""
+    dataset = dataset_in_order(config, tokenizer, num_ranks)
+    return [dataset[index] for index in range(len(dataset))]
+
+
+def dataset_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> Subset[Sample]:
+    """Returns the same, each loaded when it is asked for."""
     dataset = load_dataset(config.dataset, tokenizer)
     if (sft := config.get("sft", {})).get("packing"):
         dataset = _packed_by_trl(dataset, sft.max_length)
     order = epoch_permutation(len(dataset), epoch=0, shuffle=config.get("shuffle", True))
     per_step = config.batch_size * config.gradient_accumulation_steps * num_ranks
-    return [dataset[i] for i in order[: config.max_steps_per_epoch * per_step].tolist()]
+    return Subset(dataset, order[: config.max_steps_per_epoch * per_step].tolist())
 
 
 def _packed_by_trl(dataset: Any, max_length: int) -> list[Sample]:

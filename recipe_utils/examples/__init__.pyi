@@ -1,4 +1,6 @@
-from recipe_utils.examples.digits import digits_dataset as digits_dataset
+from recipe_utils.examples.digits.pictures import digit_pictures_dataset as digit_pictures_dataset
+from recipe_utils.examples.digits.pictures import digit_pictures_tokenizer as digit_pictures_tokenizer
+from recipe_utils.examples.digits.samples import digits_dataset as digits_dataset
 from recipe_utils.examples.fresh_weights import fresh_llama_checkpointer as fresh_llama_checkpointer
 from recipe_utils.examples.stdlib_code import code_dataset as code_dataset
 from recipe_utils.examples.stdlib_conversations import conversation_dataset as conversation_dataset

@@ -17,14 +17,23 @@ from torchtune import training
 from torchtune.data import padded_collate_sft
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.utils import get_device
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.trainer_callback import TrainerCallback
 
 from recipe_utils.benchmark.baselines.start import llama_config
 from recipe_utils.benchmark.interleave import LossLogger
-from recipe_utils.benchmark.token_audit import samples_in_order
+from recipe_utils.benchmark.token_audit import dataset_in_order
+from recipe_utils.checkpoint.transformers import auto_class_of
 from recipe_utils.optim.optimizer import make_schedule
 from recipe_utils.parallel.process_group import world_size_from_env
+from recipe_utils.text.images.sample import ImageInputs
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import Sample
 
@@ -52,7 +61,11 @@ def train_hf_trainer(config: DictConfig) -> None:
             return sampler
 
     tokenizer = torchtune_config.instantiate(config.tokenizer)
-    samples = samples_in_order(config, tokenizer, world_size_from_env())
+    samples: Any = dataset_in_order(config, tokenizer, world_size_from_env())
+    if (
+        "image_inputs" not in samples[0]
+    ):  # images are opened and processed while it trains, as by a collator of its users
+        samples = [{**each, "input_ids": each["tokens"]} for each in samples]
     is_on_cpu = get_device(config.device).type == "cpu"
     args = TrainingArguments(
         per_device_train_batch_size=config.batch_size,
@@ -63,7 +76,7 @@ def train_hf_trainer(config: DictConfig) -> None:
     args._n_gpu = min(args.n_gpu, 1)  # one process would use all GPUs of the machine
     InGivenOrder(
         args=args,
-        train_dataset=[{**each, "input_ids": each["tokens"]} for each in samples],
+        train_dataset=samples,
         data_collator=partial(_collate, tokenizer.pad_id),
         **what_is_trained(config),
     ).train()
@@ -102,7 +115,8 @@ def load_model(config: DictConfig, device: torch.device) -> Any:
     dtype = training.get_dtype(config.dtype, device=device)
     checkpointer = torchtune_config.instantiate(config.checkpointer)  # one of fresh weights writes them
     if (folder := config.checkpointer.get("checkpoint_dir")) is not None:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+        auto_class = auto_class_of(AutoConfig.from_pretrained(folder, local_files_only=True))
+        return auto_class.from_pretrained(folder, dtype=dtype).to(device)
     hf_config = LlamaConfig.from_dict(llama_config(config.model))
     with device:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
@@ -127,4 +141,12 @@ def tokenizer_of_numbers(model: Any, config: DictConfig) -> PreTrainedTokenizerF
 
 def _collate(pad_id: int, batch: Sequence[Sample]) -> Mapping[str, Tensor]:
     padded = padded_collate_sft(list(batch), pad_id, IGNORE_INDEX)
-    return {"input_ids": padded["tokens"], "labels": padded["labels"]}
+    made: dict[str, Tensor] = {"input_ids": padded["tokens"], "labels": padded["labels"]}
+    beside: list[ImageInputs] = [sample["image_inputs"] for sample in batch if "image_inputs" in sample]
+    if beside:  # the model finds positions itself, as with the output of its processor
+        for name in beside[0].types:
+            columns = [torch.from_numpy(each.types[name]) for each in beside]
+            made[name] = torch.nn.utils.rnn.pad_sequence(columns, batch_first=True)
+        pixels = [tensors for each in beside for _, _, tensors in each.pixels]
+        made |= {name: torch.cat([tensors[name] for tensors in pixels]) for name in (pixels[0] if pixels else ())}
+    return made

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
-from recipe_utils.examples.digits import digits_dataset
+from recipe_utils.examples.digits.samples import digits_dataset
 
 
 def test_the_splits_hold_every_digit_once_and_never_change():

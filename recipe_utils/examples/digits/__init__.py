@@ -1,0 +1,1 @@
+"""Handwritten digits, alone and in questions about pictures of numbers."""
