@@ -166,8 +166,9 @@ class Decoder(DecoderOfTransformers):
         hidden = out[0] if isinstance(out, tuple) else out.last_hidden_state
         # Ranks whose rows have no image reduce gradients of the tower, too; they are 0.
         if self.check.joins and not any(map(torch.is_floating_point, (images or {}).values())):
-            for parameter in self.of_images():
-                hidden = hidden + 0.0 * parameter.flatten()[0] if parameter.requires_grad else hidden
+            # Numbers are added first: to add each to the hidden states would take a pass over them per parameter.
+            trained = [parameter.flatten()[0] for parameter in self.of_images() if parameter.requires_grad]
+            hidden = hidden + 0.0 * torch.stack(trained).sum() if trained else hidden
         return self.unembed(hidden)
 
     def of_images(self) -> list[nn.Parameter]:
