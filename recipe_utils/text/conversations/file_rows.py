@@ -45,7 +45,7 @@ from recipe_utils.text.conversations.schema import (
     table_of,
     without_keys,
 )
-from recipe_utils.text.images.sources import Source, images_of
+from recipe_utils.text.images.sources import Source, check_no_marks, images_of
 from recipe_utils.torchtune_names import log_rank_zero
 from recipe_utils.update_steps.samples import SampleError
 
@@ -77,7 +77,7 @@ class FileRow(Keys):
     """A row of a file of conversations. Of the keys before an answer, those that repeat another are compared."""
 
     messages: Annotated[Turns | None, PlainValidator(read_turns)] = known_as(
-        "turns, as a list or its JSON text", "messages", "conversations", "conversation"
+        "turns, as a list or its JSON text", "messages", "conversations", "conversation", "texts"
     )
     system: Annotated[str | None, BeforeValidator(joined)] = known_as(
         "first turn: text, or a list of text parts", "system", "system_prompt", "system_message"
@@ -98,8 +98,9 @@ class FileRow(Keys):
         "answer of the assistant, or its calls", "output", "response", "answer", "answers", is_empty=True
     )
     images: Annotated[list[Source] | None, PlainValidator(_images)] = known_as(
-        'one for each part `{"type": "image"}`, or for each `<image>` in texts', "images", "image"
-    )
+        'one for each part `{"type": "image"}`, or for each `<image>` in texts; else in front of the first text of the user',
+        "images", "image",
+    )  # fmt: skip
     chat_template_kwargs: dict[str, Any] | None = known_as(
         "variables of the chat template (`false`, not its text); so is each key that the template reads, such as `documents`",
         "chat_template_kwargs",
@@ -110,6 +111,7 @@ class FileRow(Keys):
         "weight": "write it in the messages, or set dataset.weight", "loss_weight": "set dataset.loss_weight",
         "history": "write its turns in messages", "documents": "the chat template reads no documents; write them in messages",
         "tool_calls": "write them in a message of the assistant", "function_call": "write it in a message of the assistant",
+        "objects": "write boxes and names of objects in the texts, as the model reads them",
     }  # fmt: skip
 
     def turns_before(self) -> dict[str, Turns]:
@@ -269,6 +271,8 @@ class ImagesOfRows(NamedTuple):
         """Returns a conversation with its images, none of texts; raises SampleError for one where no other row has any."""
         if conversation.images and not self.are_read:
             raise SampleError("it has an image, and other rows have none; set dataset.image_folder, to any folder")
+        if self.are_read and not conversation.images:
+            check_no_marks(conversation.chat)
         images = (conversation.images or ()) if self.are_read else None
         return replace(conversation, images=images, image_folder=self.folder)
 
@@ -280,11 +284,15 @@ def images_of_rows(
 
     ``read`` maps a row to a conversation. Raises ValueError if the tokenizer's folder has no processor of images.
     """
-    are_read = folder is not None
-    for index in rows.first() if not are_read else ():
+    have_images = False
+    for index in rows.first():
         with suppress(Exception):  # any: raised again with the sample
             row = read(rows[index])
-            are_read |= isinstance(row, Conversation) and bool(row.images)
+            have_images |= isinstance(row, Conversation) and bool(row.images)
+    are_read = have_images or folder is not None
+    if are_read and not have_images:
+        text = "no image in up to 128 rows from all over the data; their key is images or image"
+        log_rank_zero(f"dataset.image_folder={folder}: {text}")
     if are_read and not hasattr(tokenizer, "images"):
         raise ValueError("dataset: its rows have images; set tokenizer to a folder_tokenizer")
     return ImagesOfRows(None if folder is None else Path(folder), are_read)

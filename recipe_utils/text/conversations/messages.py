@@ -249,10 +249,12 @@ def _of_torchtune(message: Message) -> tuple[dict[str, Any], float]:
 def _turns_in(turn: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns the turns in one of other tools, with calls, results and thinking under keys of their own.
 
-    Capybara's is a question and its answer, and ShareGPT's may be a call. Anthropic's has them among the parts of its content.
+    Capybara's and the Cauldron's are a question and its answer, and ShareGPT's may be a call. Anthropic's has them among the
+    parts of its content.
     """
-    if turn.keys() >= {"input", "output"} and not turn.keys() & {"role", "from"}:
-        return [{"role": role, "content": turn[key]} for role, key in (("user", "input"), ("assistant", "output"))]
+    for question, answer in (("input", "output"), ("user", "assistant")):
+        if turn.keys() >= {question, answer} and not turn.keys() & {"role", "from"}:
+            return [{"role": "user", "content": turn[question]}, {"role": "assistant", "content": turn[answer]}]
     if turn.get("from") in CALLS:
         others = {key: value for key, value in turn.items() if key not in ("from", "value")}
         return [{"role": "assistant", "content": None, "tool_calls": turn.get("value"), **others}]

@@ -156,7 +156,8 @@ def _processor_of(path: Path, tokenizer: PreTrainedTokenizerBase, options: Mappi
     if kind is None:
         text = "no processor of images" if name is None else f"transformers {transformers.__version__} has no {name}"
         raise ValueError(
-            f"tokenizer.path={path}: {text}; copy preprocessor_config.json and processor_config.json there"
+            f"tokenizer.path={path}: {text}; copy preprocessor_config.json and processor_config.json there, or drop the "
+            "images of the data by dataset.ignored_keys=[image, images]"
         )
     try:
         # Pillow's where there is one: torchvision resizes otherwise, and would have to be installed.

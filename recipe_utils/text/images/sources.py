@@ -14,15 +14,17 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
-from recipe_utils.text.conversations.schema import shown
+from recipe_utils.text.conversations.schema import PartError, shown
 from recipe_utils.update_steps.samples import SampleError
 
 Source = object
 """A path, a ``data:`` URL, ``{"bytes", "path"}`` of datasets' Image feature, or a Pillow image."""
 _MARK = "<image>"
 """What stands for an image in texts of LLaVA's and ShareGPT's files."""
-_KEYS = ("image", "path", "url", "image_url", "bytes", "base64")
+_KEYS = ("image", "path", "url", "image_url", "source", "bytes", "base64")
 """Keys of a part with its image, which differ between tools."""
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys of a part with the size that Qwen's tools make of its image."""
 
 
 def is_image(part: object) -> bool:
@@ -37,15 +39,22 @@ def num_images_in(chat: Sequence[Mapping[str, object]]) -> int:
 
 
 def source_of(part: Mapping[str, object]) -> Source | None:
-    """Returns the image of a part; None for the mark of one in a column of the row. Raises SampleError for two of them."""
+    """Returns the image of a part; None for the mark of one in a column of the row.
+
+    Raises PartError for two images, and for a size of its own.
+    """
+    for key in _SIZES:
+        if part.get(key) is not None:
+            text = "a part of type image has a size of its own, which would be lost; set tokenizer.images for all"
+            raise PartError(f"{key}={part[key]}: {text}")
     given = {key: part[key] for key in _KEYS if part.get(key) is not None}
     if len(given) > 1 and given.keys() != {"bytes", "path"}:
-        raise SampleError(f"content: a part of type image has {' and '.join(given)}; remove one of them")
+        raise PartError(f"a part of type image has {' and '.join(given)}; remove one of them")
     if "bytes" in given:
         return given
     value = next(iter(given.values()), None)
-    if isinstance(value, Mapping) and "url" in value:  # OpenAI's
-        return value["url"]
+    if isinstance(value, Mapping) and value.keys() & {"url", "data"}:  # OpenAI's and Anthropic's
+        return value["url"] if "url" in value else f"data:;base64,{value['data']}"
     return f"data:;base64,{value}" if "base64" in given else value
 
 
@@ -53,10 +62,11 @@ def images_of(chat: Sequence[Mapping[str, Any]], given: Sequence[Source]) -> tup
     """Returns messages whose images are parts ``{"type": "image"}``, and the images in their order.
 
     ``given`` are those of a column of the row. They belong to the parts without an image or, if there are none, to
-    ``<image>`` in texts (LLaVA, ShareGPT). Raises SampleError unless there is one for each.
+    ``<image>`` in texts (LLaVA, ShareGPT). Without any place, they are in front of the first text of the user, as TRL's
+    ``prepare_multimodal_messages`` puts them. Raises SampleError unless there is one for each.
     """
     if given and not num_images_in(chat):
-        chat = [{**message, "content": _with_marks_as_parts(message.get("content"))} for message in chat]
+        chat = _with_places(chat, len(given))
     waiting, found, made = [*given], list[Source](), list[dict[str, Any]]()
     num_marks = sum(
         is_image(part) and part["image"] is None
@@ -77,15 +87,38 @@ def images_of(chat: Sequence[Mapping[str, Any]], given: Sequence[Source]) -> tup
     return made, found
 
 
-def _with_marks_as_parts(content: Any) -> Any:
-    """Returns a text with ``<image>`` as parts; other contents as they are."""
-    if not isinstance(content, str) or _MARK not in content:
-        return content
-    first, *others = content.split(_MARK)
+def check_no_marks(chat: Sequence[Mapping[str, Any]]) -> None:
+    """Raises SampleError for ``<image>`` in the texts of a row without images, whose column probably has another name."""
+    if num_marks := _num_marks(chat):
+        text = f"its texts have {num_marks} of {_MARK} for 0 images; name their column images, or write a list of text parts"
+        raise SampleError(text)
+
+
+def _num_marks(chat: Sequence[Mapping[str, Any]]) -> int:
+    contents = [message.get("content") for message in chat]
+    return sum(content.count(_MARK) for content in contents if isinstance(content, str))
+
+
+def _with_places(chat: Sequence[Mapping[str, Any]], num_images: int) -> list[Mapping[str, Any]]:
+    """Returns messages with a part for each ``<image>``; without any, for each image in front of the first text of the user."""
+    in_front, made = "" if _num_marks(chat) else _MARK * num_images, list[Mapping[str, Any]]()
+    for message in chat:
+        content = message.get("content")
+        if isinstance(content, str):
+            if message["role"] == "user":
+                content, in_front = in_front + content, ""
+            message = {**message, "content": _with_marks_as_parts(content)}
+        made.append(message)
+    return made
+
+
+def _with_marks_as_parts(text: str) -> str | list[dict[str, Any]]:
+    """Returns a text with ``<image>`` as parts; others as they are."""
+    first, *others = text.split(_MARK)
     parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
-    for text in others:
-        parts += [{"type": "image", "image": None}, {"type": "text", "text": text}]
-    return [part for part in parts if part.get("text") != ""]
+    for each in others:
+        parts += [{"type": "image", "image": None}, {"type": "text", "text": each}]
+    return [part for part in parts if part.get("text") != ""] if others else text
 
 
 def open_image(source: Source, folder: Path | None) -> Image.Image:
@@ -94,9 +127,9 @@ def open_image(source: Source, folder: Path | None) -> Image.Image:
         source = source.get("bytes") or source.get("path")
     if isinstance(source, Image.Image):
         return _in_rgb(source)
-    name = shown(source)
+    name, file = shown(source), io.BytesIO(source) if isinstance(source, bytes) else _file_of(source, folder)
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else _file_of(source, folder)) as image:
+        with Image.open(file) as image:
             return _in_rgb(image)
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise SampleError(f"image {name}: it cannot be opened ({error}); write it again, or remove the row") from None
@@ -114,6 +147,7 @@ def _file_of(source: Source, folder: Path | None) -> io.BytesIO | Path:
             return io.BytesIO(base64.b64decode(data, validate=True))
         except (ValueError, binascii.Error) as error:
             raise SampleError(f"image {shown(source)}: {error}; write data:image/png;base64,...") from None
+    source = source.removeprefix("file://")
     if "://" in source:
         raise SampleError(
             f"image {shown(source)}: nothing is downloaded; copy it to dataset.image_folder, and write its path"
@@ -129,4 +163,7 @@ def _file_of(source: Source, folder: Path | None) -> io.BytesIO | Path:
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
+    """Returns an image turned as its EXIF says. Raises SampleError for 16 bits a pixel and numbers, which Pillow would cut off."""
+    if image.mode in ("F", "I") or ";16" in image.mode:
+        raise SampleError(f"its mode {image.mode} has more than 8 bits for each channel")
     return ImageOps.exif_transpose(image).convert("RGB")

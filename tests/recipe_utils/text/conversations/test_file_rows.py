@@ -204,7 +204,7 @@ TOOL_CALL = {"type": "function", "function": CALL}
          {"weight": ..., "messages": [USER, {**YES, "weight": 0.5}]}),
         ({"messages": [USER, YES], "train": False}, 'train=False: it would be lost; write "weight": 0',
          {"train": ..., "messages": [USER, {**YES, "weight": 0}, USER, YES]}),
-        ({"messages": [USER, YES], "images": ["a.png"]}, "its messages have 0 places for the 1 images of its column", {"images": ...}),
+        ({"messages": [{**USER, "content": "<image>"}, YES], "images": ["a", "b"]}, "its messages have 1 places for the 2 images of its column", {"images": ...}),
         ({"messages": [USER, YES], "documents": [{"a": "b"}]}, "documents=.*: it would be lost; the chat template reads no documents",
          {"documents": ..., "messages": [say("system", "b"), USER, YES]}),
         ({"messages": [USER, YES], "history": [["a", "b"]]}, "history=.*: it would be lost",
@@ -371,7 +371,7 @@ def test_pairs_train_answers_behind_all_that_precedes_them(row, before, write, t
         ({"prompt": [USER], "question": "3 + 3?", "chosen": YES, "rejected": NO}, r"question='3 \+ 3\?': it is in no turn of prompt"),
         ({"prompt": [USER], "completion": "6", "chosen": YES, "rejected": NO}, "completion='6': it is in no turn"),
         ({"system": "Be long.", "chosen": [BRIEF, USER, YES], "rejected": [BRIEF, USER, NO]}, "system='Be long.'"),
-        ({"prompt": [USER], "chosen": YES, "rejected": NO, "images": ["a"]}, "0 places for the 1 images of its column"),
+        ({"prompt": [{**USER, "content": "<image>"}], "chosen": YES, "rejected": NO, "images": ["a", "b"]}, "1 places for the 2 images of its column"),
         ({"prompt": [USER], "chosen": {**YES, "weight": 0.5}, "rejected": NO}, "chosen: weight=0.5: the losses of pairs and roll"),
     ],
 )  # fmt: skip

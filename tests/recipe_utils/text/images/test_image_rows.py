@@ -29,6 +29,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("pictures")
     for name, image in PICTURES.items():
         image.save(path / name)
+    Image.fromarray(np.zeros((8, 8), dtype=np.uint16)).save(path / "deep.png")
     return path
 
 
@@ -47,6 +48,7 @@ def user(*parts):
     }
 
 
+SYSTEM = {"role": "system", "content": "Be brief."}
 ANSWER = {"role": "assistant", "content": "Pets."}
 MARK = {"type": "image"}
 
@@ -76,10 +78,34 @@ def rows_of(folder):
         "LLaVA": {"conversations": llava, "image": [cat, dog]},
         "ShareGPT": {"conversations": llava, "images": [cat, {"path": dog}]},
         "prompt": {"prompt": "Look:<image> and <image>?", "completion": "Pets.", "images": [cat, dog]},
+        "Anthropic": {
+            "messages": [
+                user(
+                    "Look:",
+                    {**MARK, "source": {"type": "base64", "data": data_url(folder, "cat.png").partition(",")[2]}},
+                    " and ",
+                    {**MARK, "source": {"type": "url", "url": f"file://{dog}"}},
+                    "?",
+                ),
+                ANSWER,
+            ]
+        },
+        "in front": {"messages": [SYSTEM, user({**MARK, "path": cat}, {**MARK, "path": dog}, "What?"), ANSWER]},
+        "TRL": {"messages": [SYSTEM, {"role": "user", "content": "What?"}, ANSWER], "images": [cat, dog]},
+        "TRL's prompt": {"prompt": [SYSTEM, {"role": "user", "content": "What?"}], "completion": [ANSWER], "images": [cat, dog]},
+        "question": {"system": "Be brief.", "question": "What?", "answer": "Pets.", "image": [cat, dog]},
+        "FineVision": {
+            "images": [cat, dog], "system": "Be brief.", "texts": [{"user": "What?", "assistant": "Pets."}],
+            "source": "coco", "relevance_ratings": [1], "relevance_min": 1,
+        },
     }  # fmt: skip
 
 
-NAMES = ["transformers", "image", "OpenAI", "marks and a column", "one mark and a part", "LLaVA", "ShareGPT", "prompt"]
+FORMS = {
+    "transformers": ["image", "OpenAI", "Anthropic", "marks and a column", "one mark and a part", "LLaVA", "ShareGPT", "prompt"],
+    "in front": ["TRL", "TRL's prompt", "question", "FineVision"],
+}  # fmt: skip
+"""Names of rows that are the same conversation as another row."""
 
 
 def dataset_of(tokenizer, path, rows, **options):
@@ -96,10 +122,10 @@ def of_sample(sample):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_form_of_a_row_is_the_same_sample(tokenizer, folder, tmp_path, name):
+@pytest.mark.parametrize(("name", "like"), [(name, like) for like, names in FORMS.items() for name in names])
+def test_each_form_of_a_row_is_the_same_sample(tokenizer, folder, tmp_path, name, like):
     rows = rows_of(folder)
-    dataset = dataset_of(tokenizer, tmp_path / "a.jsonl", [rows["transformers"], rows[name]], image_folder=str(folder))
+    dataset = dataset_of(tokenizer, tmp_path / "a.jsonl", [rows[like], rows[name]], image_folder=str(folder))
     assert of_sample(dataset[0]) == of_sample(dataset[1])
     assert of_sample(dataset[0])[2] == [(24, 40), (24, 16)]
 
@@ -140,12 +166,16 @@ def test_a_table_keeps_images_as_bytes_until_a_sample_needs_them(tokenizer, fold
         ({"messages": [user("?"), ANSWER], "images": ["cat.png"]}, "0 places for the 1 images"),
         ({"messages": [user(MARK, MARK), ANSWER], "images": ["cat.png"]}, "2 places for the 1 images"),
         ({"messages": [user(MARK), ANSWER]}, "1 places for the 0 images"),
+        ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "image_path": "cat.png"}, "1 of <image> for 0 images"),
+        ({"messages": [user({**MARK, "path": "cat.png", "max_pixels": 64}), ANSWER]}, "max_pixels=64.*set tokenizer.images"),
+        ({"question": "<ref-object>?", "answer": "<bbox>", "image": "cat.png", "objects": {"bbox": [[1, 2, 3, 4]]}}, "objects=.*it would be lost"),
         ({"messages": [user({**MARK, "path": "no.png"}), ANSWER]}, "has no such file"),
         ({"messages": [user({**MARK, "path": "../cat.png"}), ANSWER]}, "not below dataset.image_folder"),
         ({"messages": [user({**MARK, "url": "https://a.b/cat.png"}), ANSWER]}, "nothing is downloaded"),
         ({"messages": [user({"type": "video", "path": "a.mp4"}), ANSWER]}, "only text and images are supported"),
         ({"messages": [user({"type": "audio", "audio": "a.wav"}), ANSWER]}, "only text and images are supported"),
         ({"messages": [user("?"), ANSWER], "videos": ["a.mp4"]}, "videos=.*it would be lost"),
+        ({"messages": [user({**MARK, "path": "deep.png"}), ANSWER]}, "mode I;16"),
         ({"messages": [user("<|image_pad|>"), ANSWER]}, "special token"),
         ({"messages": [user("?"), {**ANSWER, "content": [{**MARK, "path": "cat.png"}]}]}, r"turn 1 \(assistant\): it has an image"),
     ],

@@ -62,7 +62,7 @@ def test_data_of_a_part_is_opened_without_a_folder():
         ("missing.png", "has no such file"),
         ("text.png", "cannot be opened"),
         ("https://host/1.png", "nothing is downloaded"),
-        ("file:///etc/hostname", "nothing is downloaded"),
+        ("file:///etc/hostname", "not below dataset.image_folder"),
         ("data:image/png,abc", "not base64"),
         ("data:image/png;base64,?", "write data:image/png;base64"),
         ("data:image/png;base64,aGk=", "cannot be opened"),
