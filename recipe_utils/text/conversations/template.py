@@ -15,8 +15,9 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import count, groupby, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -40,6 +41,8 @@ _MARKED = {
 """Keys in these values whose values templates must print."""
 
 
+_PROBE = "7Kq"
+"""Content that a template prints as it is."""
 Render = Callable[..., str]
 """Maps a conversation, a number of its first messages and ``prompt=False`` to a text; raises SampleError if that fails.
 
@@ -112,13 +115,13 @@ class ChatTemplate:
         """Returns a conversation in a form of which the template prints the values as text.
 
         Lists of parts, and None, stay as they are if the template has branches for them. Otherwise the texts of the
-        parts are joined, and None becomes an empty text; beside images, all texts become parts. Arguments of calls become JSON text if the template prints
-        text alone.
+        parts are joined, and None becomes an empty text; beside images, and if the template prints lists of parts alone
+        (SmolVLM's), all texts become parts. Arguments of calls become JSON text if the template prints text alone.
         """
         chat, texts = given.chat, f"{given}{self._source}"
         mark = next(mark for n in count() if (mark := f"⟪{n}:") not in texts)
         contents, arguments = [chat], [False, True][: 1 + any("tool_calls" in message for message in chat)]
-        if num_images_in(chat):
+        if num_images_in(chat) or not self._prints_texts:
             contents.append([*map(_with_parts, chat)])
         elif not all(isinstance(message.get("content"), str) for message in chat):
             contents.append([{**message, "content": content_as_text(message.get("content"))} for message in chat])
@@ -139,6 +142,13 @@ class ChatTemplate:
             if score == (len({leaf[:2] for leaf in form.leaves if leaf.key not in THINKING or leaf[:2] in shown}), 0):
                 break
         return max(scored, key=lambda each: each[0])[1]
+
+    @cached_property
+    def _prints_texts(self) -> bool:
+        """Whether the content of a user may be a text."""
+        with suppress(SampleError):
+            return _PROBE in self._render(Conversation([{"role": "user", "content": _PROBE}], [0.0]), 1)
+        return True
 
     def targets(
         self, conversation: Rendering, trains: Sequence[bool], encode: Callable[[str], Encoded]

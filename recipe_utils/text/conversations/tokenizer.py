@@ -90,6 +90,12 @@ class FolderTokenizer:
         config, *models = [self._json_of(f"{name}.json") for name in files][:3]
         self.tokenizer, self._backend = inner, backend = self._load(from_pretrained)
         self.vocab_size = backend.get_vocab_size()
+        # A processor takes the template of a file of its own, which a tokenizer does not read.
+        of_processor = self._json_of("chat_template.json").get("chat_template")
+        if of_processor and not Path(path, "chat_template.jinja").is_file():
+            if inner.chat_template not in (None, of_processor):
+                self._warn("its chat template is that of chat_template.json, and not of tokenizer_config.json")
+            inner.chat_template = of_processor
         template = inner.chat_template  # one, or several by name
         sources = [*template.values()] if isinstance(template, dict) else [template or ""]
         source = "\n".join(sources)

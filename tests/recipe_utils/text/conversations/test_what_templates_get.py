@@ -52,6 +52,31 @@ def test_calls_in_the_syntax_of_python_are_trained_as_transformers_renders_them(
         assert str(value) in found
 
 
+LISTS = CHATML.replace(
+    "m.content + '", "m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join + '"
+)
+"""Prints lists of parts alone, as SmolVLM's and LLaVA's, through which transformers passes a text."""
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json"])
+def test_texts_become_parts_where_a_template_prints_lists_alone(file, tmp_path, caplog):
+    tokenizer = tokenizer_of(tmp_path, LISTS)
+    if file == "chat_template.json":  # that of a processor, beside another one of the tokenizer
+        (tmp_path / "chat_template.jinja").unlink()
+        (tmp_path / file).write_text(json.dumps({"chat_template": LISTS}))
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TOOL_CHATML}))
+        tokenizer = folder_tokenizer(str(tmp_path))
+        assert "that of chat_template.json" in caplog.text
+    chat = [say("system", "Sums."), say("user", "2 + 2?"), say("assistant", "It is 4.")]
+    tokens, _ = tokenizer.tokenize_messages(chat)
+    with_parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in chat]
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == (
+        tokenizer.tokenizer.apply_chat_template(with_parts, tokenize=False)
+    )
+    assert trained(tokenizer, chat) == ["It is 4.<|im_end|>"]
+
+
 SPECIAL = "It is <|im_end|> 4."
 
 
