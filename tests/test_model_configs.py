@@ -11,6 +11,7 @@ import torch
 import torchtune
 import yaml
 from decoder_types import tiny_config_of
+from image_folders import write_image_folder
 from omegaconf import OmegaConf
 from recipe_runs import pretend_torchvision
 from torchtune import config
@@ -60,6 +61,25 @@ OF_TRANSFORMERS: dict[str, tuple[float, dict[str, Any]]] = {  # published size, 
     }),
     "gpt_oss/20B_lora_update_step": (20.9e9, {
         "model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32,
+    }),
+    "qwen3_vl/2B_full_update_step": (2.13e9, {
+        "model_type": "qwen3_vl", "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "head_dim": 128, "intermediate_size": 6144,
+        },
+        "vision_config": {
+            "hidden_size": 1024, "depth": 24, "intermediate_size": 4096, "out_hidden_size": 2048, "num_heads": 16,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+    }),
+    "qwen2_5_vl/3B_lora_update_step": (3.75e9, {
+        "model_type": "qwen2_5_vl", "tie_word_embeddings": True,
+        "text_config": {
+            "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
+            "intermediate_size": 11008,
+        },
+        "vision_config": {"hidden_size": 1280, "depth": 32, "intermediate_size": 3420, "out_hidden_size": 2048, "num_heads": 16},
     }),
 }  # fmt: skip
 VISION = ["llama3_2_vision/11B_lora_multi_dataset_update_step"]  # recipes/test_drop_in.py has it
@@ -171,7 +191,10 @@ def test_a_config_is_short_accepted_and_names_its_commands(name, tmp_path, monke
     assert f"{recipe} --config {name}\n" in text
     here = {"output_dir": str(tmp_path), "device": "cpu", "dtype": "fp32"}
     if "lora_causal_lm" in text or name in OF_TRANSFORMERS:  # the model chooses the plan
-        tiny_config_of("qwen3").save_pretrained(tmp_path / "in")
+        if "images: " in text:
+            write_image_folder(tmp_path / "in", "qwen2_vl")
+        else:
+            tiny_config_of("qwen3").save_pretrained(tmp_path / "in")
         here["checkpoint_dir"] = str(tmp_path / "in")
     read_settings(OmegaConf.merge(load(name), here), settings_of(recipe))
     for key in ("checkpoint_dir", "teacher_dir"):
@@ -302,12 +325,15 @@ def test_a_model_of_transformers_has_its_published_size_and_the_memory_in_its_he
     cfg = load(name)
     assert cfg.max_tokens_per_microbatch == cfg.batch_size * cfg.tokenizer.max_seq_len
     assert cfg.batch_size * cfg.gradient_accumulation_steps == SAMPLES
-    trained = size(model)
+    # Of a model of images, the text and the projector are trained.
+    tower = [(n, p.numel()) for n, p in model.named_parameters() if ".visual." in n]
+    frozen = sum(number for parameter_name, number in tower if "merger" not in parameter_name)
+    trained = size(model) - frozen
     if "_lora_" in name:
-        linears = [m for n, m in model.named_modules() if n.endswith(tuple(cfg.model.target_modules))]
-        trained = 8 * sum(m.in_features + m.out_features for m in linears)
-    expected = [trained * bytes_per_trained(cfg)]
-    expected += [2 * size(model)] if "_lora_" in name else []
+        names = tuple(f"self_attn.{target}" for target in cfg.model.target_modules)
+        linears = [m for n, m in model.named_modules() if n.endswith(names)]
+        trained, frozen = 8 * sum(m.in_features + m.out_features for m in linears), size(model)
+    expected = [trained * bytes_per_trained(cfg), *([2 * frozen] if frozen else [])]
     found = memory_in_header(name)
     assert found == [pytest.approx(number / 1e9, rel=0.02, abs=0.05) for number in expected]
 
