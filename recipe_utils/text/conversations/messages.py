@@ -91,12 +91,13 @@ def _weight(weight: Any, info: ValidationInfo) -> float:
 def _content(content: Any, info: ValidationInfo) -> str | Chat | None:
     """Returns text, text parts, or None for an empty list of them.
 
-    The result of a tool may have any type: what is no text, nor a list of text parts, becomes JSON text.
+    The result of a tool may have any type: what is no text, nor a list of text parts and images, becomes JSON text.
     """
     if isinstance(content, str):
         return content
     role, is_list = info.data.get("role") or "", isinstance(content, list)
-    if role == "tool" and not (is_list and content and {*map(_kind_of, content)} <= _TEXT_PARTS):
+    are_parts = is_list and all(_kind_of(part) in _TEXT_PARTS or is_image(part) for part in content)
+    if role == "tool" and not (content and are_parts):
         return json.dumps(content, ensure_ascii=False)
     if not is_list:
         raise SampleError("it is no text; write text, or a list of text parts")

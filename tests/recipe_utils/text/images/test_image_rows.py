@@ -140,6 +140,17 @@ def test_turns_have_images(tokenizer, folder, tmp_path, split_turns):
     assert [len(each["image_inputs"].pixels[0].sizes) for each in samples] == [1, 2]
 
 
+def test_a_tool_returns_an_image(tokenizer, folder, tmp_path):
+    """Its part was printed as JSON text. Anthropic's result is a turn of the tool, too."""
+    openai = {"role": "tool", "content": [{"type": "text", "text": "Seen:"}, {**MARK, "path": "cat.png"}]}
+    anthropic = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": openai["content"]}]}
+    rows = [{"messages": [user("Look"), {**ANSWER, "weight": 0}, turn, ANSWER]} for turn in (openai, anthropic)]
+    dataset = dataset_of(tokenizer, tmp_path / "a.jsonl", rows, image_folder=str(folder))
+    assert of_sample(dataset[0]) == of_sample(dataset[1])
+    text = tokenizer.decode(dataset[0]["tokens"], skip_special_tokens=False)
+    assert "tool\nSeen:<|vision_start|><|image_pad|>" in text
+
+
 def test_a_table_keeps_images_as_bytes_until_a_sample_needs_them(tokenizer, folder, tmp_path):
     row = {"messages": [{"role": "user", "content": "<image>Look:<image>"}, ANSWER], "images": [*PICTURES.values()]}
     table = datasets.Dataset.from_list([row], features=datasets.Features({
