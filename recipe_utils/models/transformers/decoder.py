@@ -106,6 +106,9 @@ class Decoder(DecoderOfTransformers):
         self._ties = {n: first for first, others in names_of_weights(self).items() for n in others}
         takes = inspect.signature(getattr(model, decoder_name(model)).forward).parameters
         self._name_of_cache = "cache" if "cache" in takes else "past_key_values"
+        # A list has no module of its own.
+        of_images = set(map(id, self.of_images())) if check.joins else set[int]()
+        self._of_images = [m for m in model.modules() if any(id(p) in of_images for p in m.parameters(False))][:1]
         self.register_state_dict_post_hook(_drop_ties)
         self.register_load_state_dict_pre_hook(_share_ties)
 
@@ -154,6 +157,10 @@ class Decoder(DecoderOfTransformers):
             exchange = self.row_groups[documents.num_ranks] if documents.num_ranks > 1 else None
             of_text = input_pos[0] if input_pos is not None and input_pos.dim() == 3 else input_pos
             rows = PackedRows(documents, kernel, exchange, positions=of_text)
+        # Processors make fp32, which some towers, such as Kimi's and Aria's, do not cast.
+        for module in self._of_images if images else ():
+            dtype = next(module.parameters(False)).dtype
+            images = {n: t.to(dtype) if t.is_floating_point() else t for n, t in (images or {}).items()}
         # The model's own decoder up to the hidden states; a later pipeline stage gets them in place of tokens.
         with Setting(ROWS, rows):
             out = getattr(self.model, decoder_name(self.model))(

@@ -72,6 +72,27 @@ def test_the_way_to_join_images_of_samples_is_found(name):
         assert {**found.joins, "pixel_values": check.joins["pixel_values"]} == found.joins
 
 
+@pytest.mark.parametrize("name", ["aria", *map(slow, sorted(TYPES.keys() - {"aria"}))])
+def test_a_tower_computes_in_the_dtype_of_its_weights(name):
+    """Processors make fp32; the row in bf16 is as far from fp32 as a row with pixels in bf16."""
+    with set_default_dtype(torch.float32), torch.random.fork_rng():
+        make = copies(tiny_image_config_of(name), None, torch.float32)
+        samples, made = samples_of(name, make())[:3], []
+    joins = {n: TYPES[name].joins.get(n, Join(0)) for n in samples[0].images.pixels[0].tensors}
+    reader = TextReader(bounds=RowBounds(limits=ModelLimits(joins=joins)))
+    for dtype in (torch.float32, torch.bfloat16):
+        model, row = make(), padded(samples, reader)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        row.inputs["images"] = {
+            key: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for key, tensor in row.inputs["images"].items()
+        }
+        made.append(gradients_of_row(Decoder(model, PackingCheck(head_is_tail=True, joins=joins)), row))
+    assert made[0].keys() == made[1].keys()
+    assert all(torch.equal(gradient, made[1][key]) for key, gradient in made[0].items())
+
+
 # ---- Ranks without images ----------------------------------------------------------------------------
 
 
