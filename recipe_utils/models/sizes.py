@@ -20,6 +20,10 @@ _ROW_MULTIPLE = 128
 attention. Not measured."""
 
 
+_CHOSEN_EXPERTS = "num_experts_per_tok", "moe_topk", "top_k_experts"
+"""Keys of configs of transformers with the number of experts that compute a token."""
+
+
 def limits_of(
     model: nn.Module,
     device: torch.device,
@@ -59,15 +63,21 @@ def limits_of(
 def _of_images(model: nn.Module) -> dict[str, Any]:
     """Returns how a model takes images, and the work of its tower for one number of them, in that for a token of text.
 
-    A tower computes each patch with all of its weights, as layers of text do each token; without gradients it computes the
-    forward alone, a third. Attention between patches is left out.
+    A tower computes each patch with all of its weights, as layers of text do each token, of experts with those that are
+    chosen for it; without gradients it computes the forward alone, a third. Attention between patches is left out.
     """
     decoder = text_decoder(model)
     if not isinstance(decoder, DecoderOfTransformers) or not decoder.check.joins:
         return {}
     of_images = decoder.of_images()
     ids = {id(parameter) for parameter in of_images}
-    num_of_text = sum(p.numel() for layer in decoder.layers for p in layer.parameters())
+    text = decoder.model.config.get_text_config()
+    num_chosen = next((number for name in _CHOSEN_EXPERTS if (number := getattr(text, name, None))), None)
+    num_of_text = 0.0
+    for layer in decoder.layers:
+        for name, parameter in layer.named_parameters():
+            are_experts = "experts" in name.split(".") and parameter.dim() == 3  # [e, m, n]
+            num_of_text += parameter.numel() * (num_chosen / len(parameter) if are_experts and num_chosen else 1)
     num_of_images = sum(p.numel() * (1 if p.requires_grad else 1 / 3) for p in of_images)
     # The first matrix of a tower maps the numbers of a patch to its width.
     patch = next(p[0].numel() for m in decoder.modules() for p in m.parameters(False) if id(p) in ids and p.dim() > 1)
