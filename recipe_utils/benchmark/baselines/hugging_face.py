@@ -62,13 +62,14 @@ def train_hf_trainer(config: DictConfig) -> None:
 
     tokenizer = torchtune_config.instantiate(config.tokenizer)
     samples: Any = dataset_in_order(config, tokenizer, world_size_from_env())
-    if (
-        "image_inputs" not in samples[0]
-    ):  # images are opened and processed while it trains, as by a collator of its users
+    # Images are opened and processed while it trains, as by a collator of its users, and beside it as for the recipes.
+    has_images = "image_inputs" in samples[0]
+    if not has_images:
         samples = [{**each, "input_ids": each["tokens"]} for each in samples]
     is_on_cpu = get_device(config.device).type == "cpu"
     args = TrainingArguments(
         per_device_train_batch_size=config.batch_size,
+        dataloader_num_workers=config.num_workers if has_images else 0,
         train_sampling_strategy=config.get("train_sampling_strategy", "sequential"),
         ddp_backend="gloo" if training.is_distributed() and is_on_cpu else None,
         **trainer_arguments(config),
