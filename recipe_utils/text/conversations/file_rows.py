@@ -271,10 +271,11 @@ class ImagesOfRows(NamedTuple):
         """Returns a conversation with its images, none of texts; raises SampleError for one where no other row has any."""
         if conversation.images and not self.are_read:
             raise SampleError("it has an image, and other rows have none; set dataset.image_folder, to any folder")
-        if self.are_read and not conversation.images:
+        if not self.are_read:
+            return conversation
+        if not conversation.images:
             check_no_marks(conversation.chat)
-        images = (conversation.images or ()) if self.are_read else None
-        return replace(conversation, images=images, image_folder=self.folder)
+        return replace(conversation, images=conversation.images or (), image_folder=self.folder)
 
 
 def images_of_rows(

@@ -262,9 +262,9 @@ class FolderTokenizer:
         """Returns the tokens of a conversation, and of the beginning of an answer to it. Raises SampleError."""
         images = self._processed(conversation)
         text = self._rendering(conversation).text(len(conversation.chat), True)
-        tokens = self._encoded(text, images)[0][: self.max_seq_len]
+        tokens, _ = self._encoded(text, images)
         beside = None if images is None else self.images.inputs(tokens, images)
-        return Tokenized(tokens, np.full(len(tokens), -1), beside)
+        return self._cut(Tokenized(tokens, np.full(len(tokens), -1), beside))
 
     def tokenize(self, conversation: Conversation) -> Tokenized:
         """Returns the tokens of a conversation, and the turn whose target each is.
@@ -310,9 +310,8 @@ class FolderTokenizer:
         if images is not None:
             encode = partial(self._encoded, images=images)
         tokens, turns = self._template.targets(rendering, trains, encode or self._encoded)
-        end = self.max_seq_len
         if images is None:
-            return Tokenized(tokens[:end], turns[:end])
+            return self._cut(Tokenized(tokens, turns))
         num_printed = rendering.text(len(trains)).count(self.images.placeholder)
         if num_printed != len(images.texts):
             text = f"prints {num_printed} of its {len(images.texts)} images; train its texts alone, or change"
@@ -324,13 +323,18 @@ class FolderTokenizer:
             raise SampleError(
                 f"turn {turn[0]} ({rendering.chat[turn[0]]['role']}): it has an image, and is trained; write images in users' turns"
             )
-        if end is not None and are_images[end:].any():
-            last = int(np.flatnonzero(are_images)[-1])
-            text = (
-                f"it would cut an image, whose last token is {last}; set it to at least {last + 2}, or smaller images"
-            )
-            raise SampleError(f"tokenizer.max_seq_len={end}: {text}")
-        return Tokenized(tokens[:end], turns[:end], beside.at(np.arange(len(tokens[:end]))))
+        return self._cut(Tokenized(tokens, turns, beside))
+
+    def _cut(self, made: Tokenized) -> Tokenized:
+        """Returns the first ``max_seq_len`` tokens. Raises SampleError if that would cut an image."""
+        end, beside = self.max_seq_len, made.images
+        if beside is not None:
+            last = int(np.flatnonzero(beside.identities).max(initial=-1))
+            if end is not None and last >= end:
+                text = f"it would cut an image, whose last token is {last}; set it to at least {last + 2}, or smaller images"
+                raise SampleError(f"tokenizer.max_seq_len={end}: {text}")
+            beside = beside.at(np.arange(len(made.tokens[:end])))
+        return Tokenized(made.tokens[:end], made.turns[:end], beside)
 
     def _processed(self, conversation: Conversation) -> ProcessedImages | None:
         """Returns the images of a conversation as the model takes them; None if it is of texts alone."""

@@ -65,7 +65,9 @@ def images_of(chat: Sequence[Mapping[str, Any]], given: Sequence[Source]) -> tup
     ``<image>`` in texts (LLaVA, ShareGPT). Without any place, they are in front of the first text of the user, as TRL's
     ``prepare_multimodal_messages`` puts them. Raises SampleError unless there is one for each.
     """
-    if given and not num_images_in(chat):
+    if not num_images_in(chat):
+        if not given:
+            return [dict(message) for message in chat], []
         chat = _with_places(chat, len(given))
     waiting, found, made = [*given], list[Source](), list[dict[str, Any]]()
     num_marks = sum(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, ProcessorMixin
 
 from recipe_utils.text.conversations.messages import Conversation
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
@@ -32,11 +33,16 @@ def tokenizer(request, tmp_path_factory):
     return FolderTokenizer(str(write_image_folder(tmp_path_factory.mktemp(request.param), request.param)))
 
 
-def test_tokens_types_and_pixels_are_those_of_the_processor_and_targets_are_answers(tokenizer):
+def test_tokens_types_positions_and_pixels_are_transformers_own_and_targets_are_answers(tokenizer):
     tokens, turns, images = tokenizer.tokenize(conversation())
     text = tokenizer.tokenizer.apply_chat_template(CHAT, tokenize=False)
     own = {"text": [text], "images": [image(40, 24), image(16, 16)], "return_tensors": "pt"}
     expected = dict(tokenizer.images._processor(**own, add_special_tokens=False))
+    config = AutoConfig.from_pretrained(tokenizer.tokenizer.name_or_path)
+    with torch.device("meta"):
+        count = getattr(AutoModelForImageTextToText.from_config(config).model, "get_rope_index", None)
+    axes = np.empty((0, len(tokens))) if count is None else count(**expected)[0][:, 0]
+    np.testing.assert_array_equal(images.positions, [np.arange(len(tokens)), *axes])
     del expected["attention_mask"]
     np.testing.assert_array_equal(expected.pop("input_ids")[0], tokens)
     for name, column in images.types.items():
@@ -48,6 +54,19 @@ def test_tokens_types_and_pixels_are_those_of_the_processor_and_targets_are_answ
     for name, tensor in pixels.tensors.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
     assert {turn: tokenizer.decode(tokens[turns == turn], False) for turn in np.unique(turns[turns >= 0])} == ANSWERS
+
+
+def test_a_processor_that_does_otherwise_than_its_parts_is_followed(tmp_path, monkeypatch):
+    folder, call = str(write_image_folder(tmp_path, "qwen2_vl")), ProcessorMixin.__call__
+
+    def brighter(*args, **options):
+        made = call(*args, **options)
+        return {**made, "pixel_values": made["pixel_values"] + 1}
+
+    own = FolderTokenizer(folder).tokenize(conversation()).images.pixels[0].tensors["pixel_values"]
+    monkeypatch.setattr(ProcessorMixin, "__call__", brighter)
+    other = FolderTokenizer(folder).tokenize(conversation()).images.pixels[0].tensors["pixel_values"]
+    assert torch.equal(other, own + 1)
 
 
 def test_turns_of_a_conversation_have_the_images_up_to_them(tokenizer):
