@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ _OF_BASE = "base_model.model."
 _OF_PEFT = {"lora_a.weight": "lora_A.weight", "lora_b.weight": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
 
-def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> dict[str, Any]:
-    """Loads a checkpoint, with the adapters of ``adapter_checkpoint``.
+def load_checkpoint(
+    checkpointer: Any, cfg_checkpointer: Mapping[str, Any] = MappingProxyType({}), images: bool = False
+) -> dict[str, Any]:
+    """Loads a checkpoint, with the adapters of ``adapter_checkpoint``; of a model of transformers that takes ``images``.
 
     torchtune's checkpointers read it only with a recipe state. Files beside it describe the
     training: ``lora_alpha`` and ``frozen``. Raises ValueError if it is missing or unreadable.
     """
-    loaded: dict[str, Any] = checkpointer.load_checkpoint()
+    loaded: dict[str, Any] = checkpointer.load_checkpoint(**({"images": True} if images else {}))
     name = cfg_checkpointer.get("adapter_checkpoint")
     if name is None or ADAPTER_KEY in loaded:
         return loaded

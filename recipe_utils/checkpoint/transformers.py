@@ -89,20 +89,22 @@ class FolderCheckpointer:
         if is_export and self._checkpoint_dir.resolve().parent == self._output_dir.resolve():
             raise ValueError(f"{key}: an export would replace it; set another output_dir")
 
-    def load_checkpoint(self) -> dict[str, Any]:
-        """Returns full weights and given adapters on the CPU, by the names of ``Decoder``.
+    def load_checkpoint(self, images: bool = False) -> dict[str, Any]:
+        """Returns full weights and given adapters on the CPU, by the names of ``Decoder``; of the whole model for ``images``.
 
         Files with the model's own names are mapped into memory, so a rank reads only its shards. Others, such as
         experts in separate tensors, are converted by transformers, whole on every rank. Raises ValueError if weights
         are missing, unexpected or of another shape, or if adapters cannot be read.
         """
-        loaded: dict[str, Any] = {MODEL_KEY: _with_prefix(self._mapped_weights() or self._converted_weights())}
+        loaded: dict[str, Any] = {
+            MODEL_KEY: _with_prefix(self._mapped_weights(images) or self._converted_weights(images))
+        }
         if self._adapters is not None:
             adapters, described = read_peft_of_transformers(self._adapters)
             loaded |= {ADAPTER_KEY: _with_prefix(adapters), ADAPTER_CONFIG: described}
         return loaded
 
-    def _mapped_weights(self) -> dict[str, Tensor] | None:
+    def _mapped_weights(self, images: bool) -> dict[str, Tensor] | None:
         """Returns the weights of the files; None if the model has others."""
         weights: dict[str, Tensor] = {}
         for path in self._files():
@@ -115,7 +117,7 @@ class FolderCheckpointer:
                     ) from None
                 raise ValueError(f"{path}: it cannot be read ({error})") from error
         with torch.device("meta"):
-            names = names_of_weights(_new_model(self._checkpoint_dir))
+            names = names_of_weights(_new_model(self._checkpoint_dir, images))
         is_whole = names.keys() <= weights.keys() <= {*names, *chain(*names.values())}
         if not is_whole or not all(weights[name].is_floating_point() for name in names):
             return None
@@ -135,7 +137,7 @@ class FolderCheckpointer:
             names = set(json.loads(index.read_text())["weight_map"].values())
         return [path for name in sorted(names) if (path := self._checkpoint_dir / name).is_file()]
 
-    def _converted_weights(self) -> dict[str, Tensor]:
+    def _converted_weights(self, images: bool) -> dict[str, Tensor]:
         """Returns weights that transformers reads or, without files, initializes."""
         folder = self._checkpoint_dir
         if any(folder.glob("*.safetensors")):
@@ -147,7 +149,7 @@ class FolderCheckpointer:
             verbosity = get_verbosity()
             set_verbosity_error()  # hides a table with the advice to ignore missing keys
             try:
-                model, info = auto_class_of(config).from_pretrained(folder, output_loading_info=True, **options)
+                model, info = auto_class_of(config, images).from_pretrained(folder, output_loading_info=True, **options)
             finally:
                 set_verbosity(verbosity)
             info["unexpected_keys"] -= self._carried(model, info["unexpected_keys"])
@@ -161,7 +163,7 @@ class FolderCheckpointer:
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._seed)
-                model = _new_model(folder)
+                model = _new_model(folder, images)
         weights = model.state_dict()
         return {name: weights[name] for name in names_of_weights(model)}
 
@@ -225,6 +227,8 @@ class FolderCheckpointer:
         """Returns weights by their names in the files, ``base``, with ties; without files by published names."""
         with torch.device("meta"):
             model = _new_model(self._checkpoint_dir)
+            if not weights.keys() <= model.state_dict().keys():
+                model = _new_model(self._checkpoint_dir, images=True)
         is_converted = not weights.keys() <= set(base)
         for first, others in names_of_weights(model).items() if base else ():
             weights |= dict.fromkeys(others, weights[first])
@@ -310,16 +314,17 @@ def names_of_weights(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-def auto_class_of(config: PreTrainedConfig) -> Any:
+def auto_class_of(config: PreTrainedConfig, images: bool = False) -> Any:
     """Returns the auto class that builds the model of a folder: that of causal language models where it has one.
 
-    mllama's causal language model has a config that no auto class takes, so it is a model of images and text.
+    Qwen3.5 and others have a model of text alone, with other names of weights than that of ``images`` and text. mllama's
+    causal language model has a config that no auto class takes, so it is a model of images and text.
     """
     known, text = MODEL_FOR_CAUSAL_LM_MAPPING, type(config.get_text_config())
     is_known = type(config) in known and (known[type(config)].config_class is not text or text in known)
-    return AutoModelForCausalLM if is_known else AutoModelForImageTextToText
+    return AutoModelForCausalLM if is_known and not images else AutoModelForImageTextToText
 
 
-def _new_model(folder: Path) -> Any:
+def _new_model(folder: Path, images: bool = False) -> Any:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return auto_class_of(config).from_config(config)
+    return auto_class_of(config, images).from_config(config)

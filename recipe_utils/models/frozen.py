@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 from torchtune.modules.peft import disable_adapter
 
+from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.model_kinds import text_decoder
 from recipe_utils.models.adapters.lora import find_adapters
@@ -25,6 +26,7 @@ from recipe_utils.models.pipeline.schedule import PipelineSettings
 from recipe_utils.models.pipeline.stages import adapters_of, has_output, local_stages
 from recipe_utils.models.runner import Rows, Runner, build_modules, build_runner
 from recipe_utils.models.settings import ModelSettings
+from recipe_utils.models.transformers.interface import modules_for_images
 from recipe_utils.models.vocabulary import check_same_tokens
 from recipe_utils.models.weights import (
     check_weights,
@@ -229,17 +231,18 @@ def one_after_the_other(*passes: Attached) -> Attached:
 
 
 def load_frozen(
-    checkpointer: Any, key: str, meta_model: nn.Module | None, ranks: Ranks
+    checkpointer: Any, key: str, meta_model: nn.Module, ranks: Ranks, checks: bool = True
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns a checkpoint, and fingerprints that a resumed training must have, too.
 
-    ``key`` is the checkpointer's. Raises ConfigError if its weights do not fit ``meta_model``, unless None.
+    ``key`` is the checkpointer's. Raises ConfigError if its weights do not fit ``meta_model``, unless not ``checks``: a
+    model with adapters has further weights.
     """
     with naming(key):
-        checkpoint = checkpointer.load_checkpoint()
+        checkpoint = load_checkpoint(checkpointer, images=bool(modules_for_images(meta_model)))
         weights = checkpoint[MODEL_KEY]
         fingerprints = {key: crc32_of_weights(weights, ranks.cpu_group)}
-        if meta_model is not None:
+        if checks:
             check_weights(meta_model, weights)
             folder = getattr(checkpointer, "_checkpoint_dir", None)
             for name, text in fingerprint_of_config(meta_model, folder).items():

@@ -24,7 +24,7 @@ from recipe_utils.models.adapters.adapted_linear import forget_norms
 from recipe_utils.models.adapters.lora import check_origin, find_adapters, fingerprint_of_frozen, initial_adapters
 from recipe_utils.models.pipeline.stages import Stages, adapters_of, local_stages
 from recipe_utils.models.settings import ModelSettings
-from recipe_utils.models.transformers.interface import DecoderOfTransformers
+from recipe_utils.models.transformers.interface import DecoderOfTransformers, modules_for_images
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
@@ -40,7 +40,8 @@ def load_model(
     ``cfg`` is the checkpointer's. Raises ConfigError if the weights cannot be read or do not fit the model.
     """
     with naming("checkpointer"):
-        checkpoint, folder = load_checkpoint(checkpointer, cfg), getattr(checkpointer, "_checkpoint_dir", None)
+        checkpoint = load_checkpoint(checkpointer, cfg, images=bool(modules_for_images(model)))
+        folder = getattr(checkpointer, "_checkpoint_dir", None)
         fingerprints = fingerprint_of_config(model, folder)
         fingerprints = load_weights(model, checkpoint, settings, ranks.device, seed) | fingerprints
     for text in differences_from_config(model, folder):

@@ -185,7 +185,7 @@ def build_reference(
         model = build()
         return Reference(model.attached, model.fingerprints)
     # A cache is used by trainings of which everything that log-probabilities depend on is equal.
-    _, fingerprints = load_frozen(checkpointer, _KEY, meta_model if same is None else None, ranks)
+    _, fingerprints = load_frozen(checkpointer, _KEY, meta_model, ranks, checks=same is None)
     given: Mapping[str, str] = {} if same is None else same.fingerprints
     is_packed = collator.settings.is_packed
     context: dict[str, Any] = {

@@ -3,15 +3,19 @@
 ``test_gradients.py`` and its like have their gradients.
 """
 
+import json
 import math
 import shutil
 from functools import partial
 
+import peft
 import policies
 import pytest
 import torch
 from decoder_types import tiny_config_of
 from distributed_runs import run_distributed
+from image_folders import write_image_folder
+from PIL import Image
 from recipe_runs import (
     DPO,
     POLICY,
@@ -23,8 +27,8 @@ from recipe_runs import (
     set_up,
     slow,
 )
-from tiny_transformers import save_tiny
-from transformers import masking_utils
+from tiny_transformers import save_tiny, save_weights, tensors_of
+from transformers import AutoConfig, AutoModelForImageTextToText, masking_utils
 
 from recipe_utils.models.attention import chains
 from recipe_utils.models.transformers import decoder, masks, packing_check
@@ -71,6 +75,48 @@ def test_it_validates_samples_and_resumes_on_other_ranks(model_type, tiny_config
     shutil.rmtree(f"{config['output_dir']}/epoch_0")
     (rest, _) = run_distributed(run_recipe, 2, {**config, "resume_from_checkpoint": True})
     assert losses(rest) == pytest.approx(losses(whole)[2:], rel=1e-5)
+
+
+ALL_PARTS = {"_component_": "recipe_utils.models.causal_lm", "trains": ["text", "projector", "tower"]}
+ADAPTERS = {"_component_": "recipe_utils.models.lora_causal_lm", "r": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("qwen3_5", ALL_PARTS),
+        ("qwen3_5", ADAPTERS),
+        *(slow("qwen3_5", {**ALL_PARTS, "trains": [part]}) for part in ("text", "projector")),
+        *(slow(kind, keys) for kind in ("gemma3", "gemma4") for keys in (ALL_PARTS, ADAPTERS)),
+    ],
+)
+def test_an_export_with_images_is_the_folder_that_came_in_with_other_weights(kind, keys, tiny_config, tmp_path):
+    """Qwen3.5 has a model of text alone, too, whose weights have other names."""
+    folder, exported = write_image_folder(tmp_path / "in", kind), tmp_path / "out" / "epoch_0"
+    config = save_weights(folder, AutoConfig.from_pretrained(folder))
+    config["model"] |= {**keys, "images": True}
+    config["tokenizer"] = {"_component_": "recipe_utils.text.folder_tokenizer", "path": str(folder)}
+    data = {"path": str(tmp_path / "chats.jsonl"), "image_folder": str(tmp_path)}
+    config["dataset"] = {"_component_": "recipe_utils.text.conversation_dataset", **data}
+    Image.effect_noise((48, 32), 90).save(tmp_path / "noise.png")
+    user = {"role": "user", "content": [{"type": "image", "path": "noise.png"}, {"type": "text", "text": "What?"}]}
+    row = {"messages": [user, {"role": "assistant", "content": "Noise."}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n")
+    with set_up(tiny_config(**config, batch_size=1, gradient_accumulation_steps=1)) as made:
+        made.train()
+        module = made.model.module.eval()
+    trained = {name.removeprefix("model."): p for name, p in module.named_parameters() if p.requires_grad}
+    of_adapters = {f"{name.rpartition('.lora_')[0]}.weight" for name in trained if ".lora_" in name}
+    before, after = tensors_of(folder), tensors_of(exported)
+    assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
+    base, model = map(AutoModelForImageTextToText.from_pretrained, (folder, exported))
+    moved = {name: p for name, p in model.named_parameters() if not torch.equal(p, base.get_parameter(name))}
+    assert moved.keys() == (of_adapters or trained.keys())
+    assert of_adapters or all(torch.equal(p, trained[name]) for name, p in moved.items())
+    models = [model, peft.PeftModel.from_pretrained(base, exported / "adapter")] if of_adapters else [model]
+    tokens = torch.arange(3, 43)[None]
+    for model in models:  # those of adapters are merged in fp32; without them, logits differ by more than 1
+        torch.testing.assert_close(model.eval()(input_ids=tokens).logits, module(tokens), rtol=1e-3, atol=1e-3)
 
 
 def test_dropout_of_a_folder_is_warned_of(tiny_config, tmp_path):

@@ -27,17 +27,32 @@ _QWEN = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
+_LINEAR = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_QWEN_NAMES = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _WITH_TILES = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)] + [
     "<fake_token_around_image>",
     "<global-img>",
     "<end_of_utterance>",
 ]
+
+
+def _qwen_ids(ids):
+    """Returns the ids in a config of Qwen's."""
+    keys = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    return {key: ids[name] for key, name in zip(keys, _QWEN_NAMES, strict=True)}
+
+
 FOLDERS = {
     "qwen2_vl": (
-        "Qwen2VL", "<|vision_start|><|image_pad|><|vision_end|>", ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
-        _QWEN, {},
-        lambda ids: {"text_config": {**_TEXT, **_MROPE}, "image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"],
-            "vision_start_token_id": ids["<|vision_start|>"], "vision_end_token_id": ids["<|vision_end|>"],
+        "Qwen2VL", "<|vision_start|><|image_pad|><|vision_end|>", _QWEN_NAMES, _QWEN, {},
+        lambda ids: {**_qwen_ids(ids), "text_config": {**_TEXT, **_MROPE},
             "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}},
     ),
     "llava": (
@@ -58,9 +73,33 @@ FOLDERS = {
         lambda ids: {"text_config": {"model_type": "llama", **_TEXT}, "image_token_id": ids["<image>"], "scale_factor": 2,
             "vision_config": {**_CLIP, "image_size": 16}},
     ),
+    "qwen3_5": (
+        "Qwen3VL", "<|vision_start|><|image_pad|><|vision_end|>", _QWEN_NAMES, _QWEN, {},
+        lambda ids: {**_qwen_ids(ids), "text_config": {**_TEXT, **_LINEAR, "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0}},
+            "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+                "num_position_embeddings": 64}},
+    ),
+    "gemma4": (
+        "Gemma4", "<|image|>", ["<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>", "<|audio|>", "<|video|>"],
+        {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2}, {},
+        lambda ids: {"text_config": {**_TEXT, "head_dim": 16, "global_head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+                "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 300, "num_kv_shared_layers": 0},
+            "image_token_id": ids["<|image|>"], "boi_token_id": ids["<|image>"], "eoi_token_id": ids["<image|>"], "audio_token_id": ids["<|audio|>"],
+            "video_token_id": ids["<|video|>"], "audio_config": None,
+            "vision_config": {**_CLIP, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64, "pooling_kernel_size": 2}},
+    ),
 }  # fmt: skip
 """Model type -> classes' prefix, what the template prints for an image, special tokens, arguments of the image processor and of the
 processor, and ``config.json`` by the ids of special tokens."""
+
+_NAMED = {
+    "gemma3": {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+    "gemma4": {
+        **{"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"},
+        **{"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"},
+    },
+}
+"""Special tokens that a processor reads from its tokenizer by name."""
 
 
 def write_image_folder(path: Path, kind: str) -> Path:
@@ -71,16 +110,14 @@ def write_image_folder(path: Path, kind: str) -> Path:
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens(names)
-    further = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    further = {"extra_special_tokens": _NAMED[kind]} if kind in _NAMED else {}
     own = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        **({"extra_special_tokens": further} if kind == "gemma3" else {}),
-    )  # fmt: skip
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", **further
+    )
     own.chat_template = TEMPLATE.replace("IMAGE", printed)
     own.save_pretrained(path)
-    getattr(transformers, f"{prefix}ImageProcessorPil", transformers.CLIPImageProcessorPil)(
-        **of_images
-    ).save_pretrained(path)
+    others = {"Llava": "CLIP", "Qwen3VL": "Qwen2VL"}
+    getattr(transformers, f"{others.get(prefix, prefix)}ImageProcessorPil")(**of_images).save_pretrained(path)
     (path / "processor_config.json").write_text(json.dumps({"processor_class": f"{prefix}Processor", **of_both}))
     ids = {name: own.convert_tokens_to_ids(name) for name in names}
     given = config_of(ids)

@@ -23,8 +23,12 @@ from recipe_utils.models.transformers.packing_check import DoublePrecision
 
 def save_tiny(folder, model_type, seed=0, **changes):
     """Saves a folder of transformers with weights of order 1; returns the keys of a config that trains it."""
+    return save_weights(folder, tiny_config_of(model_type, **changes), seed)
+
+
+def save_weights(folder, config, seed=0):
+    """Does the same of a config."""
     torch.manual_seed(seed)
-    config = tiny_config_of(model_type, **changes)
     takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     model = (AutoModelForImageTextToText if takes_images else AutoModelForCausalLM).from_config(config)
     with torch.no_grad():
