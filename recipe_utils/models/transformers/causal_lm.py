@@ -1,6 +1,7 @@
 """Builds a decoder from a local folder of transformers."""
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from recipe_utils.checkpoint.export import WEIGHTS
 from recipe_utils.checkpoint.transformers import auto_class_of, check_folder
 from recipe_utils.files import write_atomically
 from recipe_utils.models.transformers.decoder import Decoder, build, parts_for_images, reached_by_text
-from recipe_utils.models.transformers.image_check import cached_image_check
+from recipe_utils.models.transformers.image_check import cached_image_check, error_beside_images, processor_of
 from recipe_utils.models.transformers.packing_check import cached_packing_check, error_on_device
 from recipe_utils.settings.components import DEFAULTS_OF_MODELS
 from recipe_utils.torchtune_names import log_once
@@ -74,23 +75,30 @@ def decoder_of(
             f"model.attention={attention}: it must be sdpa or eager; packed_attention selects kernels of packed rows"
         )
     model = build(described, attention)
+    if images and any(hasattr(module, "get_image_tokens") for module in model.modules()):
+        raise ValueError(
+            f"model.images=True: {type(model).__name__} makes tokens of images, through which no gradient passes; set "
+            "model.images=False to train it on texts"
+        )
+    processor = processor_of(path) if images else None  # before the checks, which take longer
     reached, parts = reached_by_text(model), parts_for_images(model)
     of_text = [parameter for parameter in model.parameters() if id(parameter) in reached]
     for name, parameters in {"text": of_text, **parts}.items():
         for parameter in parameters:
             parameter.requires_grad_(name in trains)
     if adapt is not None:
-        adapt(model)  # before the check, which takes longer than to find a wrong name
+        adapt(model)
     check = cached_packing_check(described, attention)
-    if images:
-        check = cached_image_check(described, attention, check, path)
+    if processor is not None:
+        check = cached_image_check(described, attention, check, processor)
         for name, parameter in model.named_parameters():
             if name in check.unreached:
                 parameter.requires_grad_(False)
     log_once(f"{path}: {check}")
-    error_on = None
-    if torch.cuda.is_available():
-        error_on = partial(error_on_device, described, attention, check, torch.get_default_dtype())
+    dtype = torch.get_default_dtype()
+    error_on = partial(error_on_device, described, attention, check, dtype)
+    if images:
+        error_on = partial(error_beside_images, described, attention, check, path, dtype)
     decoder = Decoder(model, check, path, error_on)
     if decoder.max_seq_len < (getattr(described.get_text_config(), "max_position_embeddings", 0) or 0):
         log_once(
@@ -143,14 +151,24 @@ def config_of(path: str, images: bool = False) -> Any:
         raise ValueError(f"model.path={path}: no config.json; {hint}")
     check_folder(Path(path), f"model.path={path}")
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    auto_class = AutoModelForImageTextToText if images else auto_class_of(config)
+    auto_class = auto_class_of(config, images)
     known = auto_class._model_mapping
     if type(config) not in known:
         kind = "model of images and text" if images else "causal language model"
         raise ValueError(f"model.path={path}: transformers has no {kind} for model_type={config.model_type}")
-    if auto_class is AutoModelForImageTextToText and config.is_encoder_decoder:
+    takes = inspect.signature(known[type(config)].forward).parameters.values()
+    needed = [each.name for each in takes if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    if needed := [name for name in needed if name not in ("self", "input_ids")]:
         raise ValueError(
-            f"model.path={path}: model_type={config.model_type} encodes its inputs, and only decoders are trained"
+            f"model.path={path}: model_type={config.model_type} needs {' and '.join(needed)} in each forward, also for texts; "
+            "set it to another model"
+        )
+    # PaliGemma has no encoder, but attends both ways in images and texts before an answer.
+    is_encoder = auto_class is AutoModelForImageTextToText and config.is_encoder_decoder
+    if is_encoder or config.model_type == "paligemma":
+        raise ValueError(
+            f"model.path={path}: model_type={config.model_type} attends both ways in its inputs, and only decoders are "
+            "trained; set it to another model"
         )
     if images and getattr(config.get_text_config(), "cross_attention_layers", None):
         raise ValueError(

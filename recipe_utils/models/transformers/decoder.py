@@ -55,7 +55,8 @@ _TEXT = ("", "text_config")
 def build(config: Any, attention: str | None = None) -> PreTrainedModel:
     """Returns a causal language model, or one of images and text, on the current device, in the default precision.
 
-    Its ``attention`` is ``sdpa`` or ``eager``; None is ``sdpa`` where the model supports it.
+    Its ``attention`` is ``sdpa`` or ``eager``; None is ``sdpa`` where the model supports it. Raises ValueError if the model
+    needs a package that is not installed, such as Gemma 3n's tower timm.
     """
     config = copy.deepcopy(config)
     known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -66,7 +67,10 @@ def build(config: Any, attention: str | None = None) -> PreTrainedModel:
     if torch.get_default_dtype() == torch.float64:
         for part in (config, config.get_text_config()):
             part._experts_implementation = "eager"  # grouped_mm has no fp64
-    model: PreTrainedModel = make(config)
+    try:
+        model: PreTrainedModel = make(config)
+    except ImportError as error:
+        raise ValueError(f"model: {' '.join(str(error).split())}") from error
     for parameter in model.parameters():  # some types make routers in fp32; FSDP2 needs one dtype
         parameter.data = parameter.data.to(torch.get_default_dtype())
     return model
@@ -348,8 +352,11 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 def reached_by_text(model: PreTrainedModel) -> set[int]:
     """Returns the ids of the modules and parameters that text passes through, in models of images or audio, too."""
-    of_towers = {id(each) for tower in towers_of(model) for each in (*tower.modules(), *tower.parameters())}
-    return {id(each) for part in _parts_for_text(model) for each in (*part.modules(), *part.parameters())} - of_towers
+    # Texts skip mllama's layers that attend to images.
+    skipped = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
+    layers = [layer for index, layer in enumerate(model.get_decoder().layers) if index in skipped] if skipped else []
+    of_images = {id(each) for part in (*towers_of(model), *layers) for each in (*part.modules(), *part.parameters())}
+    return {id(each) for part in _parts_for_text(model) for each in (*part.modules(), *part.parameters())} - of_images
 
 
 def towers_of(model: PreTrainedModel) -> list[PreTrainedModel]:

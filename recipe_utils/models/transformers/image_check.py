@@ -24,16 +24,25 @@ import torch
 from PIL import Image
 from pydantic import TypeAdapter
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer
 
-from recipe_utils.models.transformers.decoder import Decoder, build
+from recipe_utils.models.transformers.decoder import Decoder, build, reached_by_text
 from recipe_utils.models.transformers.double_precision import DoublePrecision
 from recipe_utils.models.transformers.interface import PackingCheck
 from recipe_utils.models.transformers.masks import NEEDS, Setting
-from recipe_utils.models.transformers.packing_check import BOUND, cached, copies, difference, with_few_layers
+from recipe_utils.models.transformers.packing_check import (
+    BOUND,
+    Gradients,
+    cached,
+    copies,
+    cut,
+    difference,
+    error_on_device,
+)
 from recipe_utils.text.images.processor import ImageProcessor
 from recipe_utils.text.images.sample import ImageInputs, Join
-from recipe_utils.text.limits import ModelLimits, RowBounds
+from recipe_utils.text.limits import Kernel, ModelLimits, RowBounds
 from recipe_utils.text.reader import TextReader
 from recipe_utils.text.row_tensors import packed, padded
 from recipe_utils.text.samples import FIRST, TextSample
@@ -47,19 +56,40 @@ _SAMPLES: tuple[tuple[int, ...], ...] = ((-1, 9), (13,), (4, -2, 3, -3, 6), (7, 
 """Numbers of text tokens, and images below 0. The last two begin alike, and end with tokens of their own."""
 _NUM_TEXT_TOKENS = 40
 _JOINS = (Join(0), Join(1), Join(0, True), Join(1, True), Join(-1))
-_NARROW = 8
-"""Width of a head of the tower in a copy."""
+_NUM_HEADS, _NARROW = 2, 8
+"""Heads of the tower in a copy, and the width of each: Gemma 3's processor makes 4,096 patches of any image."""
 
 
-def cached_image_check(config: Any, attention: str | None, check: PackingCheck, path: str) -> PackingCheck:
-    """Returns :func:`check_images` of a folder, from the user's cache if it was made before.
-
-    Raises ValueError if its padded rows are not exact, or its processor cannot be used.
-    """
-    processor = processor_of(path)
+def cached_image_check(
+    config: Any, attention: str | None, check: PackingCheck, processor: ImageProcessor
+) -> PackingCheck:
+    """Returns :func:`check_images`, from the user's cache if it was made before. Raises ValueError as that."""
     made_from = [config, attention, processor.settings, asdict(check)]
     result = cached(made_from, lambda: asdict(check_images(config, attention, check, processor)))
     return TypeAdapter(PackingCheck).validate_python(result)
+
+
+def error_beside_images(
+    config: Any,
+    attention: str | None,
+    check: PackingCheck,
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: Kernel,
+) -> str | None:
+    """Returns the error of a kernel on a device as :func:`.error_on_device`: in rows of texts or, if it has none, of images."""
+    processor = processor_of(path)
+
+    def compute(with_kernel: Callable[[Any], Decoder]) -> tuple[Gradients, Gradients, Gradients]:
+        in_fp32, in_dtype = (
+            _comparison(config, attention, processor, precision) for precision in (torch.float32, dtype)
+        )
+        row = in_dtype.packed(in_dtype.samples[:4], _reader_of(check))
+        return in_fp32.expected, in_dtype.expected, _gradients(with_kernel(in_dtype.make()), row)
+
+    error_of = partial(error_on_device, config, attention, check, dtype, device, kernel)
+    return error_of() or error_of(compute, processor.settings)
 
 
 def processor_of(path: str) -> ImageProcessor:
@@ -76,33 +106,24 @@ def check_images(config: Any, attention: str | None, check: PackingCheck, proces
     """
     with torch.device("cpu"), set_default_dtype(torch.float64), torch.random.fork_rng(devices=[]), DoublePrecision():
         comparison = _comparison(config, attention, processor)
+        check = replace(check, can_be_cut=False, spans_ranks=False, unreached=comparison.unreached)
         # Padded rows join images, too. Then the first way to attend that is exact.
-        padded_check = next(comparison.with_joins(check, padded), None)
-        if padded_check is None:
+        if (joins := comparison.joins(check)) is None:
             name = type(comparison.make()).__name__
             raise ValueError(f"model: {name}: rows of several samples with images have other gradients than each alone")
+        check = replace(check, joins=joins)
         for splits in dict.fromkeys((check.splits_attention, False)):
-            for found in comparison.with_joins(replace(check, splits_attention=splits), comparison.packed):
-                needs = set[str | tuple[int, int]]()
-                with Setting(NEEDS, needs):
-                    error = comparison.error(found, comparison.packed)
+            found, needs = replace(check, splits_attention=splits), set[str | tuple[int, int]]()
+            with Setting(NEEDS, needs):
+                error = comparison.error(found, comparison.packed)
+            if error <= BOUND:
                 return replace(
                     found,
                     error=max(check.error, error),
                     attention_needs=tuple(sorted({*check.attention_needs, *(n for n in needs if isinstance(n, str))})),
                     computes_trees=check.computes_trees and comparison.error_of_tree(found) <= BOUND,
-                    can_be_cut=False,
-                    spans_ranks=False,
-                    unreached=comparison.unreached,
                 )
-    return replace(
-        padded_check,
-        problem=check.problem or "attention of images",
-        computes_trees=False,
-        can_be_cut=False,
-        spans_ranks=False,
-        unreached=comparison.unreached,
-    )
+    return replace(check, problem=check.problem or "attention of images", computes_trees=False)
 
 
 LayOut = Callable[[Sequence[TextSample], TextReader], Microbatch]
@@ -121,14 +142,15 @@ class ImageComparison(NamedTuple):
     unreached: tuple[str, ...]
     """Parameters that neither text nor images reach, in all layers of the tower."""
 
-    def with_joins(self, check: PackingCheck, lay_out: LayOut) -> Iterator[PackingCheck]:
-        """Yields the check with each way to join the tensors of images that is exact: first one way for all of them."""
+    def joins(self, check: PackingCheck) -> dict[str, Join] | None:
+        """Returns the first way to join the tensors of images that is exact in padded rows: if any, one for all of them."""
         names = list(next(p.tensors for s in self.samples if s.images for p in s.images.pixels))
         ways = [*((join,) * len(names) for join in _JOINS), *product(_JOINS, repeat=len(names))]
         for way in dict.fromkeys(ways):
-            found = replace(check, joins=dict(zip(names, way, strict=True)))
-            if self.error(found, lay_out) <= BOUND:
-                yield found
+            joins = dict(zip(names, way, strict=True))
+            if self.error(replace(check, joins=joins), padded) <= BOUND:
+                return joins
+        return None
 
     def packed(self, samples: Sequence[TextSample], reader: TextReader) -> Microbatch:
         """Lays samples out as one row, padded to a multiple."""
@@ -159,16 +181,19 @@ class ImageComparison(NamedTuple):
             return float("inf")
 
 
-def _comparison(config: Any, attention: str | None, processor: ImageProcessor) -> ImageComparison:
-    """Returns the comparison of the narrowest copy of a model that computes the samples."""
-    drawn = [*_drawn(processor)]
+def _comparison(
+    config: Any, attention: str | None, processor: ImageProcessor, dtype: torch.dtype = torch.float64
+) -> ImageComparison:
+    """Returns the comparison of the narrowest copy of a model that computes the samples, on the current device."""
+    with torch.device("cpu"):
+        drawn = [*_drawn(processor)]
     tokens = sorted({int(token) for ids, _ in drawn for token in ids})
     problem: Exception | None = None
-    for narrows, num_layers in ((True, 2), (True, None), (False, None)):
+    for narrows, num_layers in ((True, 2), (True, None), (False, 2), (False, None)):
         try:
             small, number = _small(config, tokens, narrows, num_layers)
-            samples = [_sample(np.array([number[int(token)] for token in ids]), beside) for ids, beside in drawn]
-            make = copies(small, attention, torch.float64)
+            samples = [_sample([number[int(token)] for token in ids], beside, dtype) for ids, beside in drawn]
+            make = copies(small, attention, dtype)
             expected, of_tree = (_gradients_one_by_one(make(), some) for some in (samples[:4], samples[3:]))
             whole = small if num_layers is None else _small(config, tokens, narrows, None)[0]
             return ImageComparison(make, samples, expected, of_tree, _unreached(build(whole, attention), samples[0]))
@@ -196,32 +221,36 @@ def _drawn(processor: ImageProcessor) -> Iterator[tuple[np.ndarray, ImageInputs]
 
 
 def _unreached(model: Any, sample: TextSample) -> tuple[str, ...]:
-    """Returns the names of parameters that have no gradient after a sample with an image."""
+    """Returns the names of parameters beside the text that have no gradient after a sample with an image."""
     waiting, found = [_logits_of(model, sample).sum().grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
         if node is not None and node not in found:
             found.add(node)
             waiting += [following for following, _ in node.next_functions]
-    reached = {id(node.variable) for node in found if hasattr(node, "variable")}
+    reached = {id(node.variable) for node in found if hasattr(node, "variable")} | reached_by_text(model)
     return tuple(name for name, parameter in model.named_parameters() if id(parameter) not in reached)
 
 
-def _sample(tokens: np.ndarray, beside: ImageInputs) -> TextSample:
+def _sample(ids: Sequence[int], beside: ImageInputs, dtype: torch.dtype) -> TextSample:
     """Returns a sample whose targets are the text tokens behind its last image, at least the last five."""
+    tokens = np.array(ids)
     labels = np.append(tokens[1:], IGNORE_INDEX)
     first = len(tokens) - 6 if (beside.identities < 0).any() else 0
     labels[:first] = IGNORE_INDEX
-    in_double = [
-        each._replace(tensors={n: t.double() if t.is_floating_point() else t for n, t in each.tensors.items()})
+    device = torch.get_default_device()
+    pixels = [
+        each._replace(
+            tensors={n: t.to(device, dtype if t.is_floating_point() else None) for n, t in each.tensors.items()}
+        )
         for each in beside.pixels
     ]
-    return TextSample("check", FIRST, tokens, labels, [len(tokens)], images=beside._replace(pixels=in_double))
+    return TextSample("check", FIRST, tokens, labels, [len(tokens)], images=beside._replace(pixels=pixels))
 
 
 def _small(config: Any, tokens: Sequence[int], narrows: bool, num_layers: int | None) -> tuple[Any, Mapping[int, int]]:
     """Returns a config of few layers, a tower of narrow heads, and a vocabulary of ``tokens``; and each token's number in it."""
-    small = with_few_layers(config, num_layers)
+    small = cut(config, num_layers, cuts_tokens=False)
     parts = [small, *(part for name in small.sub_configs if (part := getattr(small, name, None)) is not None)]
     # Images are found by ids in the config; those that do not occur have numbers behind the others.
     number = {token: index for index, token in enumerate(tokens)}
@@ -235,6 +264,10 @@ def _small(config: Any, tokens: Sequence[int], narrows: bool, num_layers: int | 
     for part in (small, text):
         if "vocab_size" in vars(part):
             part.vocab_size = len(number)
+    # Of Gemma 3's first six layers, one with a window and one without: attention is what images change.
+    kinds = [*dict.fromkeys(getattr(text, "layer_types", None) or ())]
+    if narrows and len(kinds) > 1 and not getattr(text, "num_kv_shared_layers", 0):
+        text.layer_types, text.num_hidden_layers = kinds, len(kinds)
     tower = getattr(small, "vision_config", None)
     if narrows and tower is not None:
         heads = {value for name, value in vars(tower).items() if "heads" in name and isinstance(value, int)}
@@ -242,18 +275,21 @@ def _small(config: Any, tokens: Sequence[int], narrows: bool, num_layers: int | 
             width = _width_of_tower(build(small, "eager"))
         for name, value in list(vars(tower).items()):
             if len(heads) == 1 and value == width and value != text.hidden_size:
-                setattr(tower, name, _NARROW * min(heads))
+                setattr(tower, name, _NUM_HEADS * _NARROW)
+            elif len(heads) == 1 and "heads" in name and isinstance(value, int):
+                setattr(tower, name, _NUM_HEADS)
             elif name == "head_dim":
                 tower.head_dim = _NARROW
             elif "intermediate_size" in name and isinstance(value, int):
-                setattr(tower, name, min(value, 4 * _NARROW * min(heads)))
+                setattr(tower, name, min(value, 4 * _NUM_HEADS * _NARROW))
     return small, number
 
 
 def _width_of_tower(model: Any) -> int:
-    """Returns the width of a tower: rows of its first matrix, which maps patches."""
-    first: Tensor = next(p for p in Decoder(model, PackingCheck(True)).of_images() if p.dim() > 1)
-    return first.size(0)
+    """Returns the width of a tower: that of the first layer, which maps patches."""
+    reached = reached_by_text(model)
+    layers = (module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d))
+    return next(layer.weight.size(0) for layer in layers if id(layer.weight) not in reached)
 
 
 def _reader_of(check: PackingCheck) -> TextReader:
@@ -262,6 +298,7 @@ def _reader_of(check: PackingCheck) -> TextReader:
 
 def _gradients(decoder: nn.Module, row: Microbatch) -> dict[str, Tensor]:
     """Returns each parameter's gradient of the cross-entropy summed over the targets of a microbatch."""
+    row = tree_map_only(Tensor, lambda tensor: tensor.to(torch.get_default_device()), row)
     logits = decoder(**row.inputs).flatten(0, 1)
     _loss(logits, row.targets.labels.flatten()).backward()
     return {n.removeprefix("model."): p.grad for n, p in decoder.named_parameters() if p.grad is not None}
@@ -270,7 +307,7 @@ def _gradients(decoder: nn.Module, row: Microbatch) -> dict[str, Tensor]:
 def _gradients_one_by_one(model: Any, samples: Sequence[TextSample]) -> dict[str, Tensor]:
     """Returns the same of samples, by the model's own forward, which computes positions itself."""
     for sample in samples:
-        _loss(_logits_of(model, sample), torch.from_numpy(sample.labels)).backward()
+        _loss(_logits_of(model, sample), torch.tensor(sample.labels)).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -278,7 +315,7 @@ def _logits_of(model: Any, sample: TextSample) -> Tensor:
     """Returns logits [t, v] of a sample by the model's own forward."""
     assert sample.images is not None
     columns = {"input_ids": sample.tokens, **sample.images.types}
-    inputs = {name: torch.from_numpy(column)[None] for name, column in columns.items()}
+    inputs = {name: torch.tensor(column)[None] for name, column in columns.items()}
     for each in sample.images.pixels:
         inputs |= each.tensors
     logits: Tensor = model(**inputs, use_cache=False).logits[0]

@@ -33,6 +33,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import keystr, tree_leaves_with_path
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.files import write_atomically
 from recipe_utils.models.attention.exchange import Exchange
@@ -55,11 +56,10 @@ _FOREST: list[Document] = [tree(7, tree(3, tree(1, tree(9, 4, 8), 2)), 5), 6, tr
 _MOST = {
     r"window(?!.*layers)|chunk_size|block_size|index_topk|topk_blocks": 6,  # shorter than the documents
     r"^(num_experts|num_local_experts|n_routed_experts)$": 16,
-    "^vocab_size": 96,
-    "_token_id$": 2,
     "intermediate_size": 256,
 }
 """Largest values of config keys in a copy."""
+_MOST_OF_TOKENS = {"^vocab_size": 96, "_token_id$": 2}
 _OF_ONE_LAYER = ("_idx", "_id", "index", "store_full_length_kv")
 """Endings of attributes that do not make another kind of layer. Gemma 4's last layers store keys for later ones."""
 _DEPTHS = ("num_hidden_layers", "depth", "encoder_layers", "n_layers")
@@ -78,35 +78,60 @@ def cached_packing_check(config: Any, attention: str | None = None) -> PackingCh
     return TypeAdapter(PackingCheck).validate_python(result)  # lists of JSON become tuples
 
 
+Gradients = Mapping[str, Tensor]
+"""By the name of the parameter."""
+OnDevice = Callable[[Callable[[Any], Decoder]], tuple[Gradients, Gradients, Gradients]]
+"""Maps a maker of decoders to gradients of separate samples in fp32, in the dtype of training, and of them in a row."""
+
+
 def error_on_device(
-    config: Any, attention: str | None, check: PackingCheck, dtype: torch.dtype, device: torch.device, kernel: Kernel
+    config: Any,
+    attention: str | None,
+    check: PackingCheck,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: Kernel,
+    compute: OnDevice | None = None,
+    made_from: str = "",
 ) -> str | None:
     """Compares gradients of a packed row with those of its documents on a device, in the dtype of training.
 
     Both are compared with the documents' gradients in fp32: an exact kernel is as far from them as rounding
     alone, so more than twice as far is an error. Returns both distances as text if so, else None.
+
+    ``compute`` computes other rows than those of texts; ``made_from`` is what they depend on beside the model.
     """
+
+    def with_kernel(model: Any) -> Decoder:
+        decoder = Decoder(model, check)
+        decoder.attend_within_documents(PackedAttention(kernel, "it is compared with separate documents"))
+        return decoder
 
     def measure() -> dict[str, float]:
         # fp32: some versions of PyTorch draw other weights in bf16.
         with torch.device(device), set_default_dtype(torch.float32), torch.random.fork_rng():
-            copied = cut(config)
-            in_fp32, in_dtype = (copies(copied, attention, precision) for precision in (torch.float32, dtype))
-            lengths = [n * _TIMES_ON_DEVICE for n in _LENGTHS]
-            documents = _drawn(copied, lengths)
-            expected = gradients(in_fp32(), one_by_one, documents)
-            alone = gradients(in_dtype(), one_by_one, documents)
-            decoder = Decoder(in_dtype(), check)
-            decoder.attend_within_documents(PackedAttention(kernel, "it is compared with separate documents"))
-            row_logits = partial(logits_of_row, [decoder], torch.cat(documents), lengths)
-            row = gradients(decoder.model, lambda *_: row_logits(), documents)
+            expected, alone, row = (compute or partial(_of_texts, config, attention, dtype))(with_kernel)
         return {"row": distance(row, expected), "alone": distance(alone, expected)}
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    distances = cached([config, attention, name, kernel, str(dtype)], measure)
+    distances = cached([config, attention, name, kernel, str(dtype), made_from], measure)
     if distances["row"] <= 2 * distances["alone"] + 1e-5:
         return None
     return f"gradients differ by {distances['row']:.0e}, and by {distances['alone']:.0e} of rounding"
+
+
+def _of_texts(
+    config: Any, attention: str | None, dtype: torch.dtype, with_kernel: Callable[[Any], Decoder]
+) -> tuple[Gradients, Gradients, Gradients]:
+    """Returns the gradients of documents of random tokens, as :data:`OnDevice`."""
+    copied = cut(config)
+    in_fp32, in_dtype = (copies(copied, attention, precision) for precision in (torch.float32, dtype))
+    lengths = [n * _TIMES_ON_DEVICE for n in _LENGTHS]
+    documents = _drawn(copied, lengths)
+    expected, alone = (gradients(make(), one_by_one, documents) for make in (in_fp32, in_dtype))
+    decoder = with_kernel(in_dtype())
+    row_logits = partial(logits_of_row, [decoder], torch.cat(documents), lengths)
+    return expected, alone, gradients(decoder.model, lambda *_: row_logits(), documents)
 
 
 def paths_of_code() -> list[Path]:
@@ -195,8 +220,12 @@ class _Comparison:
         try:
             self._expected = gradients(make(), one_by_one, documents)
         except Exception as error:  # any: each model has its own, such as a TypeError for a missing argument
-            name = type(make()).__name__
-            raise ValueError(f"model: {name} cannot compute texts without images or audio: {error}") from error
+            model, of_text = make(), MODEL_FOR_CAUSAL_LM_MAPPING
+            has_other = of_text.get(type(model.config), type(model)) is not type(model)
+            raise ValueError(
+                f"model: {type(model).__name__} of transformers {transformers.__version__} cannot compute texts without "
+                f"images or audio ({error}); set model.{'images=False' if has_other else 'path to another model'}"
+            ) from error
         self._expected_of_trees = gradients(make(), one_by_one, self._sequences(_FOREST))
 
     def padded_rows(self, check: PackingCheck) -> float:
@@ -429,12 +458,13 @@ def _modules_that_mix(
     return problem, mixing
 
 
-def cut(config: Any) -> Any:
-    """Returns a config of few layers of each kind, a small vocabulary, and windows shorter than the documents."""
-    config = with_few_layers(config)
+def cut(config: Any, num_layers_of_tower: int | None = 1, cuts_tokens: bool = True) -> Any:
+    """Returns a config of few layers of each kind, windows shorter than the documents and, with ``cuts_tokens``, few tokens."""
+    config = with_few_layers(config, num_layers_of_tower)
+    largest = _MOST | (_MOST_OF_TOKENS if cuts_tokens else {})
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
-            for pattern, most in _MOST.items() if type(value) is int else ():
+            for pattern, most in largest.items() if type(value) is int else ():
                 if re.search(pattern, name):
                     setattr(part, name, min(value, most))
     return config

@@ -207,8 +207,9 @@ def _processor_of(path: Path, tokenizer: PreTrainedTokenizerBase, options: Mappi
         arguments, _ = kind.get_processor_dict(path, local_files_only=True)
         return own.from_args_and_dict([], arguments, image_processor=images, tokenizer=tokenizer, **others)
     except Exception as error:  # any: a processor is a program
-        cause = " ".join(str(error).split())[:200]
-        raise ValueError(f"tokenizer.path={path}: its {name} cannot be made: {cause}") from None
+        cause = " ".join(str(error).split())
+        remedy = "; pip install torchvision" if "torchvision" in cause.lower() else ""
+        raise ValueError(f"tokenizer.path={path}: its {name} cannot be made: {cause[:200]}{remedy}") from None
 
 
 def _rope_index_of(path: Path) -> Any:

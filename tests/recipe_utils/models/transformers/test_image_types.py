@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,11 +66,16 @@ def test_rows_with_images_have_the_gradients_of_their_samples(name):
         assert comparison.error_of_tree(check) < EXACT
 
 
+def test_the_page_has_the_number_of_types():
+    page = Path(masks.__file__).parents[1] / "README.md"
+    num_types = len({kind.model_type or name for name, kind in TYPES.items()})
+    assert f"{len(TYPES)} tiny models of {num_types} types" in " ".join(page.read_text().split())
+
+
 @pytest.mark.parametrize("name", ["smolvlm", slow("llava_next"), slow("minicpmv4_6")])
 def test_the_way_to_join_images_of_samples_is_found(name):
     with compared(name) as (comparison, check):
-        found = next(comparison.with_joins(replace(check, joins={}), comparison.packed))
-        assert {**found.joins, "pixel_values": check.joins["pixel_values"]} == found.joins
+        assert comparison.joins(check)["pixel_values"] == check.joins["pixel_values"]
 
 
 @pytest.mark.parametrize("name", ["aria", *map(slow, sorted(TYPES.keys() - {"aria"}))])
@@ -125,14 +131,25 @@ def test_a_rank_without_images_takes_part_in_the_gradients_of_the_tower(name):
     ("model_type", "text"),
     [
         ("mllama", "text of model_type=mllama attends to the images of all samples of a row"),
-        ("udop", "model_type=udop encodes its inputs, and only decoders are trained"),
+        ("udop", "model_type=udop attends both ways in its inputs, and only decoders are trained"),
         ("qwen3", "transformers has no model of images and text for model_type=qwen3"),
+        ("instructblip", "model_type=instructblip needs pixel_values and qformer_input_ids in each forward, also for texts"),
+        slow("chameleon", "images=True: Chameleon.* makes tokens of images, .*; set model.images=False to train"),
+        ("emu3", "images=True: Emu3.* makes tokens of images, .*; set model.images=False to train"),
+        ("llama4", r"model: Llama4.* of transformers .* cannot compute texts .*; set model.images=False$"),
     ],
-)
+)  # fmt: skip
 def test_models_that_take_no_images_in_rows_are_refused(model_type, text, tmp_path):
-    tiny_config_of(model_type).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=text):
-        causal_lm(str(tmp_path), images=True)
+    write_image_folder(tmp_path, "llava")
+    config = tiny_config_of(model_type)
+    if hasattr(config, "vocabulary_map"):
+        config.vocabulary_map = {"<image>": 5, "IMGIMGA": 6}
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        with pytest.raises(ValueError, match=text):
+            causal_lm(str(tmp_path), images=True)
+        if text.partition("; ")[2].startswith("set model.images=False"):
+            assert causal_lm(str(tmp_path))
 
 
 def test_images_are_not_cut_and_towers_are_no_units(tmp_path):
@@ -184,6 +201,18 @@ def test_a_wrong_row_is_noticed(name, mutate):
     with compared(name) as (comparison, check):
         assert comparison.error(check, comparison.packed) < EXACT
         assert comparison.error(check, comparison.packed, mutate) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)])
+def test_a_kernel_beside_images_is_compared_on_the_device_in_the_dtype_of_training(dtype, monkeypatch, tmp_path):
+    """The device is a CPU here. A kernel that mixes documents behind a mask of images is right for texts."""
+    with set_default_dtype(dtype), torch.device("meta"):
+        decoder = causal_lm(str(write_image_folder(tmp_path / "folder", "gemma3")), images=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert decoder.error_on(torch.device("cpu"), "by_document") is None
+    monkeypatch.setattr(masks, "and_masks", blocks_of_the_document)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert "gradients differ by" in decoder.error_on(torch.device("cpu"), "by_document")
 
 
 def blocks_of_the_document(is_seen, own):

@@ -80,6 +80,16 @@ def test_a_copy_has_few_layers_for_text_and_one_in_each_tower(model_type, num_la
     assert bool(towers) == (model_type not in ("gemma4_text", "qwen3_5"))
 
 
+@pytest.mark.parametrize("model_type", ["mllama", *map(slow, ("gemma4", "llava", "qwen3_vl", "janus"))])
+def test_what_texts_do_not_reach_is_frozen(model_type, tmp_path):
+    """Such as mllama's layers that attend to images."""
+    tiny_config_of(model_type).save_pretrained(tmp_path)
+    decoder = causal_lm(str(tmp_path))
+    decoder(torch.arange(3, 43)[None]).sum().backward()
+    trained = {name for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in decoder.named_parameters() if parameter.grad is not None}
+
+
 def test_a_decoder_that_multiplies_embeddings_is_not_cut():
     assert not packing_check.check_packing(tiny_config_of("granite", embedding_multiplier=12.0)).can_be_cut
 
@@ -142,9 +152,11 @@ def test_a_tail_without_the_soft_cap_is_not_proved(monkeypatch):
         slow("xlnet", {"d_head": 16}, "XLNetLMHeadModel: padding changes gradients"),
         ("qwen3_moe", {"output_router_logits": True}, "output_router_logits=True"),
         ("vit", {}, "no causal language model for model_type=vit"),
-        ("blip-2", {}, "Blip2ForConditionalGeneration cannot compute texts without .*: .*'pixel_values'"),
-        ("paligemma", {}, "padding changes gradients by .*; it is not causal"),  # images and texts before an answer
-        slow("udop", {}, "model_type=udop encodes its inputs, and only decoders are trained"),
+        ("blip-2", {}, "model_type=blip-2 needs pixel_values in each forward, also for texts; set it to another model"),
+        ("gemma3n", {}, "model: .* timm .*pip install timm"),  # no requirement of ours
+        ("kosmos-2", {}, "Kosmos2.* cannot compute texts without images .*; set model.path to another model"),
+        ("paligemma", {}, "model_type=paligemma attends both ways in its inputs, and only decoders are trained"),
+        slow("udop", {}, "model_type=udop attends both ways in its inputs, and only decoders are trained"),
     ],
 )
 def test_what_cannot_be_trained_exactly_is_refused(model_type, changes, text, tmp_path):

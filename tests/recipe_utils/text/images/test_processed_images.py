@@ -135,6 +135,7 @@ def test_a_template_that_prints_no_image_is_named(tmp_path):
         ("processor_config.json", '{"processor_class": "Idefics2Processor"}', "Idefics2Processor"),
         ("processor_config.json", '{"processor_class": "NoProcessor"}', "has no NoProcessor"),
         ("preprocessor_config.json", '{"image_processor_type": "NoImageProcessor"}', "cannot be made"),
+        ("preprocessor_config.json", '{"image_processor_type": "Lfm2VlImageProcessor"}', "; pip install torchvision"),
     ],
 )
 def test_a_folder_whose_processor_cannot_be_used_is_named(tmp_path, file, content, cause):
