@@ -10,8 +10,9 @@ is no terminal. Lengths are those of up to 1,000 samples, evenly spaced.
 import signal
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from itertools import chain, groupby, islice
 from typing import Any
@@ -33,6 +34,7 @@ from recipe_utils.text.documents import chains
 from recipe_utils.text.images.sample import ImageInputs
 from recipe_utils.text.limits import NO_LIMITS
 from recipe_utils.text.mixture import MixtureOrder, load_dataset
+from recipe_utils.text.samples import TextSample
 from recipe_utils.text.trees import sequences_of
 from recipe_utils.torchtune_names import instantiate
 from recipe_utils.training.command import entry_point
@@ -75,7 +77,8 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     else:
         collator = text_collator(settings, tokenizer, ignore_index, has_trees=has_trees)
         collator = replace(collator, reader=replace(collator.reader, drops_columns=True))
-    checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip", collator.noun)
+    prepare = partial(_without_pixels, collator.prepare)
+    checked = CheckedDataset(dataset, "dataset", prepare, settings.on_bad_sample == "skip", collator.noun)
     num_good = yield from _statistics(checked, collator)
     # The order that training has on any number of ranks.
     order = build_order(checked, settings, dp_degree=1)
@@ -108,6 +111,15 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
             yield _marked(tokenizer, each["tokens"].tolist(), are_targets.tolist(), sample.images)
     if not num_good:
         raise SampleError(f"dataset: none of the {collator.noun}s that were read can be trained on")
+
+
+def _without_pixels(prepare: Callable[..., TextSample], *args: Any) -> TextSample:
+    """Returns a prepared sample without the tensors of its images, which a model alone can join."""
+    sample = prepare(*args)
+    if sample.images is None:
+        return sample
+    pixels = [each._replace(tensors={}) for each in sample.images.pixels]
+    return sample._replace(images=sample.images._replace(pixels=pixels))
 
 
 def _statistics(checked: CheckedDataset, collator: Any) -> Generator[str, None, int]:
