@@ -13,8 +13,10 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import BeforeValidator, PlainValidator, ValidationInfo
 
+from recipe_utils.text.conversations.file_rows import Images
 from recipe_utils.text.conversations.messages import Tools, Turns, read_text_or_turns, read_tools, read_turns
-from recipe_utils.text.conversations.schema import MEDIA, Keys, joined, known_as, shown, table_of
+from recipe_utils.text.conversations.schema import MEDIA, Keys, joined, known_as, parsed, shown, table_of
+from recipe_utils.text.images.sources import num_images_in
 from recipe_utils.update_steps.samples import SampleError
 
 _COMPLETE = {
@@ -90,13 +92,18 @@ def _reward(value: Any) -> float:
 
 
 def _unless_ids(read: Callable[[Any], Any]) -> PlainValidator:
-    """Returns the validator of a field that is not read beside token ids; it is then None."""
+    """Returns the validator of a field that is not read beside token ids, unless it has images; it is then None."""
 
     def validate(value: Any, info: ValidationInfo) -> Any:
         has_ids = any(info.data.get(name) is not None for name in ("tokens", "completion_ids"))
-        return None if has_ids else read(value)
+        return None if has_ids and not _has_images(value) else read(value)
 
     return PlainValidator(validate)
+
+
+def _has_images(value: Any) -> bool:
+    turns = parsed(value)
+    return isinstance(turns, list) and num_images_in([turn for turn in turns if isinstance(turn, Mapping)]) > 0
 
 
 TokenIds = Annotated[np.ndarray | None, PlainValidator(_token_ids)]
@@ -115,7 +122,7 @@ class Rollout(Keys):
         "response_token_ids", is_empty=True,
     )  # fmt: skip
     tokens: TokenIds = known_as("tokens of prompt and answer", "tokens", "token_ids", "input_ids")
-    prompt: Text = known_as("text of the user, or messages; not read beside token ids", "prompt")
+    prompt: Text = known_as("text of the user, or messages; beside token ids only their images are read", "prompt")
     completion: Text = known_as(
         "text of the assistant, or messages; a list of them in a row of a group; not read beside token ids",
         "completion", "completions", "response", "responses", is_empty=True,
@@ -129,6 +136,10 @@ class Rollout(Keys):
     tools: Annotated[Tools, _unless_ids(read_tools)] = known_as(
         "tools of the chat template", "tools", "functions", "available_tools"
     )
+    images: Images = known_as(
+        "those of the prompt, as in [chats](../recipe_utils/text/README.md#chat-templates); beside token ids one for each image in them",
+        "images", "image",
+    )  # fmt: skip
     mask: Mask = known_as(
         "1 for each token that the policy sampled, 0 for others, such as outputs of tools: of all tokens, or of the answer",
         "mask", "loss_mask", "completion_mask", "response_mask", "tool_mask", "env_mask", is_empty=True,

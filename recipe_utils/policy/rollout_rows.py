@@ -17,14 +17,17 @@ from typing import Any
 import numpy as np
 
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.text.conversations.file_rows import after_system
+from recipe_utils.text.conversations.file_rows import ImagesOfRows, after_system
 from recipe_utils.text.conversations.messages import Conversation, as_turns
 from recipe_utils.text.conversations.schema import IGNORE, shown
 from recipe_utils.text.conversations.template import HistoryChangesError
+from recipe_utils.text.images.processor import ImageProcessor
+from recipe_utils.text.images.sample import ImageInputs
+from recipe_utils.text.images.sources import images_of, open_image
 from recipe_utils.text.torchtune_messages import tokenize_conversation
 from recipe_utils.update_steps.samples import SampleError
 
-_OF_GROUPS = ("prompt", "prompt_ids", "messages", "system", "tools", "group", "step", "policy_version")
+_OF_GROUPS = ("prompt", "prompt_ids", "messages", "system", "tools", "images", "group", "step", "policy_version")
 """Fields that hold for all answers of a group; of the others, a list has a value for each."""
 _TYPES_OF_GROUPS = {"completion": (str, list), "completion_ids": (list,), "tokens": (list,)}
 """Fields of which a row of a group has a list, and the types of its values."""
@@ -51,6 +54,8 @@ class Answer:
     reward: float | None = None
     rollout: Any = None
     """Answers of a group with equal ones are parts of one."""
+    images: ImageInputs | None = None
+    """What a model takes beside the tokens if the data have images."""
 
     @property
     def num_trained(self) -> int:
@@ -61,6 +66,16 @@ class Answer:
     def lengths(self) -> tuple[int, int, int]:
         """Returns the numbers of all tokens, of the answer's and of the trained ones."""
         return len(self.tokens), len(self.tokens) - self.num_prompt, self.num_trained
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Returns tokens [t], with numbers below 0 for placeholders, which are equal if the images are."""
+        return self.tokens if self.images is None else self.images.keys_of(self.tokens)
+
+    @property
+    def num_to_last_image(self) -> int:
+        """Returns the number of tokens up to the last one of an image; 0 without images."""
+        return 0 if self.images is None else int(np.flatnonzero(self.images.identities).max(initial=-1)) + 1
 
 
 def rows_of_answers(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -107,13 +122,27 @@ def read_rollout(row: Mapping[str, Any]) -> Rollout:
     return keys
 
 
-def answer_of(keys: Rollout, tokenizer: Any, truncates: bool = False) -> Answer:
+def conversation_of(keys: Rollout) -> Conversation:
+    """Returns the turns of a row, beside token ids those with images alone, and the images of either."""
+    turns, answer = keys.messages, keys.completion
+    if turns is None and keys.prompt is not None:
+        turns = as_turns(keys.prompt, "user")
+        turns = turns if answer is None else as_turns(answer, "assistant").behind(turns.chat)
+    if turns is None:
+        return Conversation([], [], images=keys.images)
+    chat, weights = after_system(keys.system, turns)
+    chat, images = images_of(chat, keys.images or ())
+    return Conversation(chat, weights, keys.tools, unread=keys.others, images=images or None)
+
+
+def answer_of(keys: Rollout, tokenizer: Any, images: ImagesOfRows, truncates: bool = False) -> Answer:
     """Returns the answer of a row, or one of its answers.
 
     An answer of more than ``tokenizer.max_seq_len`` tokens is cut at its end if ``truncates``; the prompt never is. Raises
     SampleError for content that is missing, of another length, or in another place.
     """
-    tokens, num_prompt, mask = _tokens_of(keys, tokenizer)
+    conversation = images.of(conversation_of(keys))
+    tokens, num_prompt, mask, of_images = _tokens_of(keys, conversation, tokenizer)
     knows_prompt = num_prompt > 0 and "messages" not in keys.used and (mask is None or bool(mask.any()))
     if keys.mask is not None:
         mask = _of_all_tokens("mask", keys, len(tokens), num_prompt)
@@ -130,17 +159,27 @@ def answer_of(keys: Rollout, tokenizer: Any, truncates: bool = False) -> Answer:
         raise SampleError(text)
     # Numbers beside tokens, of whatever part of the tokens the file has them.
     beside = {name: _beside(name, keys, answer, num_prompt)[is_token] for name in _BESIDE if name in keys.used}
-    answer = Answer(
-        tokens[is_token], answer.mask[is_token], answer.num_prompt, knows_prompt, beside, keys.reward, keys.rollout
-    )
+    tokens, mask = tokens[is_token], answer.mask[is_token]
+    if of_images is not None:
+        of_images = of_images.at(np.flatnonzero(is_token))
+    elif conversation.images is not None:
+        of_images = _inputs_beside_ids(tokens, conversation, tokenizer.images)
+        if (are_trained := mask & (of_images.identities < 0)).any():
+            raise SampleError(f"token {are_trained.argmax()} is of an image, and is trained; set its mask to 0")
+    answer = Answer(tokens, mask, answer.num_prompt, knows_prompt, beside, keys.reward, keys.rollout, of_images)
     return _fitted(answer, tokenizer.max_seq_len, truncates)
 
 
 # ---- Tokens -------------------------------------------------------------------------------------
 
 
-def _tokens_of(keys: Rollout, tokenizer: Any) -> tuple[np.ndarray, int, np.ndarray | None]:
-    """Returns tokens [t], the number of the prompt's, and of texts the mask [t]; of ids it is a key."""
+def _tokens_of(
+    keys: Rollout, conversation: Conversation, tokenizer: Any
+) -> tuple[np.ndarray, int, np.ndarray | None, ImageInputs | None]:
+    """Returns tokens [t], the number of the prompt's, and of texts the mask [t] and what is beside images.
+
+    Of ids, the mask is a key.
+    """
     names, tokens, prompt_ids, answer_ids = keys.used, keys.tokens, keys.prompt_ids, keys.completion_ids
     if tokens is not None:
         num_answer = keys.response_length
@@ -151,15 +190,12 @@ def _tokens_of(keys: Rollout, tokenizer: Any) -> tuple[np.ndarray, int, np.ndarr
         if not isinstance(num_answer, int) or not 0 <= num_answer <= len(tokens):
             text = f"which of its {len(tokens)} {names['tokens']} are the answer is unknown; write mask"
             raise SampleError(f"{text}, or prompt_ids and completion_ids")
-        return tokens, len(tokens) - num_answer, None
+        return tokens, len(tokens) - num_answer, None, None
     if answer_ids is not None:
         if prompt_ids is None:
             raise SampleError("it has an answer without a prompt; write prompt_ids")
-        return np.concatenate([prompt_ids, answer_ids]), len(prompt_ids), None
-    turns, prompt, completion = keys.messages, keys.prompt, keys.completion
-    if turns is None and prompt is not None and completion is not None:
-        turns = as_turns(completion, "assistant").behind(as_turns(prompt, "user").chat)
-    if turns is None:
+        return np.concatenate([prompt_ids, answer_ids]), len(prompt_ids), None, None
+    if keys.messages is None and None in (keys.prompt, keys.completion):
         found = ", ".join(sorted(names.values())) or "nothing"
         has_prompt = {"prompt", "prompt_ids"} & names.keys()
         problem = "it has a prompt without an answer" if has_prompt else "it has no rollout"
@@ -170,14 +206,33 @@ def _tokens_of(keys: Rollout, tokenizer: Any) -> tuple[np.ndarray, int, np.ndarr
     for key, value in keys.reasons_of_cut().items():
         text = "its text is not known as complete, and its stop token would be trained"
         raise SampleError(f"{key}={value}: {text}; write token ids, remove it, {IGNORE.format(key)}")
-    conversation = Conversation(*after_system(keys.system, turns), keys.tools, unread=keys.others)
     try:
-        token_ids, is_masked, _ = tokenize_conversation(tokenizer, conversation)
+        token_ids, is_masked, of_images = tokenize_conversation(tokenizer, conversation)
     except HistoryChangesError as error:
         remedy = "write a row for each turn of the assistant, with what precedes it as prompt and one value of rollout"
         raise SampleError(f"{error.problem}; {remedy}, or token ids") from None
     mask = ~np.asarray(is_masked)
-    return np.asarray(token_ids), int(mask.argmax()) if mask.any() else len(mask), mask
+    return np.asarray(token_ids), int(mask.argmax()) if mask.any() else len(mask), mask, of_images
+
+
+def _inputs_beside_ids(tokens: np.ndarray, conversation: Conversation, processor: ImageProcessor) -> ImageInputs:
+    """Returns what is beside token ids [t]. Raises SampleError unless they have the placeholders of their images."""
+    images = processor.processed([open_image(each, conversation.image_folder) for each in conversation.images or ()])
+    places, start, are_equal = np.flatnonzero(np.isin(tokens, processor.token_ids)), 0, True
+    numbers = list[int]()
+    for text in images.texts:
+        # Tokens from the first placeholder to the last one, with the names of tiles between them.
+        ids = np.array(processor.token_ids_of(text))
+        inside = np.flatnonzero(np.isin(ids, processor.token_ids))
+        numbers.append(len(inside))
+        if (part := places[start : start + len(inside)]).size:
+            are_equal &= np.array_equal(tokens[part[0] : part[-1] + 1], ids[inside[0] : inside[-1] + 1])
+        start += len(inside)
+    if not are_equal or len(places) != start:
+        text = f"its token ids have {len(places)} placeholders, and its {len(numbers)} images have {numbers}, in this order"
+        remedy = "write ids with expanded images, or set tokenizer.images to the arguments of the engine's processor"
+        raise SampleError(f"{text}; {remedy}")
+    return processor.inputs(tokens, images)
 
 
 def _of_all_tokens(field: str, keys: Rollout, num_tokens: int, num_prompt: int) -> np.ndarray:
@@ -194,13 +249,15 @@ def _fitted(answer: Answer, most: int | None, truncates: bool) -> Answer:
     if most is None or len(answer.tokens) <= most:
         return answer
     text = f"it has {len(answer.tokens)} tokens, more than tokenizer.max_seq_len={most}"
-    num_prompt = int(answer.mask.argmax())
-    if num_prompt >= most:
-        raise SampleError(f"{text}, {num_prompt} of them the prompt's, which is never cut; set max_seq_len higher")
+    num_kept = max(int(answer.mask.argmax()), answer.num_to_last_image)
+    if num_kept >= most:
+        what = "the prompt's, or up to its last image, which are never cut"
+        raise SampleError(f"{text}, {num_kept} of them {what}; set max_seq_len higher")
     if not truncates:
         raise SampleError(f"{text}; set it higher, or dataset.truncates_answers=True to cut answers at their end")
     beside = {name: numbers[:most] for name, numbers in answer.beside.items()}
-    return replace(answer, tokens=answer.tokens[:most], mask=answer.mask[:most], beside=beside)
+    images = None if answer.images is None else answer.images.at(np.arange(most))
+    return replace(answer, tokens=answer.tokens[:most], mask=answer.mask[:most], beside=beside, images=images)
 
 
 # ---- Beside tokens ------------------------------------------------------------------------------

@@ -25,8 +25,15 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.policy.rollout_rows import Answer, answer_of, is_group, read_rollout, rows_of_answers
-from recipe_utils.text.conversations.file_rows import KeyedRows, judge_unread, name_unread_of_first
+from recipe_utils.policy.rollout_rows import (
+    Answer,
+    answer_of,
+    conversation_of,
+    is_group,
+    read_rollout,
+    rows_of_answers,
+)
+from recipe_utils.text.conversations.file_rows import KeyedRows, images_of_rows, judge_unread, name_unread_of_first
 from recipe_utils.text.conversations.paths import PathRows
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import Facts, SampleError, UnusedError
@@ -91,6 +98,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         truncates_answers: cuts answers of too long rollouts at their end; otherwise they are bad samples.
         fields: which of :data:`FIELDS` all rows have; null: those of the first row.
         ignored_keys: keys of rows, turns and calls that are dropped, and would be refused for their form otherwise.
+        image_folder: folder of images, see :class:`.ConversationDataset`.
 
     Raises:
         ValueError: another ``advantage``, other ``fields`` than in the first row, or a file of another format.
@@ -106,6 +114,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         truncates_answers: bool = False,
         fields: Iterable[str] | None = None,
         ignored_keys: Sequence[str] = (),
+        image_folder: str | None = None,
     ) -> None:
         check_advantage(advantage)
         self._tokenizer, self._rows = tokenizer, KeyedRows(Rollout, ignored_keys, path)
@@ -115,6 +124,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         self.fields = fields_of_first(self._rows)
         """Those of :data:`FIELDS` that the first row has, and all others must have."""
         check_fields(self.fields if fields is None else fields, self.fields, path)
+        self._images = images_of_rows(self._rows, tokenizer, image_folder, lambda row: conversation_of(_first_of(row)))
         name_unread_of_first(self, self._rows, lambda index: self._unread(_first_of(self._rows[index])))
 
     def __len__(self) -> int:
@@ -137,7 +147,8 @@ class RolloutDataset(Dataset[dict[str, Any]]):
                 with self._rows.naming(row, f"answer {number}: " if len(of_answers) > 1 else ""):
                     keys = read_rollout(of_answer)
                     self._check_like_first(keys)
-                    answer, unread = answer_of(keys, self._tokenizer, self._truncates), self._unread(keys)
+                    answer = answer_of(keys, self._tokenizer, self._images, self._truncates)
+                    unread = self._unread(keys)
                     judge_unread(self, f"{self._rows.path}", unread, answer.lengths, "logprobs" not in keys.used)
                 answers.append(answer)
                 row_of.append(row)
@@ -175,7 +186,7 @@ class RolloutDataset(Dataset[dict[str, Any]]):
         of_masked = rewards[is_masked].sum() / num_of_group
         if is_masked.all() and len(answers[0].tokens) > 1:
             beside = {"masked": float(len(rewards)), **({"rewards": rewards.sum()} if has_rewards else {})}
-            yield 0, 0, _standing_for(answers[0].tokens, {**dict.fromkeys(_WEIGHTLESS, 0.0), **beside})
+            yield 0, 0, _standing_for(answers[0].keys, {**dict.fromkeys(_WEIGHTLESS, 0.0), **beside})
         of_answers = zip(parts.values(), rewards, advantages, sizes, strict=True)
         for number, (of_one, reward, advantage, num_of_answer) in enumerate(of_answers):
             for place, part in ((place, part) for place, part in of_one.items() if part.num_trained):
@@ -192,7 +203,8 @@ class RolloutDataset(Dataset[dict[str, Any]]):
                 if self.advantage == "given":
                     columns["advantages"] = part.beside["advantage"]
                 labels = np.where(part.mask, part.tokens, IGNORE_INDEX)
-                yield number, place, {"tokens": part.tokens, "labels": labels, **beside, **columns}
+                images = {} if part.images is None else {"image_inputs": part.images}
+                yield number, place, {"tokens": part.tokens, "labels": labels, **images, **beside, **columns}
 
     def _advantages_of(self, rewards: np.ndarray) -> np.ndarray:
         """Returns the advantages [m] of answers with rewards [m], NaN where the file has none; 0 if they are by token."""
@@ -244,10 +256,13 @@ _NAMES = ("group", "step")
 
 
 def _have_one_prompt(one: Answer, other: Answer) -> bool:
-    """Returns True if two answers have equal tokens before them, as far as both rows tell which these are."""
+    """Returns True if two answers have equal tokens and images before them, as far as both rows tell which these are."""
     num = min(one.num_prompt, other.num_prompt)
     is_known = one.knows_prompt and other.knows_prompt
-    return (one.num_prompt == other.num_prompt or not is_known) and np.array_equal(one.tokens[:num], other.tokens[:num])
+    # The images of an answer have one number, so that prompts are compared by it if there are none behind them.
+    has_further = any(each.num_to_last_image > each.num_prompt for each in (one, other))
+    first, second = ((each.tokens if has_further else each.keys)[:num] for each in (one, other))
+    return (one.num_prompt == other.num_prompt or not is_known) and np.array_equal(first, second)
 
 
 def _first_of(row: Mapping[str, Any]) -> Rollout:
@@ -298,7 +313,7 @@ def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
             step, group, rollout = (
                 next((row[name] for name in each if row.get(name) is not None), None) for each in names
             )
-            prompt = [row.get(name) for name in prompts]
+            prompt = [row.get(name) for name in (*prompts, "images", "image")]
         except Exception:  # any: raised again with the sample
             groups[("row", index)] = [index]
             continue
@@ -307,7 +322,7 @@ def _groups_of(rows: PathRows) -> Iterator[Sequence[int]]:
             key: Any = ("group", rows.file_of(index), step, name)
             last_prompt = []
         else:  # neighbors with one prompt are a group
-            first = first if any(prompt) and prompt == last_prompt else index
+            first = first if any(map(row.get, prompts)) and prompt == last_prompt else index
             key, last_prompt = ("row", first), prompt
         groups.setdefault(key, []).append(index)
     yield from groups.values()
@@ -354,9 +369,10 @@ def shorten_equal_group(sample: Any, _: str = "") -> Any:
     beside = {"answer_tokens": float(sum(each.sum() for each in are_targets))}
     # A number of an answer is beside each of its targets.
     pairs = [*zip(sequences, are_targets, strict=True)]
-    for name in sequences[0].keys() - {"tokens", "labels", "temperatures"}:
+    for name in sequences[0].keys() - {"tokens", "labels", "temperatures", "image_inputs"}:
         beside[name] = float(sum((of * np.asarray(s[name])).sum() for s, of in pairs)) if name in _SUMMED else 0.0
-    return {"sequences": [_standing_for(sequences[0]["tokens"], beside)]}
+    tokens, images = np.asarray(sequences[0]["tokens"]), sequences[0].get("image_inputs")
+    return {"sequences": [_standing_for(tokens if images is None else images.keys_of(tokens), beside)]}
 
 
 def check_whole_answers(sample: Any, name: str) -> Any:
@@ -373,6 +389,10 @@ def check_whole_answers(sample: Any, name: str) -> Any:
     return sample
 
 
-def _standing_for(tokens: Any, beside: Mapping[str, float]) -> dict[str, Any]:
-    """Returns a sequence of the first two ``tokens``, whose only target has numbers of a whole group, and is not measured."""
+def _standing_for(keys: np.ndarray, beside: Mapping[str, float]) -> dict[str, Any]:
+    """Returns a sequence of the first two tokens of texts, whose only target has numbers of a whole group, and is not measured.
+
+    ``keys`` [t] are tokens, below 0 where they are of images.
+    """
+    tokens = keys[keys >= 0]
     return {"tokens": tokens[:2], "labels": [IGNORE_INDEX, tokens[1]], "measured": 0.0, **beside}

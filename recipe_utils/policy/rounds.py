@@ -141,6 +141,7 @@ def rollout_dataset(
     groups_per_round: int | None = None,
     fields: list[str] | None = None,
     ignored_keys: Sequence[str] = (),
+    image_folder: str | None = None,
 ) -> RolloutDataset | RoundsDataset:
     """Returns the :class:`RolloutDataset` of a file or files, or, of a folder, the :class:`RoundsDataset`."""
     check_advantage(advantage)
@@ -151,6 +152,7 @@ def rollout_dataset(
         group_size=group_size,
         truncates_answers=truncates_answers,
         ignored_keys=ignored_keys,
+        image_folder=image_folder,
     )
     if groups_per_round is None:
         return read(path, fields=fields)

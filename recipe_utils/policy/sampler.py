@@ -29,6 +29,7 @@ from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.text.conversations.file_rows import FileRow, turns_in
 from recipe_utils.text.conversations.messages import Chat, as_turns
 from recipe_utils.text.conversations.paths import PathRows
+from recipe_utils.text.images.sources import num_images_in
 from recipe_utils.training.parts.answers import end_tokens, text_of, tokens_of
 from recipe_utils.training.setup import Built
 from recipe_utils.update_steps.permutation import epoch_permutation, seed_of
@@ -225,7 +226,10 @@ def _prompt_of(row: Mapping[str, Any]) -> Chat:
     prompt = FileRow.of({"prompt": turns_in(row.get("prompt"))}).prompt
     if prompt is None:
         raise SampleError("it has no prompt; write a text of the user, or messages")
-    return as_turns(prompt, "user").chat
+    chat = as_turns(prompt, "user").chat
+    if num_images_in(chat) or row.get("images") or row.get("image"):
+        raise SampleError("it has an image, and a sampler decodes texts alone; sample with an engine, or remove it")
+    return chat
 
 
 def _arguments_of(reward: Reward, path: str, names: Sequence[str]) -> list[str]:

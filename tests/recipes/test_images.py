@@ -5,23 +5,27 @@ no image. Tower, projector and text are trained.
 """
 
 import json
+import random
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import policies
 import pytest
 import torch
 import torch.nn.functional as F
 from arrays import LAYOUTS
-from big_batch import TOLERANCE, error
+from big_batch import TOLERANCE, error, metrics_and_gradients
 from distributed_runs import run_distributed
 from image_folders import write_image_folder
 from omegaconf import OmegaConf
 from PIL import Image
-from recipe_runs import DPO, KD, SFT, refusal, run_recipe, slow, tiny_config, writing_to
+from recipe_runs import DPO, KD, POLICY, SFT, refusal, run_recipe, slow, tiny_config, writing_to
 from safetensors.torch import load_file
 from tiny_transformers import DoublePrecision, gradients_in_float64
+from torch import nn
 from torchtune.training import set_default_dtype
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -31,10 +35,9 @@ from recipe_utils.preference.pair_files import PairDataset
 from recipe_utils.show_data.__main__ import report
 from recipe_utils.text.conversations.file_datasets import ConversationDataset
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
-from recipe_utils.update_steps.samples import SampleError
 
 ALL_PARTS = ["text", "projector", "tower"]
-SIZES = {"cat": (24, 40), "dog": (24, 16), "fox": (32, 24)}
+SIZES = {"cat": (24, 40), "dog": (24, 16), "fox": (32, 24), "cow": (24, 40)}
 MARK = {"type": "image"}
 
 
@@ -130,25 +133,33 @@ def config_of(row, folder, out):
     )
 
 
+def model_in_float64(path):
+    """Returns the model of a folder, buffers in float64, too."""
+    saved = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
+    model = AutoModelForImageTextToText.from_config(saved.config)
+    model.load_state_dict(saved.state_dict())
+    return model
+
+
+def logits_of(model, tokens, images):
+    """Returns the logits [t, v] of one sample by transformers' own forward, which computes positions itself."""
+    inputs = {name: torch.from_numpy(column)[None] for name, column in images.types.items()}
+    for pixels in images.pixels:
+        inputs |= {n: t.double() if t.is_floating_point() else t for n, t in pixels.tensors.items()}
+    return model(input_ids=torch.as_tensor(tokens)[None], **inputs, use_cache=False).logits[0]
+
+
 def single_samples(folder, row):
     """Returns the gradients of each update step, by transformers' own forward of one sample at a time."""
     path = model_folder(folder, row.kind)
     dataset = ConversationDataset(FolderTokenizer(path), str(folder / "chats.jsonl"), image_folder=str(folder))
     with set_default_dtype(torch.float64), DoublePrecision():
-        saved = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
-        model = AutoModelForImageTextToText.from_config(saved.config)
-        model.load_state_dict(saved.state_dict())
-        steps = []
+        model, steps = model_in_float64(path), []
         for first in range(0, len(CHATS), SAMPLES_PER_STEP):
             samples = [dataset[index] for index in range(first, first + SAMPLES_PER_STEP)]
             num_targets = sum(int((np.array(sample["labels"]) >= 0).sum()) for sample in samples)
             for sample in samples:
-                images = sample["image_inputs"]
-                inputs = {"input_ids": torch.tensor([sample["tokens"]])}
-                inputs |= {name: torch.from_numpy(column)[None] for name, column in images.types.items()}
-                for pixels in images.pixels:
-                    inputs |= {n: t.double() if t.is_floating_point() else t for n, t in pixels.tensors.items()}
-                logits = model(**inputs, use_cache=False).logits[0, :-1]
+                logits = logits_of(model, sample["tokens"], sample["image_inputs"])[:-1]
                 (F.cross_entropy(logits, torch.tensor(sample["labels"][1:]), reduction="sum") / num_targets).backward()
             # A parameter that no sample of the update step reaches has a gradient of zero.
             steps.append({name: (0 * p if p.grad is None else p.grad) for name, p in model.named_parameters()})
@@ -209,10 +220,10 @@ def test_gradients_are_those_of_single_samples(folder, tmp_path, rows, world_siz
 LR = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01}}
 
 
-def metrics_of(config):
+def metrics_of(config, recipe=SFT):
     """Returns what a training logs, without times."""
     kept = ("loss", "grad_norm", "num_tokens", "lr")
-    return [{name: line[name] for name in kept if name in line} for line in run_recipe(config)]
+    return [{name: line[name] for name in kept if name in line} for line in run_recipe(config, recipe)]
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", slow("gemma3"), slow("idefics3"), slow("llava")])
@@ -331,21 +342,13 @@ def test_the_image_of_a_pair_is_computed_once(folder, tmp_path):
     (computed,) = gradients_in_float64(config, DPO)
     dataset = PairDataset(FolderTokenizer(path), str(tmp_path / "pairs.jsonl"), image_folder=str(folder))
     with set_default_dtype(torch.float64), DoublePrecision():
-        saved = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
-        model = AutoModelForImageTextToText.from_config(saved.config)
-        model.load_state_dict(saved.state_dict())
+        model = model_in_float64(path)
         for index in range(3):
             pair, log_probs = dataset[index], []
             for side in ("chosen", "rejected"):
-                images, tokens, labels = (
-                    torch.tensor(pair[f"{side}_{key}"]) if key != "image_inputs" else pair[f"{side}_{key}"]
-                    for key in ("image_inputs", "input_ids", "labels")
-                )
-                inputs = {name: torch.from_numpy(column)[None] for name, column in images.types.items()}
-                for pixels in images.pixels:
-                    inputs |= {n: t.double() if t.is_floating_point() else t for n, t in pixels.tensors.items()}
-                logits = model(input_ids=tokens[None], **inputs, use_cache=False).logits[0, :-1]
-                log_probs.append(-F.cross_entropy(logits, labels[1:], reduction="sum"))
+                logits = logits_of(model, pair[f"{side}_input_ids"], pair[f"{side}_image_inputs"])[:-1]
+                labels = torch.tensor(pair[f"{side}_labels"][1:])
+                log_probs.append(-F.cross_entropy(logits, labels, reduction="sum"))
             margin = 0.3 * (log_probs[0] - log_probs[1] - (log_probs[0] - log_probs[1]).detach())
             (-F.logsigmoid(margin) / 3).backward()
         expected = {f"model.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -359,6 +362,10 @@ def test_samples_are_printed_with_their_images(folder, tmp_path):
     assert "⟦A dog, I think.<|im_end|>⟧" in lines
     tiles = "\n".join(report(SFT, OmegaConf.create(config_of(Row("idefics3"), folder, tmp_path / "tiles")), 4))
     assert re.search(r"<row_1_col_1>\[image 1: \d+ tokens\]", tiles)
+    rollouts = rollouts_config(folder, tmp_path / "rollouts", OF_ANSWERS, Row("qwen2_vl"))
+    lines = "\n".join(report(POLICY, OmegaConf.create(rollouts), 3))
+    assert "[image 1: 24x40, 15 tokens]<|vision_end|>What?<|im_end|>" in lines
+    assert "Further: <|vision_start|>[image 2: 15 tokens]" in lines  # of two answers, whose images are not shared
 
 
 def test_a_teacher_computes_images_too(folder, tmp_path):
@@ -376,12 +383,110 @@ def test_a_teacher_computes_images_too(folder, tmp_path):
         assert error(packed, alone) < TOLERANCE
 
 
-def test_rollouts_with_images_are_refused(folder, tmp_path):
-    path = model_folder(folder, "qwen2_vl")
-    rows = [
-        {"group": 0, "prompt": [turn("cat", "What?")], "completion": "A cat.", "reward": reward} for reward in (0, 1)
-    ]
-    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dataset = RolloutDataset(FolderTokenizer(path), str(tmp_path / "rollouts.jsonl"))
-    with pytest.raises(SampleError, match="it has an image; set dataset to a conversation_dataset"):
-        dataset[0]
+# ---- Rollouts ------------------------------------------------------------------------------------
+
+AGENT = [turn("cat", "?"), answer("Look"), turn("Further: ", "cow")]
+GROUPS = [
+    ([turn("cat", "What?")], {"A cat.": 1, "A dog": 0, "Cat": 0.25}),
+    ([turn("Hello")], {"Yes?": 0, "No": 1}),  # one of two ranks has no image
+    (AGENT, {"Cow.": 1, "A cat": 0}),
+    ([turn("Look: ", "fox", "dog")], {"Two": 1, "One, I think": 0.5}),
+    ([turn("fox", "?")], {"Fox": 1, "A fox": 1}),  # no advantage, and no forward without a KL
+    ([turn("Hi")], {"Ho": 0, "Yes": 1}),
+]
+GROUPS_PER_STEP, RATE = 2, 0.05
+CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
+WITH_KL = {"kind": "clipped", "normaliser": "answers", "old": "start", "kl": "k2", "kl_weight": 0.3, **CLIPS}
+OF_ANSWERS = {"kind": "sequence", "normaliser": "tokens", **CLIPS}
+
+
+def rollouts_config(folder, out, loss, row):
+    """Returns the config of a training on a file with an answer a line."""
+    draw, rows = random.Random(0), []
+    for group, (turns, answers) in enumerate(GROUPS):
+        for text, reward in answers.items():
+            messages = [*turns, answer(text)]
+            trained = "".join(f"{each['content']}." for each in messages if each["role"] == "assistant")
+            logprobs = [draw.uniform(-6, -4) for _ in trained]  # letters, and ends of turns, are tokens
+            rows.append({"group": group, "messages": messages, "reward": reward, "logprobs": logprobs})
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return config_of(row, folder, out) | {
+        "dataset": {
+            "_component_": "recipe_utils.policy.rollout_dataset",
+            "path": str(folder / "rollouts.jsonl"),
+            "image_folder": str(folder),
+        },
+        "loss": {"_component_": "recipe_utils.policy.PolicyLoss", "tokens_per_chunk": 7, **loss},
+        "optimizer": {"_component_": "tiny.RecordingSGD", "lr": RATE},
+        "global_batch_size": GROUPS_PER_STEP,
+        "batch_size": 1,
+        "max_tokens_per_microbatch": 300,
+    }
+
+
+class OneAnswer(nn.Module):
+    """transformers' own forward of one answer with its images, which are those of its tokens."""
+
+    def __init__(self, path, sequences):
+        super().__init__()
+        self.model = model_in_float64(path)
+        self.images = {tuple(sequence["tokens"]): sequence["image_inputs"] for sequence in sequences}
+
+    def forward(self, tokens):
+        return logits_of(self.model, tokens[0], self.images[tuple(tokens[0].tolist())])[None]
+
+
+def single_answers(folder, kind, image_folder, loss):
+    """Returns the gradients of each update step by the formulas of policies, answer by answer."""
+    path = model_folder(folder, kind)
+    dataset = RolloutDataset(FolderTokenizer(path), str(folder / "rollouts.jsonl"), image_folder=str(image_folder))
+    sequences, groups = [], []
+    for (_, answers), sample in zip(GROUPS, dataset, strict=True):
+        sequences += sample["sequences"]
+        groups.append([])
+        for sequence, reward in zip(sample["sequences"], answers.values(), strict=True):
+            first, *others = sequence["tokens"].tolist()
+            beside = {"mask": sequence["labels"][1:] >= 0, "logprobs": sequence["logprobs"][1:]}
+            groups[-1].append({"prompt_ids": [first], "completion_ids": others, "reward": reward, **beside})
+    with set_default_dtype(torch.float64), DoublePrecision():
+        model, steps, old = OneAnswer(path, sequences), [], None
+        start, optimizer = deepcopy(model), torch.optim.SGD(model.parameters(), lr=RATE)
+        for first in range(0, len(groups), GROUPS_PER_STEP):
+            models, of_step = (model, old, start), groups[first : first + GROUPS_PER_STEP]
+            _, gradients = metrics_and_gradients(policies.policy_gradient, models, of_step, loss)
+            steps.append({name: torch.zeros_like(p) for name, p in model.named_parameters()} | gradients)
+            optimizer.step()
+            old = start
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("loss", "row"),
+    [
+        (WITH_KL, Row("qwen2_vl")),
+        (OF_ANSWERS, Row("qwen2_vl", layout="fsdp-2")),
+        slow(WITH_KL, Row("qwen2_vl", changes={"reference": "cached"})),
+        slow(WITH_KL, Row("gemma3", layout="fsdp-2")),
+        slow(OF_ANSWERS, Row("idefics3", "least_padding")),
+    ],
+)
+def test_gradients_of_rollouts_are_those_of_single_answers(folder, tmp_path, loss, row):
+    config = rollouts_config(folder, tmp_path / "out", loss, row)
+    exact = single_answers(folder, row.kind, folder, loss)
+    for computed in run_distributed(gradients_in_float64, LAYOUTS[row.layout][0], config, POLICY):
+        assert len(computed) == len(exact) == 3
+        for step, expected in zip(computed, exact, strict=True):
+            assert error(step, expected) < TOLERANCE
+    # Exchanged images of one size are noticed: alone in a prompt, and in two turns of an agent.
+    for name, other in (("cat", "cow"), ("cow", "cat"), ("dog", "dog"), ("fox", "fox")):
+        (tmp_path / f"{name}.png").write_bytes((folder / f"{other}.png").read_bytes())
+    exchanged = single_answers(folder, row.kind, tmp_path, loss)
+    assert all(error(step, other) > 1e-3 for step, other in zip(computed[:2], exchanged[:2], strict=True))
+
+
+def test_a_resume_of_rollouts_with_images_is_bitwise(folder, tmp_path):
+    row = Row("qwen2_vl", changes={"epochs": 2, "save_every_n_steps": 1})
+    whole, stopped = (rollouts_config(folder, tmp_path / name, WITH_KL, row) | LR for name in ("whole", "stopped"))
+    first = metrics_of({**stopped, "epochs": 1}, POLICY)
+    rest = metrics_of({**stopped, "resume_from_checkpoint": True}, POLICY)
+    assert [*first, *rest] == metrics_of(whole, POLICY)

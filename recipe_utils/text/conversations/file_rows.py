@@ -69,6 +69,7 @@ def _images(value: Any) -> list[Source]:
     return value if isinstance(value, list) else [value]
 
 
+Images = Annotated[list[Source] | None, PlainValidator(_images)]
 Row = TypeVar("Row", bound="FileRow")
 TextOrTurns = Annotated[str | Turns | None, PlainValidator(read_text_or_turns)]
 
@@ -97,7 +98,7 @@ class FileRow(Keys):
     answer: Annotated[str | Turns | None, PlainValidator(_answer)] = known_as(
         "answer of the assistant, or its calls", "output", "response", "answer", "answers", is_empty=True
     )
-    images: Annotated[list[Source] | None, PlainValidator(_images)] = known_as(
+    images: Images = known_as(
         'one for each part `{"type": "image"}`, or for each `<image>` in texts; else in front of the first text of the user',
         "images", "image",
     )  # fmt: skip

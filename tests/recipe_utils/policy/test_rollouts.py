@@ -12,12 +12,18 @@ import pytest
 from chats import CHATML, TOOL_CHATML, TOOLS, say, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_folders import write_image_folder
+from PIL import Image
 
 from recipe_utils.cli.registry import recipe_path
+from recipe_utils.plans.microbatching import MicrobatchSettings
 from recipe_utils.policy import rollout_dataset
 from recipe_utils.policy.rollout_keys import Rollout
 from recipe_utils.policy.rollouts import check_whole_answers, shorten_equal_group
 from recipe_utils.text.conversations.schema import table_of
+from recipe_utils.text.conversations.tokenizer import FolderTokenizer
+from recipe_utils.text.limits import RowBounds
+from recipe_utils.text.reader import TextReader
 from recipe_utils.update_steps.samples import SampleError, UnusedError
 
 PROMPT, ANSWER, LOGPROBS = [1, 7], [9, 4, 2], [-0.25, -1.5, -2.0]
@@ -426,7 +432,7 @@ def error_of(folder, *rows, **options):
         ("answer 1: it has no logprobs, and the first row has; write it in all rows", [changed(completion_ids=[[9], [8]], logprobs=[[-1.0], None], reward=[1, 0])]),
         ("logprob: numbers of at most 0, one for each token, would be lost", [changed(logprobs=..., logprob=[-1.0, -0.5])]),
         ("sampling_params.temperature=0.5: it would be lost; write", [changed(sampling_params={"temperature": 0.5})]),
-        ("image='a.png': it would be lost; only text is supported", [changed(image="a.png")]),
+        ("video='a.mp4': it would be lost; only text is supported", [changed(video="a.mp4")]),
     ],
 )  # fmt: skip
 def test_bad_rows_are_named(text, rows, tmp_path):
@@ -449,13 +455,113 @@ def test_too_long_answers_are_cut_by_a_key_and_prompts_never(tmp_path):
     options = {"advantage": "given", "truncates_answers": True}
     (sequence,) = sequences_of(dataset_of(tmp_path, long, **options)[0])
     assert [len(sequence[name]) for name in ("tokens", "labels", "logprobs", "advantages")] == [8] * 4
-    with pytest.raises(SampleError, match="8 of them the prompt's, which is never cut"):
+    with pytest.raises(SampleError, match="8 of them the prompt's, or up to its last image, which are never cut"):
         dataset_of(tmp_path, changed(prompt_ids=[1] * 8, advantage=1), **options)[0]
 
 
 def test_keys_that_are_not_read_are_named(one_process, tmp_path, caplog):
     dataset_of(tmp_path, *({**row, "advantage": 1, "env": 3} for row in REWARDED))
     assert "not read: env, advantage (dataset.advantage=mean_std)" in caplog.text
+
+
+# ---- Images --------------------------------------------------------------------------------------
+
+CAT = {"type": "image", "path": "cat.png"}
+ASKED = [say("user", [CAT, {"type": "text", "text": "What?"}])]
+OF_TEXTS = {"prompt": ASKED, "completions": ["A cat.", "Dog"], "rewards": [1, 0]}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Returns a folder of images, of which two have one size, and the tokenizer of a model that takes them."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for seed, (name, height) in enumerate({"cat": 40, "cow": 40, "dog": 16}.items()):
+        pixels = np.random.default_rng(seed).integers(0, 255, (height, 24, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+    return folder, FolderTokenizer(str(write_image_folder(folder / "qwen2_vl", "qwen2_vl")))
+
+
+def with_images(pictures, *rows):
+    folder, tokenizer = pictures
+    return dataset_of(folder, *rows, tokenizer=tokenizer, image_folder=str(folder))
+
+
+def ids_of(sample, padding=0, **keys):
+    """Yields a line of token ids for each of two answers, padded on both sides as verl pads them."""
+    pads = [0] * padding
+    for sequence, reward in zip(sample["sequences"], (1, 0), strict=True):
+        tokens, mask = sequence["tokens"].tolist(), (sequence["labels"] >= 0).tolist()
+        beside = {"tokens": tokens, "mask": mask, "attention_mask": [1] * len(tokens)}
+        padded = {name: [*pads, *values, *pads] for name, values in beside.items()}
+        yield {**padded, "images": ["cat.png"], "reward": reward, "group": 0, **keys}
+
+
+def seen(sequence):
+    """Returns what a model gets of an answer."""
+    images = sequence["image_inputs"]
+    tensors = [tensor for pixels in images.pixels for tensor in pixels.tensors.values()]
+    arrays = [sequence["tokens"], sequence["labels"], images.positions, images.identities, *images.types.values()]
+    return [each.tolist() for each in (*arrays, *tensors)], sequence["advantages"]
+
+
+def test_a_rollout_with_an_image_is_the_same_sample_in_each_form_and_has_it_once(pictures):
+    sample = with_images(pictures, OF_TEXTS)[0]
+    lines = [
+        {"completion": text, "reward": reward} for text, reward in zip(OF_TEXTS["completions"], (1, 0), strict=True)
+    ]
+    forms = {
+        "TRL": [{"prompt": [say("user", "What?")], "image": "cat.png", **line} for line in lines],
+        "messages": [
+            {"messages": [*ASKED, say("assistant", line["completion"])], "group": 0, **line} for line in lines
+        ],
+        "ids": ids_of(sample),
+        "ids beside turns": ids_of(sample, prompt=ASKED, images=None),
+        "padded ids": ids_of(sample, padding=2),
+    }
+    for name, rows in forms.items():
+        assert [*map(seen, with_images(pictures, *rows)[0]["sequences"])] == [*map(seen, sample["sequences"])], name
+    packed = RowBounds(MicrobatchSettings("packed"))
+    tree = TextReader(has_trees=True, drops_columns=True, bounds=packed).prepare(sample, "group")
+    assert len(tree.images.pixels) == 1
+    # Neighbors with one text and two images are two groups; an equal group has a stand-in of texts.
+    dataset = with_images(
+        pictures,
+        *(
+            {"prompt": "<image>?", "completion": "A", "image": f"{name}.png", "reward": 1}
+            for name in ("cat", "cat", "dog", "dog")
+        ),
+    )
+    assert len(dataset) == 2
+    (short,) = shorten_equal_group(dataset[0])["sequences"]
+    assert "image_inputs" not in short
+    np.testing.assert_array_equal(short["tokens"], sample["sequences"][0]["tokens"][:2])
+
+
+def test_rollouts_whose_images_do_not_fit_are_named(pictures, monkeypatch):
+    two = {**OF_TEXTS, "prompt": "<image><image>What?", "images": ["cat.png", "dog.png"]}
+    of_one, of_two = (with_images(pictures, row)[0]["sequences"][0]["tokens"].tolist() for row in (OF_TEXTS, two))
+    ids = {"tokens": of_one, "response_length": 8, "images": ["cat.png"], "reward": 1}
+    has = "its token ids have {} placeholders, and its {} images have {}, in this order"
+    asked = {"prompt": "<image>?", "completion": "A", "group": 0, "reward": 1}
+    for rows, text in (
+        ([{**ids, "tokens": of_one[:8] + of_one[22:]}], has.format(1, 1, [15])),  # not expanded
+        ([{**ids, "images": ["dog.png"]}], has.format(15, 1, [6])),
+        ([{**ids, "images": None}], has.format(15, 0, [])),
+        ([{**ids, "tokens": of_two, "images": ["dog.png", "cat.png"]}], has.format(21, 2, [6, 15])),
+        ([{**ids, "response_length": 48}], "token 7 is of an image, and is trained; set its mask to 0"),
+        ([{**asked, "image": "cat.png"}, {**asked, "image": "cow.png"}], "its group has answers to different prompts"),
+        (
+            [{**two, "prompt": "?", "completions": [[say("assistant", [CAT])], "B"], "images": None}],
+            "it has an image, and is trained",
+        ),
+    ):
+        with pytest.raises(SampleError, match=r"line 1 of .*rollouts\.jsonl: .*" + re.escape(text)):
+            with_images(pictures, *rows)[0]
+    monkeypatch.setattr(pictures[1], "max_seq_len", 16)
+    with pytest.raises(
+        SampleError, match=r"49 tokens, more than tokenizer.max_seq_len=16, 41 of them the prompt's, or up"
+    ):
+        with_images(pictures, ids)[0]
 
 
 PAGE = recipe_path("full_policy_update_step").with_suffix(".md").read_text()

@@ -195,8 +195,16 @@ def test_wrong_arguments_are_refused_before_weights_load(changes, problem, promp
         sampler_of(prompts, **changes)
 
 
-def test_a_row_without_a_prompt_is_named(prompts):
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"target": 3}, "it has no prompt"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image", "path": "cat.png"}]}]}, "it has an image"),
+        ({"prompt": "What?", "images": ["cat.png"]}, "it has an image, and a sampler decodes texts alone"),
+    ],
+)
+def test_a_row_that_cannot_be_sampled_is_named(row, problem, prompts):
     with open(prompts, "a") as file:
-        file.write('{"target": 3}\n')
-    with pytest.raises(ValueError, match=r"line 6 of .*prompts.jsonl: it has no prompt"):
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=rf"line 6 of .*prompts.jsonl: {problem}"):
         sampler_of(prompts)
