@@ -7,6 +7,7 @@ no image. Tower, projector and text are trained.
 import json
 import random
 import re
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
@@ -22,13 +23,14 @@ from distributed_runs import run_distributed
 from image_folders import write_image_folder
 from omegaconf import OmegaConf
 from PIL import Image
-from recipe_runs import DPO, KD, POLICY, SFT, refusal, run_recipe, slow, tiny_config, writing_to
+from recipe_runs import DPO, KD, POLICY, SFT, changed_recipe, refusal, run_recipe, slow, tiny_config, writing_to
 from safetensors.torch import load_file
 from tiny_transformers import DoublePrecision, gradients_in_float64
 from torch import nn
 from torchtune.training import set_default_dtype
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from recipe_utils.check_gradient import __main__ as check_gradient
 from recipe_utils.files import CheckpointError
 from recipe_utils.policy.rollouts import RolloutDataset
 from recipe_utils.preference.pair_files import PairDataset
@@ -39,6 +41,7 @@ from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 ALL_PARTS = ["text", "projector", "tower"]
 SIZES = {"cat": (24, 40), "dog": (24, 16), "fox": (32, 24), "cow": (24, 40)}
 MARK = {"type": "image"}
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 def turn(*parts):
@@ -252,6 +255,20 @@ def test_a_resume_is_bitwise_and_the_export_opens_with_its_processor(folder, tmp
     ):
         assert (exported / name).read_bytes() == (given / name).read_bytes(), name
     assert FolderTokenizer(str(exported)).images.settings == FolderTokenizer(str(given)).images.settings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3", "llava", "idefics3"])
+def test_packed_rows_have_the_losses_of_padded_ones_in_bf16(folder, tmp_path, kind, device):
+    """On a GPU the kernel of packed rows is another one, and is compared beside images when the recipe starts."""
+    losses = []
+    for plan in ("packed", "least_padding"):
+        config = config_of(Row(kind, plan, changes=LR), folder, tmp_path / plan)
+        lines = metrics_of({**config, "device": device, "dtype": "bf16", "weights_dtype": "fp32"})
+        losses.append([line["loss"] for line in lines])
+    assert len(losses[0]) == len(CHATS) // SAMPLES_PER_STEP
+    assert losses[0] == pytest.approx(losses[1], rel=2**-7)  # an ulp of bf16
 
 
 def test_adapters_are_in_the_text_alone(folder, tmp_path):
@@ -490,3 +507,35 @@ def test_a_resume_of_rollouts_with_images_is_bitwise(folder, tmp_path):
     first = metrics_of({**stopped, "epochs": 1}, POLICY)
     rest = metrics_of({**stopped, "resume_from_checkpoint": True}, POLICY)
     assert [*first, *rest] == metrics_of(whole, POLICY)
+
+
+EXCHANGE = '''def exchanged(microbatch):
+    """Exchanges the first two images of a row, of one size."""
+    images = microbatch.inputs["images"]
+    if len(images.get("image_grid_thw", ())) < 2:
+        return microbatch
+    first, second, *others = images["pixel_values"].split(images["image_grid_thw"].prod(1).tolist())
+    images = {**images, "pixel_values": torch.cat([second, first, *others])}
+    return replace(microbatch, inputs={**microbatch.inputs, "images": images})
+
+
+class FullFinetuneRecipe:'''
+
+
+def test_the_command_that_checks_a_gradient_notices_exchanged_images(folder, tmp_path, monkeypatch, capsys):
+    chats = [[turn("cat", "What?"), answer("A cat.")], [turn("Hi"), answer("Yes?")], [turn("cow"), answer("Moo")]] * 4
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    config = config_of(Row("qwen2_vl", changes=LR), folder, tmp_path)
+    config["max_tokens_per_microbatch"] = 600
+    config["dataset"]["path"] = str(tmp_path / "chats.jsonl")
+    OmegaConf.save(OmegaConf.create(config), tmp_path / "my.yaml")
+    call = "self.model.sums(microbatch)"
+    changes = {
+        "class FullFinetuneRecipe:": EXCHANGE, call: call.replace("microbatch", "exchanged(microbatch)"),
+        "import torch\n": "from dataclasses import replace\n\nimport torch\n",
+    }  # fmt: skip
+    for recipe, code in ((SFT, 0), (changed_recipe(tmp_path, changes), 1)):
+        monkeypatch.setattr(sys, "argv", ["check", str(recipe), "--config", str(tmp_path / "my.yaml")])
+        with pytest.raises(SystemExit) as end:
+            check_gradient.main()
+        assert end.value.code == code, capsys.readouterr()

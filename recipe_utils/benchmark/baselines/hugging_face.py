@@ -116,7 +116,8 @@ def load_model(config: DictConfig, device: torch.device) -> Any:
     dtype = training.get_dtype(config.dtype, device=device)
     checkpointer = torchtune_config.instantiate(config.checkpointer)  # one of fresh weights writes them
     if (folder := config.checkpointer.get("checkpoint_dir")) is not None:
-        auto_class = auto_class_of(AutoConfig.from_pretrained(folder, local_files_only=True))
+        described = AutoConfig.from_pretrained(folder, local_files_only=True)
+        auto_class = auto_class_of(described, images=config.model.get("images", False))
         return auto_class.from_pretrained(folder, dtype=dtype).to(device)
     hf_config = LlamaConfig.from_dict(llama_config(config.model))
     with device:
