@@ -90,8 +90,8 @@ def images_of(chat: Sequence[Mapping[str, Any]], given: Sequence[Source]) -> tup
 
 
 def check_no_marks(chat: Sequence[Mapping[str, Any]]) -> None:
-    """Raises SampleError for ``<image>`` in the texts of a row without images, whose column probably has another name."""
-    if num_marks := _num_marks(chat):
+    """Raises SampleError for ``<image>`` in texts of the user of a row without images, whose column has another name."""
+    if num_marks := _num_marks([message for message in chat if message["role"] == "user"]):
         text = f"its texts have {num_marks} of {_MARK} for 0 images; name their column images, or write a list of text parts"
         raise SampleError(text)
 

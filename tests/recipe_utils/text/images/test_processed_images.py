@@ -119,6 +119,9 @@ def test_no_image_is_cut(tmp_path):
     cut = FolderTokenizer(folder, max_seq_len=int(last) + 2).tokenize(conversation())
     np.testing.assert_array_equal(cut.tokens, whole.tokens[: last + 2])
     assert cut.images.positions.shape == (4, last + 2)
+    image(40, 24).save(tmp_path / "a.png")
+    with pytest.raises(SampleError, match=r"tokenizer.max_seq_len=12: it would cut an image, whose last token is 21"):
+        FolderTokenizer(folder, max_seq_len=12).prompt_beside_image({"image": str(tmp_path / "a.png"), "text": "What?"})
 
 
 def test_a_template_that_prints_no_image_is_named(tmp_path):
