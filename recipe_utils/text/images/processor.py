@@ -106,10 +106,11 @@ class ImageProcessor:
         for image in images:
             digest.update(repr(image.size).encode() + image.tobytes())
         identity = -1 - int.from_bytes(digest.digest(), "little")
-        if identity != self._last.identity:
+        made = self._last  # read once: validation and prefetching are threads of one process
+        if made.identity != identity:
             texts, tensors = self._made(images, self._images_kwargs)
-            self._last = ProcessedImages(texts, tensors, [image.size for image in images], identity)
-        return self._last
+            self._last = made = ProcessedImages(texts, tensors, [image.size for image in images], identity)
+        return made
 
     def inputs(self, tokens: np.ndarray, images: ProcessedImages) -> ImageInputs:
         """Returns the inputs beside the tokens [t] of a sample."""
