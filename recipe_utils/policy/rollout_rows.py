@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from recipe_utils.policy.rollout_keys import Rollout
-from recipe_utils.text.conversations.file_rows import ImagesOfRows, after_system
+from recipe_utils.text.conversations.file_rows import ImagesOfRows, after_system, with_images
 from recipe_utils.text.conversations.messages import Conversation, as_turns
 from recipe_utils.text.conversations.schema import IGNORE, shown
 from recipe_utils.text.conversations.template import HistoryChangesError
 from recipe_utils.text.images.processor import ImageProcessor
 from recipe_utils.text.images.sample import ImageInputs
-from recipe_utils.text.images.sources import images_of, open_image
+from recipe_utils.text.images.sources import open_image
 from recipe_utils.text.torchtune_messages import tokenize_conversation
 from recipe_utils.update_steps.samples import SampleError
 
@@ -75,7 +75,7 @@ class Answer:
     @property
     def num_to_last_image(self) -> int:
         """Returns the number of tokens up to the last one of an image; 0 without images."""
-        return 0 if self.images is None else int(np.flatnonzero(self.images.identities).max(initial=-1)) + 1
+        return 0 if self.images is None else self.images.num_to_last
 
 
 def rows_of_answers(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -130,9 +130,7 @@ def conversation_of(keys: Rollout) -> Conversation:
         turns = turns if answer is None else as_turns(answer, "assistant").behind(turns.chat)
     if turns is None:
         return Conversation([], [], images=keys.images)
-    chat, weights = after_system(keys.system, turns)
-    chat, images = images_of(chat, keys.images or ())
-    return Conversation(chat, weights, keys.tools, unread=keys.others, images=images or None)
+    return with_images(after_system(keys.system, turns), keys.images, keys.tools, {}, keys.others)
 
 
 def answer_of(keys: Rollout, tokenizer: Any, images: ImagesOfRows, truncates: bool = False) -> Answer:

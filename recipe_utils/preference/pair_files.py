@@ -26,11 +26,11 @@ from recipe_utils.text.conversations.file_rows import (
     lengths_of,
     name_unread_of_first,
     read_row,
+    with_images,
 )
 from recipe_utils.text.conversations.messages import Chat, Conversation, Turns, as_turns, content_as_text
 from recipe_utils.text.conversations.template import HistoryChangesError, num_common
 from recipe_utils.text.images.sample import ImageInputs
-from recipe_utils.text.images.sources import images_of
 from recipe_utils.text.torchtune_messages import check_no_fraction, tokenize_conversation
 from recipe_utils.torchtune_names import IGNORE_INDEX
 from recipe_utils.update_steps.samples import SampleError
@@ -156,17 +156,12 @@ def read_pair(
     most = min(len(chosen.chat), len(rejected.chat)) - 1
     num_shared = num_common(chosen.chat[:most], rejected.chat)
     context = [*prompt, *chosen.chat[:num_shared]]
+    answers = (Turns(turns.chat[num_shared:], turns.weights[num_shared:]) for turns in sides.values())
     one, other = (
-        _conversation(keys, Turns(turns.chat[num_shared:], turns.weights[num_shared:]).behind(context), variables)
-        for turns in sides.values()
+        with_images(after_system(keys.system, answer.behind(context)), keys.images, keys.tools, variables, keys.others)
+        for answer in answers
     )
     return one, other
-
-
-def _conversation(keys: PairRow, turns: Turns, variables: Mapping[str, Any]) -> Conversation:
-    chat, weights = after_system(keys.system, turns)
-    chat, images = images_of(chat, keys.images or ())
-    return Conversation(chat, weights, keys.tools, variables, keys.others, images or None)
 
 
 def _without_answer(turns: Chat, answer: Chat) -> Chat:

@@ -257,8 +257,15 @@ def conversation_of(row: Mapping[str, Any], variable_names: Collection[str] = ()
         turns = answers.pop(next(iter(answers))).behind(turns.chat)
     turns = after_system(keys.system, turns)
     check_repeated({**sources, **answers}, turns.chat, name)
-    chat, images = images_of(turns.chat, keys.images or ())
-    return Conversation(chat, turns.weights, keys.tools, variables, keys.others, images or None)
+    return with_images(turns, keys.images, keys.tools, variables, keys.others)
+
+
+def with_images(
+    turns: Turns, given: Sequence[Source] | None, tools: Tools, variables: Mapping[str, Any], unread: dict[str, Any]
+) -> Conversation:
+    """Returns turns as a conversation with the images of their parts, and those ``given`` in a column, see :func:`.images_of`."""
+    chat, images = images_of(turns.chat, given or ())
+    return Conversation(chat, turns.weights, tools, variables, unread, images or None)
 
 
 class ImagesOfRows(NamedTuple):

@@ -329,9 +329,8 @@ class FolderTokenizer:
         """Returns the first ``max_seq_len`` tokens. Raises SampleError if that would cut an image."""
         end, beside = self.max_seq_len, made.images
         if beside is not None:
-            last = int(np.flatnonzero(beside.identities).max(initial=-1))
-            if end is not None and last >= end:
-                text = f"it would cut an image, whose last token is {last}; set it to at least {last + 2}, or smaller images"
+            if end is not None and (num := beside.num_to_last) > end:
+                text = f"it would cut an image, whose last token is {num - 1}; set it to at least {num + 1}, or smaller images"
                 raise SampleError(f"tokenizer.max_seq_len={end}: {text}")
             beside = beside.at(np.arange(len(made.tokens[:end])))
         return Tokenized(made.tokens[:end], made.turns[:end], beside)

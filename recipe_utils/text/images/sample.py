@@ -57,6 +57,11 @@ class ImageInputs(NamedTuple):
         return np.where(self.identities < 0, self.identities, tokens)
 
     @property
+    def num_to_last(self) -> int:
+        """Returns the number of tokens up to the last placeholder; 0 without images."""
+        return int(np.flatnonzero(self.identities).max(initial=-1)) + 1
+
+    @property
     def num_values(self) -> int:
         """Returns the numbers of all images that a tower reads, padding of the processor included."""
         tensors = [tensor for each in self.pixels for tensor in each.tensors.values()]
