@@ -5,6 +5,8 @@ import contextlib
 import math
 import platform
 import re
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -91,6 +93,16 @@ def test_it_trains_on_the_library_of_the_python_that_runs_and_logs_its_number_of
         in screen
     )
     assert f"Data: {found - 64:,} samples" in screen  # 64 are held out
+
+
+def test_recipes_start_without_the_extras():
+    program = (
+        "import runpy, sys; sys.modules |= dict.fromkeys(['transformers', 'peft', 'trl', 'accelerate', 'sklearn', 'matplotlib']); "
+        "from recipe_utils.cli.registry import TRAINING_RECIPES, recipe_path; "
+        "[runpy.run_path(str(recipe_path(name))) for name in TRAINING_RECIPES]"
+    )
+    started = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert started.returncode == 0, started.stderr
 
 
 def test_train_and_validation_loss_fall(trained):

@@ -21,7 +21,6 @@ from recipe_utils.text.conversations.file_rows import ImagesOfRows, after_system
 from recipe_utils.text.conversations.messages import Conversation, as_turns
 from recipe_utils.text.conversations.schema import IGNORE, shown
 from recipe_utils.text.conversations.template import HistoryChangesError
-from recipe_utils.text.images.processor import ImageProcessor
 from recipe_utils.text.images.sample import ImageInputs
 from recipe_utils.text.images.sources import open_image
 from recipe_utils.text.torchtune_messages import tokenize_conversation
@@ -161,7 +160,8 @@ def answer_of(keys: Rollout, tokenizer: Any, images: ImagesOfRows, truncates: bo
     if of_images is not None:
         of_images = of_images.at(np.flatnonzero(is_token))
     elif conversation.images is not None:
-        of_images = _inputs_beside_ids(tokens, conversation, tokenizer.images)
+        opened = [open_image(each, conversation.image_folder) for each in conversation.images]
+        of_images = tokenizer.images.inputs_beside(tokens, opened)
         if (are_trained := mask & (of_images.identities < 0)).any():
             raise SampleError(f"token {are_trained.argmax()} is of an image, and is trained; set its mask to 0")
     answer = Answer(tokens, mask, answer.num_prompt, knows_prompt, beside, keys.reward, keys.rollout, of_images)
@@ -211,26 +211,6 @@ def _tokens_of(
         raise SampleError(f"{error.problem}; {remedy}, or token ids") from None
     mask = ~np.asarray(is_masked)
     return np.asarray(token_ids), int(mask.argmax()) if mask.any() else len(mask), mask, of_images
-
-
-def _inputs_beside_ids(tokens: np.ndarray, conversation: Conversation, processor: ImageProcessor) -> ImageInputs:
-    """Returns what is beside token ids [t]. Raises SampleError unless they have the placeholders of their images."""
-    images = processor.processed([open_image(each, conversation.image_folder) for each in conversation.images or ()])
-    places, start, are_equal = np.flatnonzero(np.isin(tokens, processor.token_ids)), 0, True
-    numbers = list[int]()
-    for text in images.texts:
-        # Tokens from the first placeholder to the last one, with the names of tiles between them.
-        ids = np.array(processor.token_ids_of(text))
-        inside = np.flatnonzero(np.isin(ids, processor.token_ids))
-        numbers.append(len(inside))
-        if (part := places[start : start + len(inside)]).size:
-            are_equal &= np.array_equal(tokens[part[0] : part[-1] + 1], ids[inside[0] : inside[-1] + 1])
-        start += len(inside)
-    if not are_equal or len(places) != start:
-        text = f"its token ids have {len(places)} placeholders, and its {len(numbers)} images have {numbers}, in this order"
-        remedy = "write ids with expanded images, or set tokenizer.images to the arguments of the engine's processor"
-        raise SampleError(f"{text}; {remedy}")
-    return processor.inputs(tokens, images)
 
 
 def _of_all_tokens(field: str, keys: Rollout, num_tokens: int, num_prompt: int) -> np.ndarray:

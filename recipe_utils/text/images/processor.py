@@ -126,6 +126,27 @@ class ImageProcessor:
         pixels = [Pixels(int(np.argmax(types)), images.sizes, images.tensors)] if images.texts else []
         return ImageInputs(positions, identities, dict.fromkeys(self._columns, types), pixels)
 
+    def inputs_beside(self, tokens: np.ndarray, images: Sequence[Image.Image]) -> ImageInputs:
+        """Returns the inputs beside token ids [t] that have the placeholders of their images; raises SampleError for others."""
+        made = self.processed(images)
+        places, start, are_equal = np.flatnonzero(self._types(tokens)), 0, True
+        numbers = list[int]()
+        for text in made.texts:
+            # Tokens from the first placeholder to the last one, with the names of tiles between them.
+            ids = np.array(self.token_ids_of(text))
+            inside = np.flatnonzero(self._types(ids))
+            numbers.append(len(inside))
+            if (part := places[start : start + len(inside)]).size:
+                are_equal &= np.array_equal(tokens[part[0] : part[-1] + 1], ids[inside[0] : inside[-1] + 1])
+            start += len(inside)
+        if not are_equal or len(places) != start:
+            text = f"its token ids have {len(places)} placeholders, and its {len(numbers)} images have {numbers}, in this order"
+            remedy = (
+                "write ids with expanded images, or set tokenizer.images to the arguments of the engine's processor"
+            )
+            raise SampleError(f"{text}; {remedy}")
+        return self.inputs(tokens, made)
+
     def _arguments_of_parts(self) -> Mapping[str, object] | None:
         """Returns merged arguments for images if the parts of the processor make the same of three images as its whole call.
 
