@@ -95,14 +95,20 @@ def test_it_trains_on_the_library_of_the_python_that_runs_and_logs_its_number_of
     assert f"Data: {found - 64:,} samples" in screen  # 64 are held out
 
 
-def test_recipes_start_without_the_extras():
+def test_without_the_extras_recipes_start_and_components_that_need_one_are_named():
+    extras = ["transformers", "peft", "trl", "accelerate", "sklearn", "matplotlib"]
     program = (
-        "import runpy, sys; sys.modules |= dict.fromkeys(['transformers', 'peft', 'trl', 'accelerate', 'sklearn', 'matplotlib']); "
+        f"import runpy, sys; sys.modules |= dict.fromkeys({extras}); "
         "from recipe_utils.cli.registry import TRAINING_RECIPES, recipe_path; "
-        "[runpy.run_path(str(recipe_path(name))) for name in TRAINING_RECIPES]"
+        "[runpy.run_path(str(recipe_path(name))) for name in TRAINING_RECIPES]; "
+        f"sys.argv = ['tune', '--config', {str(config_path(QWEN3[1]))!r}]; "
+        f"runpy.run_path(str(recipe_path({QWEN3[0]!r})), run_name='__main__')"
     )
-    started = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert started.returncode == 0, started.stderr
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    for component in ("model._component_=recipe_utils.models.causal_lm", "recipe_utils.checkpoint.FolderCheckpointer"):
+        assert f"{component}: it needs transformers; pip install -e '.[hf]'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_train_and_validation_loss_fall(trained):

@@ -50,16 +50,21 @@ DEFAULTS_OF_MODELS: dict[Callable[..., Any], Mapping[str, Callable[..., Any]]] =
 """Component of a model -> defaults of a recipe's keys, each made from the component's arguments."""
 
 
+_OF_PACKAGES = {
+    "transformers": "it needs transformers; pip install -e '.[hf]'",
+    "bitsandbytes": "pip install bitsandbytes, or set it to recipe_utils.optim.AdamW8bit",
+}
+"""What to do about packages that are not installed."""
+
+
 def component_at(path: str) -> Any:
     """Returns the object at a dotted path; raises ValueError if there is none."""
     try:
         return _get_component_from_path(path)
-    except InstantiationError as error:
-        text = " ".join(line for line in str(error).splitlines() if line)
-        if "No module named 'transformers'" in text:
-            text = "it needs transformers; pip install -e '.[hf]'"
-        if "No module named 'bitsandbytes'" in text:
-            text = "pip install bitsandbytes, or set it to recipe_utils.optim.AdamW8bit"
+    except (InstantiationError, ModuleNotFoundError) as error:
+        # Our packages import a module when one of its names is first used, which torchtune does not expect.
+        missing = getattr(error if isinstance(error, ModuleNotFoundError) else error.__cause__, "name", None)
+        text = _OF_PACKAGES.get(missing or "", " ".join(line for line in str(error).splitlines() if line))
         raise ValueError(text) from error
 
 
