@@ -110,9 +110,14 @@ class Decoder(DecoderOfTransformers):
         self._ties = {n: first for first, others in names_of_weights(self).items() for n in others}
         takes = inspect.signature(getattr(model, decoder_name(model)).forward).parameters
         self._name_of_cache = "cache" if "cache" in takes else "past_key_values"
-        # A list has no module of its own.
+        # By module and name, because sharding replaces parameters; to find them takes 8 ms for a model of 3B.
         of_images = set(map(id, self.of_images())) if check.joins else set[int]()
-        self._of_images = [m for m in model.modules() if any(id(p) in of_images for p in m.parameters(False))][:1]
+        self._beside_text = [
+            (module, name)
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(parameter) in of_images
+        ]
         self.register_state_dict_post_hook(_drop_ties)
         self.register_load_state_dict_pre_hook(_share_ties)
 
@@ -162,9 +167,9 @@ class Decoder(DecoderOfTransformers):
             of_text = input_pos[0] if input_pos is not None and input_pos.dim() == 3 else input_pos
             rows = PackedRows(documents, kernel, exchange, positions=of_text)
         # Processors make fp32, which some towers, such as Kimi's and Aria's, do not cast.
-        for module in self._of_images if images else ():
-            dtype = next(module.parameters(False)).dtype
-            images = {n: t.to(dtype) if t.is_floating_point() else t for n, t in (images or {}).items()}
+        if images and self._beside_text:
+            dtype = getattr(*self._beside_text[0]).dtype
+            images = {n: t.to(dtype) if t.is_floating_point() else t for n, t in images.items()}
         # The model's own decoder up to the hidden states; a later pipeline stage gets them in place of tokens.
         with Setting(ROWS, rows):
             out = getattr(self.model, decoder_name(self.model))(
@@ -176,9 +181,9 @@ class Decoder(DecoderOfTransformers):
             )
         hidden = out[0] if isinstance(out, tuple) else out.last_hidden_state
         # Ranks whose rows have no image reduce gradients of the tower, too; they are 0.
-        if self.check.joins and not any(map(torch.is_floating_point, (images or {}).values())):
+        if not any(map(torch.is_floating_point, (images or {}).values())):
             # Numbers are added first: to add each to the hidden states would take a pass over them per parameter.
-            trained = [parameter.flatten()[0] for parameter in self.of_images() if parameter.requires_grad]
+            trained = [p.flatten()[0] for place in self._beside_text if (p := getattr(*place)).requires_grad]
             hidden = hidden + 0.0 * torch.stack(trained).sum() if trained else hidden
         return self.unembed(hidden)
 
