@@ -129,7 +129,7 @@ def main() -> None:
     try:
         plot(runs, path, arguments.over)
     except ImportError:
-        sys.exit('matplotlib is missing: pip install "torchtune-update-step[plot]"')
+        sys.exit("matplotlib is missing; pip install -e '.[plot]'")
     print(path)  # noqa: T201
 
 

@@ -101,13 +101,10 @@ def hf_image_dataset(
         label_column: column of integer classes, which only a k-NN classifier reads; there need not be one.
         load_dataset_kwargs: further arguments, such as ``name`` or ``data_files``.
 
-    Raises ValueError if ``datasets`` or ``pillow`` is not installed, or there is no ``image_column``.
+    Raises ValueError if there is no ``image_column``.
     """
-    try:
-        import datasets
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"images of files need {error.name}; pip install 'torchtune-update-step[vision]'") from error
+    import datasets  # takes a second
+
     rows = datasets.load_dataset(source, split=split, **load_dataset_kwargs)
     columns = rows.column_names
     if image_column not in columns:

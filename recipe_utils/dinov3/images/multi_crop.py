@@ -5,7 +5,6 @@ of draws from one generator, so no outcome shifts later draws. Pillow resizes an
 elementwise, both in one thread: crops are bitwise the same for any number of threads and workers.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_type_hints
@@ -101,8 +100,6 @@ class MultiCrop:
                 raise ValueError(f"{name}={value}: {error.errors()[0]['msg']}") from None
         if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
             raise ValueError(f"mean={self.mean}, std={self.std}: give one value for each channel, std above 0")
-        if importlib.util.find_spec("PIL") is None:
-            raise ValueError("crops need Pillow; pip install 'torchtune-update-step[vision]'")
         self._transform: Any = None
         if self.image_transform is not None:
             arguments = dict(self.image_transform)

@@ -34,9 +34,7 @@ def _load() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ValueError(
-            f"the digits need scikit-learn ({error}); pip install 'torchtune-update-step[vision]'"
-        ) from error
+        raise ValueError(f"the digits need scikit-learn ({error}); pip install -e '.[vision]'") from error
     digits = load_digits()
     small = torch.from_numpy(digits.images).unsqueeze(1) / 16
     images = F.interpolate(small, size=(16, 16), mode="bilinear", align_corners=False)

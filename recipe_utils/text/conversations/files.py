@@ -258,13 +258,11 @@ class FileRows:
     def _read_table(self, files: list[str]) -> None:
         """Opens a memory-mapped table of the library ``datasets``."""
         self.content_hash = _checksum(files)
-        try:
-            import datasets
+        import datasets  # takes a second
 
+        try:
             is_folder, read = Path(self.path).is_dir(), datasets.Dataset.from_parquet
             self._table = datasets.load_from_disk(self.path) if is_folder else read(files[0])
-        except ImportError:
-            self._refuse("a table; pip install datasets to read it")
         except Exception as error:  # any: of pyarrow or datasets
             self._refuse(f"a table that cannot be read ({type(error).__name__}: {error})")
         if len(self._table) == 0:
