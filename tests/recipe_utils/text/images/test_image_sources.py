@@ -33,6 +33,8 @@ def folder(tmp_path_factory):
     (path.parent / "secret.png").write_bytes(encoded(Image.fromarray(PIXELS)))
     (path / "link.png").symlink_to(path.parent / "secret.png")
     (path / "text.png").write_text("no image")
+    plain = encoded(Image.fromarray(PIXELS))
+    (path / "broken.png").write_bytes(plain[:33] + b"\0\0\0\5" + plain[37:])  # a second chunk begins within the first
     return path
 
 
@@ -61,6 +63,7 @@ def test_data_of_a_part_is_opened_without_a_folder():
         ("/etc/hostname", "not below dataset.image_folder"),
         ("missing.png", "has no such file"),
         ("text.png", "cannot be opened"),
+        ("broken.png", r"broken.png': it cannot be opened \(broken PNG file"),
         ("https://host/1.png", "nothing is downloaded"),
         ("file:///etc/hostname", "not below dataset.image_folder"),
         ("data:image/png,abc", "not base64"),
