@@ -1,7 +1,8 @@
 """Drawn configs train equal losses on any layout, or are refused by keys that they have.
 
-Each seed draws a training (a row of ``TRAINING`` after the other may change it) and its layout (``LAYOUT``). It is trained
-twice: on that layout, and on one rank, a sample at a time. ``DRAWN_SEEDS=300-600 pytest --all FILE`` draws others.
+Each seed draws a training (a row of ``TRAINING`` after the other may change it) and its layout (``LAYOUT``), each eighth one
+with images beside text. It is trained twice: on that layout, and on one rank, a sample at a time. ``DRAWN_SEEDS=300-600
+pytest --all FILE`` draws others.
 """
 
 import contextlib
@@ -23,10 +24,12 @@ from arrays import LAYOUTS
 from big_batch_of_views import step_of_16
 from distributed_runs import run_distributed
 from gradient_rows import MODELS, OBJECTIVES, Row, config_of, folder_keys
+from image_folders import image_keys, write_chats
 from recipe_runs import (
     DINO,
     KD,
     POLICY,
+    SFT,
     ListLogger,
     recipe_class,
     tiny_config,
@@ -97,7 +100,12 @@ def drawn(seed, weights_folder, folder):
     draw = random.Random(seed)
     name, place = draw.choice([*OBJECTIVES, *["policy"] * 6, *["dinov3"] * 4]), draw.choice(PLACES)
     model, few = draw.choice([*MODELS] * 2 + FOLDERS), {"global_batch_size": 4, "max_steps_per_epoch": 3}
-    if name == "dinov3":
+    if seed % 8 == 4:  # with checkpoints, as each fourth
+        recipe, place = SFT, draw.choice(["one", *(name for name in LAYOUTS if not re.search("tp|pp|3", name))])
+        parts = draw.choice([["text", "projector", "tower"], ["text", "projector"], ["tower"]])
+        keys = image_keys(write_chats(folder), draw.choice(["qwen2_vl", "gemma3", "idefics3", "llava"]), parts)
+        config = tiny_config(weights_folder, **keys, **few, gradient_accumulation_steps=..., epochs=2)
+    elif name == "dinov3":
         recipe, config = DINO, step_of_16(lambda: tiny_config(weights_folder), **few)
     elif name == "policy":
         recipe, config = POLICY, rollouts(draw, model, weights_folder, folder) | few
@@ -259,6 +267,8 @@ def weights_of_turns_dropped(patches, _):
         (a_dropped_microbatch, 32),
         (a_rank_counted_twice, 46),
         (weights_of_turns_dropped, 46),
+        (a_dropped_microbatch, 68),  # images
+        (a_rank_counted_twice, 28),
     ],
 )
 def test_a_wrong_training_is_noticed(mutate, seed, weights_folder, tmp_path):

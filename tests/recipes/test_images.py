@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from arrays import LAYOUTS
 from big_batch import TOLERANCE, error, metrics_and_gradients
 from distributed_runs import run_distributed
-from image_folders import write_image_folder
+from image_folders import CHATS, answer, image_keys, model_folder, turn, write_chats
 from omegaconf import OmegaConf
 from PIL import Image
 from recipe_runs import DPO, KD, POLICY, SFT, changed_recipe, refusal, run_recipe, slow, tiny_config, writing_to
@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from tiny_transformers import DoublePrecision, gradients_in_float64
 from torch import nn
 from torchtune.training import set_default_dtype
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from recipe_utils.check_gradient import __main__ as check_gradient
 from recipe_utils.files import CheckpointError
@@ -39,61 +39,17 @@ from recipe_utils.text.conversations.file_datasets import ConversationDataset
 from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 
 ALL_PARTS = ["text", "projector", "tower"]
-SIZES = {"cat": (24, 40), "dog": (24, 16), "fox": (32, 24), "cow": (24, 40)}
 MARK = {"type": "image"}
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-def turn(*parts):
-    content = [
-        {"type": "image", "path": f"{part}.png"} if part in SIZES else {"type": "text", "text": part} for part in parts
-    ]
-    return {"role": "user", "content": content}
-
-
-def answer(text):
-    return {"role": "assistant", "content": text}
-
-
-CHATS = [
-    [turn("cat", "What?"), answer("A cat."), turn("And ", "dog", "?"), answer("A dog, I think.")],
-    [turn("Hello"), answer("Yes?")],
-    [turn("fox"), answer("Fox")],
-    [turn("A text of more than sixteen tokens before ", "dog", "?"), answer("Dog")],
-    # One of these has an image, so one rank has none.
-    [turn("Hi"), answer("Yes, hello to you.")],
-    [turn("fox", "dog", "?"), answer("Two")],
-    [turn("Ho"), answer("No.")],
-    [turn("A text of more than sixteen tokens before nothing"), answer("?")],
-]
 SAMPLES_PER_STEP = 4
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Returns a folder of a model of each kind, with weights of order 1, and of chats with their images."""
-    path = tmp_path_factory.mktemp("images")
-    for seed, (name, (width, height)) in enumerate(SIZES.items()):
-        pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(path / f"{name}.png")
-    (path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
-    return path
-
-
-def model_folder(folder, kind):
-    """Returns the folder of a model, which the first call writes."""
-    path = folder / kind
-    if not (path / "model.safetensors").exists():
-        write_image_folder(path, kind)
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path))
-            for parameter in model.parameters():
-                torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() < 2 else parameter[0].numel() ** -0.5)
-        chat_template = (path / "chat_template.jinja").read_text()
-        model.save_pretrained(path)
-        (path / "chat_template.jinja").write_text(chat_template)
-    return str(path)
+    """Returns a folder of chats with their images, and of a model of each kind that a test needs."""
+    return write_chats(tmp_path_factory.mktemp("images"))
 
 
 class Row(NamedTuple):
@@ -107,23 +63,11 @@ class Row(NamedTuple):
 
 
 def config_of(row, folder, out):
-    path = model_folder(folder, row.kind)
     return writing_to(
         out,
         tiny_config(
             str(out),
-            model={"_component_": "recipe_utils.models.causal_lm", "path": path, "images": True, "trains": row.trains},
-            tokenizer={"_component_": "recipe_utils.text.folder_tokenizer", "path": path},
-            checkpointer={
-                "_component_": "recipe_utils.checkpoint.FolderCheckpointer",
-                "checkpoint_dir": path,
-                "output_dir": str(out),
-            },
-            dataset={
-                "_component_": "recipe_utils.text.conversation_dataset",
-                "path": str(folder / "chats.jsonl"),
-                "image_folder": str(folder),
-            },
+            **image_keys(folder, row.kind, row.trains),
             shuffle=False,
             microbatching=row.plan,
             batch_size=2,
@@ -180,6 +124,7 @@ FAST = [
     Row("gemma3", "least_padding"),
     Row("qwen2_vl", layout="fsdp-2"),
     Row("idefics3", "in_order", "fsdp-2"),
+    Row("llava", layout="fsdp-2", trains=["tower"]),  # a frozen text, which all ranks gather in the backward
 ]
 ROWS = [
     Row("llava"), Row("gemma3"), Row("idefics3"), Row("llava", "least_padding"), Row("idefics3", "in_order"),
@@ -187,6 +132,7 @@ ROWS = [
     Row("qwen2_vl", trains=["text", "projector"]), Row("qwen2_vl", trains=["projector"]), Row("llava", trains=["tower"]),
     Row("qwen2_vl", "least_padding", "fsdp-2"), Row("gemma3", layout="fsdp-2"), Row("llava", layout="fsdp-2"),
     Row("idefics3", layout="fsdp-2", trains=["text", "projector"]),
+    Row("qwen2_vl", layout="fsdp-2", trains=["projector"], changes={"custom_sharded_layers": ["model.model.language_model.embed_tokens"]}),
     Row("gemma3", "in_order", "hsdp-2x2"), Row("qwen2_vl", "packed", "fsdp-4"),
 ]  # fmt: skip
 

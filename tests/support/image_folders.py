@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
+import torch
 import transformers
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}IMAGE{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
@@ -130,3 +133,74 @@ def write_image_folder(path: Path, kind: str) -> Path:
     }
     CONFIG_MAPPING[kind](**given).save_pretrained(path)
     return path
+
+
+# ---- Chats with images ---------------------------------------------------------------------------
+
+
+SIZES = {"cat": (24, 40), "dog": (24, 16), "fox": (32, 24), "cow": (24, 40)}
+"""Width and height of images [pixels]."""
+
+
+def turn(*parts):
+    content = [
+        {"type": "image", "path": f"{part}.png"} if part in SIZES else {"type": "text", "text": part} for part in parts
+    ]
+    return {"role": "user", "content": content}
+
+
+def answer(text):
+    return {"role": "assistant", "content": text}
+
+
+CHATS = [
+    [turn("cat", "What?"), answer("A cat."), turn("And ", "dog", "?"), answer("A dog, I think.")],
+    [turn("Hello"), answer("Yes?")],
+    [turn("fox"), answer("Fox")],
+    [turn("A text of more than sixteen tokens before ", "dog", "?"), answer("Dog")],
+    # One of these has an image, so one rank has none.
+    [turn("Hi"), answer("Yes, hello to you.")],
+    [turn("fox", "dog", "?"), answer("Two")],
+    [turn("Ho"), answer("No.")],
+    [turn("A text of more than sixteen tokens before nothing"), answer("?")],
+]
+
+
+def write_chats(path):
+    """Writes chats and their images; returns their folder."""
+    for seed, (name, (width, height)) in enumerate(SIZES.items()):
+        pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path / f"{name}.png")
+    (path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    return path
+
+
+def model_folder(folder, kind):
+    """Returns the folder of a model with weights of order 1, which the first call writes."""
+    path = folder / kind
+    if not (path / "model.safetensors").exists():
+        write_image_folder(path, kind)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path))
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() < 2 else parameter[0].numel() ** -0.5)
+        chat_template = (path / "chat_template.jinja").read_text()
+        model.save_pretrained(path)
+        (path / "chat_template.jinja").write_text(chat_template)
+    return str(path)
+
+
+def image_keys(folder, kind, trains):
+    """Returns the keys of a config that trains parts of a model on the chats of a folder."""
+    path = model_folder(folder, kind)
+    return {
+        "model": {"_component_": "recipe_utils.models.causal_lm", "path": path, "images": True, "trains": trains},
+        "tokenizer": {"_component_": "recipe_utils.text.folder_tokenizer", "path": path},
+        "checkpointer": {"_component_": "recipe_utils.checkpoint.FolderCheckpointer", "checkpoint_dir": path},
+        "dataset": {
+            "_component_": "recipe_utils.text.conversation_dataset",
+            "path": str(folder / "chats.jsonl"),
+            "image_folder": str(folder),
+        },
+    }

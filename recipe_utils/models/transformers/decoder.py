@@ -13,8 +13,8 @@ import copy
 import inspect
 import json
 import zlib
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,7 @@ class Decoder(DecoderOfTransformers):
             dtype = getattr(*self._beside_text[0]).dtype
             images = {n: t.to(dtype) if t.is_floating_point() else t for n, t in images.items()}
         # The model's own decoder up to the hidden states; a later pipeline stage gets them in place of tokens.
-        with Setting(ROWS, rows):
+        with Setting(ROWS, rows), self._reaching_towers(images or {}):
             out = getattr(self.model, decoder_name(self.model))(
                 **{"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens},
                 position_ids=input_pos if (documents, cache, images) != (None, None, None) else None,
@@ -179,13 +179,29 @@ class Decoder(DecoderOfTransformers):
                 **(images or {}),
                 **({} if cache is None else {"attention_mask": mask, self._name_of_cache: cache}),
             )
-        hidden = out[0] if isinstance(out, tuple) else out.last_hidden_state
-        # Ranks whose rows have no image reduce gradients of the tower, too; they are 0.
-        if not any(map(torch.is_floating_point, (images or {}).values())):
-            # Numbers are added first: to add each to the hidden states would take a pass over them per parameter.
-            trained = [p.flatten()[0] for place in self._beside_text if (p := getattr(*place)).requires_grad]
-            hidden = hidden + 0.0 * torch.stack(trained).sum() if trained else hidden
-        return self.unembed(hidden)
+        return self.unembed(out[0] if isinstance(out, tuple) else out.last_hidden_state)
+
+    @contextmanager
+    def _reaching_towers(self, images: Mapping[str, Tensor]) -> Iterator[None]:
+        """Lets a row without images give the tower's trained parameters gradients of 0, as FSDP2 reduces them on all ranks.
+
+        A zero is added to the embeddings, where images are, so that the backward passes through all layers: FSDP2 gathers
+        also those of a frozen text, on all ranks.
+        """
+        has_pixels = any(map(torch.is_floating_point, images.values()))
+        places = () if has_pixels or not torch.is_grad_enabled() else self._beside_text
+        # Numbers are added first: to add each to the embeddings would take a pass over them per parameter.
+        trained = [p.flatten()[0] for place in places if (p := getattr(*place)).requires_grad]
+        if not trained:
+            yield
+            return
+        zero = 0.0 * torch.stack(trained).sum()
+        # Behind the hooks of FSDP2: where images are, the output of frozen embeddings has no gradient either.
+        hook = self.tok_embeddings.register_forward_hook(lambda module, args, embedded: embedded + zero)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def of_images(self) -> list[nn.Parameter]:
         """Returns the parameters that text does not pass through: those of towers and projectors."""
