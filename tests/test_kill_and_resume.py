@@ -169,7 +169,9 @@ def test_an_interrupt_during_the_imports_ends_in_one_line(name, delay_seconds, w
         wait_for(lambda: "/torch/" in Path(f"/proc/{process.pid}/maps").read_text(), process)
     else:
         assert process.stderr.readline().startswith("Importing PyTorch, torchtune")
-        wait_for(lambda: len(children_of(process.pid)) == 2 * len(ranks), process)
+        # Not by children_of, which takes longer than torchrun needs to know its ranks.
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_for(lambda: len(children.read_text().split()) == 2 * len(ranks), process)
     time.sleep(delay_seconds)
     process.send_signal(signal.SIGINT)
     printed = [
@@ -177,6 +179,18 @@ def test_an_interrupt_during_the_imports_ends_in_one_line(name, delay_seconds, w
     ]
     assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)  # to a shell the same
     assert len(printed) == len(ranks), printed
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_is_killed_during_their_imports_end(weights_folder, tmp_path, started):
+    arguments = [SFT, "--config", str(write(config_of_text(weights_folder, epochs=1000), tmp_path))]
+    command = [TUNE, "run", "--nproc_per_node=2", *arguments, *logging_to(tmp_path / "out")]
+    process = Popen(command, stdout=DEVNULL, stderr=PIPE, text=True)
+    started.append(process)
+    process.stderr.readline()
+    wait_for(lambda: len(children_of(process.pid)) == 2, process)
+    process.kill()
+    process.communicate(timeout=120)  # until the ranks, which have its pipe, have ended
 
 
 SLOW_DISK = """

@@ -1,4 +1,4 @@
-"""Exit codes and signals that the launcher and its ranks agree on."""
+"""Exit codes, signals and a variable that the launcher and its ranks agree on."""
 
 import signal
 
@@ -8,3 +8,5 @@ REPORTED_EXIT_CODE = 3
 """Exit code of a rank whose error has been reported, by itself or by another rank."""
 USER_SIGNALS = signal.SIGUSR1, signal.SIGUSR2
 """Signals of schedulers before a time limit, blocked until handlers are installed: by default they end a process."""
+LAUNCHER_PID = "TORCHTUNE_UPDATE_STEP_LAUNCHER_PID"
+"""Environment variable of ranks: the process that has started them."""

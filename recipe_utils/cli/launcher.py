@@ -24,7 +24,7 @@ from torchtune.config._parse import TuneRecipeArgumentParser
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from recipe_utils.cli.advice import how_to_resume
-from recipe_utils.cli.exit_codes import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE, USER_SIGNALS
+from recipe_utils.cli.exit_codes import CONFIG_ERROR_EXIT_CODE, LAUNCHER_PID, REPORTED_EXIT_CODE, USER_SIGNALS
 
 _SAVED = re.compile(r"step_\d+")
 _REPORTED = re.compile(
@@ -43,9 +43,12 @@ def wait_for_ranks() -> None:
     Config errors are not restarted. The launcher prints nothing about errors that ranks reported.
     """
     torch_start, torch_wait, torch_launch = PContext.start, PContext.wait, api.launch_agent
+    torch_handler = multiprocessing_api._terminate_process_handler
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    forwarded = (signal.SIGTERM, signal.SIGINT, *hangup, *USER_SIGNALS)
     waited_for: PContext | None = None
     received: list[signal.Signals] = []
+    early: list[int] = []
 
     def raise_if_received() -> None:
         if received:
@@ -62,7 +65,14 @@ def wait_for_ranks() -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def keep(number: int, frame: FrameType | None) -> None:
+        # Ranks have started, but torchrun, which would raise here, does not know them yet: they would live on without it.
+        if number not in forwarded:
+            torch_handler(number, frame)
+        early.append(number)
+
     def start(ranks: PContext) -> None:
+        os.environ[LAUNCHER_PID] = str(os.getpid())
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # ranks inherit it, see recipe_utils.end_at_sigint
         torch_start(ranks)
 
@@ -72,8 +82,10 @@ def wait_for_ranks() -> None:
             raise_if_received()  # this is a restart
             waited_for = ranks
             # A start installs torchrun's handlers, which end ranks that still import.
-            for number in (signal.SIGTERM, signal.SIGINT, *hangup, *USER_SIGNALS):
+            for number in forwarded:
                 signal.signal(number, forward)
+            while early:
+                forward(early.pop(0), None)
         # Pending ones are forwarded here. Otherwise they are blocked, as the ranks of a restart must inherit.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*USER_SIGNALS, signal.SIGINT])
         signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)
@@ -107,6 +119,7 @@ def wait_for_ranks() -> None:
     for name in (multiprocessing_api.__name__, agent_api.__name__):
         logging.getLogger(name).addFilter(lambda record: not _REPORTED.match(record.getMessage()))
     api.launch_agent = launch
+    multiprocessing_api._terminate_process_handler = keep  # type: ignore[assignment]
     PContext.start, PContext.wait = start, wait  # type: ignore[method-assign, assignment]
 
 

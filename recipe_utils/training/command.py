@@ -21,7 +21,7 @@ from yaml import YAMLError
 from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.folder import find_newest_whole
 from recipe_utils.cli.advice import how_to_resume
-from recipe_utils.cli.exit_codes import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE, USER_SIGNALS
+from recipe_utils.cli.exit_codes import CONFIG_ERROR_EXIT_CODE, LAUNCHER_PID, REPORTED_EXIT_CODE, USER_SIGNALS
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import end_with_parent, loss_of_rank, print_final_error, world_size_from_env
@@ -84,7 +84,8 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
             faulthandler.enable(2)  # a rank that crashes prints the stacks of its threads
         signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # until Stop.listen
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_parent(os.getppid())  # the launcher
+            # The launcher may have been killed during the imports; torchrun alone does not say which it was.
+            end_with_parent(int(os.environ.get(LAUNCHER_PID, os.getppid())))
         try:
             config.parse(start)()
         except SystemExit as end:
