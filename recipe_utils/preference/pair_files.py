@@ -96,7 +96,7 @@ class PairDataset(Dataset[dict[str, Any]]):
     def _read(self, index: int) -> tuple[Conversation, Conversation] | Texts:
         row = read_pair(self._rows[index], self._variables)
         if isinstance(row, Texts):
-            return row
+            return self._images.of_texts(row)
         chosen, rejected = map(self._images.of, row)
         return chosen, rejected
 

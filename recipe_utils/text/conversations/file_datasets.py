@@ -115,7 +115,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
 
     def _read(self, index: int) -> Conversation | Texts:
         row = conversation_of(self._rows[index], self._tokenizer.template_variables)
-        return row if isinstance(row, Texts) else self._images.of(row)
+        return self._images.of_texts(row) if isinstance(row, Texts) else self._images.of(row)
 
     def _of_texts(self, row: Texts) -> dict[str, Any]:
         (sample,) = (_sample(*each) for each in tokenize_texts(self._tokenizer, row))

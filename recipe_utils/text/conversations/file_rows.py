@@ -285,6 +285,12 @@ class ImagesOfRows(NamedTuple):
             check_no_marks(conversation.chat)
         return replace(conversation, images=conversation.images or (), image_folder=self.folder)
 
+    def of_texts(self, texts: Texts) -> Texts:
+        """Returns texts, which have no images; raises SampleError for those with a place of one beside rows that have some."""
+        if self.are_read:
+            check_no_marks([{"role": "user", "content": texts.prompt or ""}])
+        return texts
+
 
 def images_of_rows(
     rows: KeyedRows, tokenizer: Any, folder: str | None, read: Callable[[Mapping[str, Any]], Conversation | Texts]

@@ -178,6 +178,7 @@ def test_a_table_keeps_images_as_bytes_until_a_sample_needs_them(tokenizer, fold
         ({"messages": [user(MARK, MARK), ANSWER], "images": ["cat.png"]}, "2 places for the 1 images"),
         ({"messages": [user(MARK), ANSWER]}, "1 places for the 0 images"),
         ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "image_path": "cat.png"}, "1 of <image> for 0 images"),
+        ({"prompt": "<image>?", "completion": "Pets.", "picture": "cat.png"}, "1 of <image> for 0 images"),
         ({"messages": [user({**MARK, "path": "cat.png", "max_pixels": 64}), ANSWER]}, "max_pixels=64.*set tokenizer.images"),
         ({"question": "<ref-object>?", "answer": "<bbox>", "image": "cat.png", "objects": {"bbox": [[1, 2, 3, 4]]}}, "objects=.*it would be lost"),
         ({"messages": [user({**MARK, "path": "no.png"}), ANSWER]}, "has no such file"),
