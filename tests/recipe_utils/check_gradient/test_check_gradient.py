@@ -109,7 +109,9 @@ def test_an_exact_recipe_is_equal(recipe, changes, run, tiny_config, tiny_dpo_co
     ],
 )
 def test_groups_of_rollouts_are_compared_with_padded_answers(loss, model, left_out, run, tiny_config, tmp_path):
-    policies.write(tmp_path / "rollouts.jsonl", policies.make_groups(16), ["ref_logprobs", "advantage", *left_out])
+    groups = policies.make_groups(16)
+    groups = policies.of_whole_answers(groups) if loss.get("kind") == "sequence" else groups
+    policies.write(tmp_path / "rollouts.jsonl", groups, ["ref_logprobs", "advantage", *left_out])
     data = {"_component_": "recipe_utils.policy.rollout_dataset", "path": str(tmp_path / "rollouts.jsonl")}
     loss = {"_component_": "recipe_utils.policy.PolicyLoss", **loss}
     config = tiny_config(**{**TEXTS, "global_batch_size": 8, "dataset": data, "loss": loss, "model": model})
