@@ -169,7 +169,7 @@ def test_an_interrupt_during_the_imports_ends_in_one_line(name, delay_seconds, w
         wait_for(lambda: "/torch/" in Path(f"/proc/{process.pid}/maps").read_text(), process)
     else:
         assert process.stderr.readline().startswith("Importing PyTorch, torchtune")
-        # Not by children_of, which takes longer than torchrun needs to know its ranks.
+        # `children_of` takes longer than torchrun needs until it has a list of its ranks.
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         wait_for(lambda: len(children.read_text().split()) == 2 * len(ranks), process)
     time.sleep(delay_seconds)

@@ -1,4 +1,4 @@
-"""Exit codes, signals and a variable that the launcher and its ranks agree on."""
+"""Exit codes, signals and an environment variable that the launcher and its ranks share."""
 
 import signal
 
@@ -9,4 +9,4 @@ REPORTED_EXIT_CODE = 3
 USER_SIGNALS = signal.SIGUSR1, signal.SIGUSR2
 """Signals of schedulers before a time limit, blocked until handlers are installed: by default they end a process."""
 LAUNCHER_PID = "TORCHTUNE_UPDATE_STEP_LAUNCHER_PID"
-"""Environment variable of ranks: the process that has started them."""
+"""Environment variable of ranks with the process id of their launcher."""

@@ -66,7 +66,7 @@ def wait_for_ranks() -> None:
                 os.kill(pid, number)
 
     def keep(number: int, frame: FrameType | None) -> None:
-        # Ranks have started, but torchrun, which would raise here, does not know them yet: they would live on without it.
+        # The ranks run already, but torchrun has no list of them yet: it would raise here, exit, and leave them running.
         if number not in forwarded:
             torch_handler(number, frame)
         early.append(number)

@@ -50,11 +50,11 @@ DEFAULTS_OF_MODELS: dict[Callable[..., Any], Mapping[str, Callable[..., Any]]] =
 """Component of a model -> defaults of a recipe's keys, each made from the component's arguments."""
 
 
-_OF_PACKAGES = {
+_REMEDIES = {
     "transformers": "it needs transformers; pip install -e '.[hf]'",
     "bitsandbytes": "pip install bitsandbytes, or set it to recipe_utils.optim.AdamW8bit",
 }
-"""What to do about packages that are not installed."""
+"""Remedies for packages that are not installed."""
 
 
 def component_at(path: str) -> Any:
@@ -62,9 +62,9 @@ def component_at(path: str) -> Any:
     try:
         return _get_component_from_path(path)
     except (InstantiationError, ModuleNotFoundError) as error:
-        # Our packages import a module when one of its names is first used, which torchtune does not expect.
-        missing = getattr(error if isinstance(error, ModuleNotFoundError) else error.__cause__, "name", None)
-        text = _OF_PACKAGES.get(missing or "", " ".join(line for line in str(error).splitlines() if line))
+        # Our packages import a module when one of its names is first used; torchtune does not convert that error.
+        package = getattr(error, "name", None) or getattr(error.__cause__, "name", None)
+        text = _REMEDIES.get(package or "", " ".join(line for line in str(error).splitlines() if line))
         raise ValueError(text) from error
 
 

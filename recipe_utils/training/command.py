@@ -84,7 +84,7 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
             faulthandler.enable(2)  # a rank that crashes prints the stacks of its threads
         signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # until Stop.listen
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            # The launcher may have been killed during the imports; torchrun alone does not say which it was.
+            # If the launcher was killed during the imports, the parent is another process. Plain torchrun sets no variable.
             end_with_parent(int(os.environ.get(LAUNCHER_PID, os.getppid())))
         try:
             config.parse(start)()

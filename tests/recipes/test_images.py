@@ -40,10 +40,8 @@ from recipe_utils.text.conversations.tokenizer import FolderTokenizer
 
 ALL_PARTS = ["text", "projector", "tower"]
 MARK = {"type": "image"}
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
 SAMPLES_PER_STEP = 4
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 @pytest.fixture(scope="module")

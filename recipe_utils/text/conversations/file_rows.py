@@ -286,7 +286,7 @@ class ImagesOfRows(NamedTuple):
         return replace(conversation, images=conversation.images or (), image_folder=self.folder)
 
     def of_texts(self, texts: Texts) -> Texts:
-        """Returns texts, which have no images; raises SampleError for those with a place of one beside rows that have some."""
+        """Returns texts, which have no images; raises SampleError if other rows do and the prompt contains ``<image>``."""
         if self.are_read:
             check_no_marks([{"role": "user", "content": texts.prompt or ""}])
         return texts
